@@ -147,7 +147,7 @@ class Site:
         return round(1e3 * (time.thread_time() - started), 2)
 
     def decided(self, claim: Claim) -> object:
-        return self.reserver.places(claim, most=1)
+        return self.reserver.placements(claim, most=1)
 
 
 def request(body: bytes) -> Request:

@@ -117,7 +117,7 @@ PARSERS = (
     Parser("pod of the exporter", stored(reader.parse_pod), "pods", UNREADABLE),
     Parser("GPUNode of the exporter", stored(uses.HeldDevices.parse), "gpunodes", UNREADABLE),
     Parser("resident pod", stored(lambda one: evidence_loss.BoundPod.of(one, RULES)), "pods", UNREADABLE),
-    Parser("pod that waits for a scheduler", stored(wakeups.waits_for_us), "pods", UNREADABLE),
+    Parser("pod that waits for a scheduler", stored(wakeups.is_rejected_by_us), "pods", UNREADABLE),
     Parser("refusal of a Binding", lambda content: pods.error_message(409, content), "refusals"),
     Parser("refusal of a request", error_message, "refusals"),
     Parser("refusal of an object", answers.refused_object, "refusals"),

@@ -68,7 +68,7 @@ def mapped_set(raw: Raw) -> object:
     sets.refresh()
     sets.changed({**raw, "spec": {}})
     sets.deleted(raw)
-    return placement_maps.not_kept([raw], [raw])
+    return placement_maps.sets_without_label([raw], [raw])
 
 
 def with_schema(raw: Raw) -> Raw:
@@ -81,7 +81,7 @@ def with_schema(raw: Raw) -> Raw:
 
 
 def namespace(raw: Raw) -> object:
-    return namespaces.bond_of(raw), placement_maps.may_keep(raw, keys.OPT_IN.name)
+    return namespaces.hash_policy_of(raw), placement_maps.may_reserve_by_map(raw, keys.OPT_IN.name)
 
 
 def trust_bundle(raw: Raw) -> object:

@@ -1,4 +1,4 @@
-"""What an audit finds, and that it finds nothing in what is right."""
+"""The findings of the audit, and that it reports nothing where all is well."""
 
 import json
 from datetime import timedelta
@@ -29,7 +29,7 @@ def read(raw: Raw) -> AuditedPod | None:
 
 
 async def placed(house: House, raw: Raw, node: str = "node-a") -> Raw:
-    """Dressed by the webhooks, and on its node."""
+    """A pod dressed by the webhooks, on its node."""
     final = await house.create(raw)
     return {**final, "spec": {**final["spec"], "nodeName": node}, "status": {"phase": "Running"}}
 
@@ -47,36 +47,36 @@ def proven(hash: str = HASH, **members: Any) -> dict[str, Evidence]:
     return {"node-a": Evidence("node-a", hash, "static", **members)}
 
 
-async def test_a_pod_as_it_was_dressed_is_right(house: House) -> None:
+async def test_audit_finds_nothing_in_a_dressed_pod(house: House) -> None:
     raw = await placed(house, raw_pod(raw_container(gpus=1), annotations={"gpuwarden.io/required-hash": HASH}))
     held = list(house.parts.ledger.reservations())
     assert kinds(facts(raw, held=held, evidence=proven()), needs_evidence=True) == []
 
 
 ASKING: dict[str, tuple[Raw, str]] = {
-    "resource": (raw_pod(raw_container(gpus=2)), "asks for 2 GPUs, and nothing was reserved for it"),
-    "label": (raw_pod(labels={"fudo.org/gpu.assign": "true"}), "asks for 1 GPU, and nothing was reserved for it"),
+    "resource": (raw_pod(raw_container(gpus=2)), "asks for 2 GPUs, but has no reservation"),
+    "label": (raw_pod(labels={"fudo.org/gpu.assign": "true"}), "asks for 1 GPU, but has no reservation"),
     "hash-alone": (
         raw_pod(annotations={"gpuwarden.io/required-hash": HASH}),
-        f"asks for a node attested as {HASH}, and nothing was reserved for it",
+        f"asks for a node attested as {HASH}, but has no reservation",
     ),
     "variable": (
         raw_pod(raw_container(env=raw_env(NVIDIA_VISIBLE_DEVICES="all"))),
-        "spec.containers[0].env[NVIDIA_VISIBLE_DEVICES] would show it a GPU, and it has no claim",
+        "spec.containers[0].env[NVIDIA_VISIBLE_DEVICES] would show it a GPU, but it has no claim",
     ),
     "cdi": (
         raw_pod(annotations={"cdi.k8s.io/gpu": "nvidia.com/gpu=all"}),
-        "metadata.annotations[cdi.k8s.io/gpu] would show it a GPU, and it has no claim",
+        "metadata.annotations[cdi.k8s.io/gpu] would show it a GPU, but it has no claim",
     ),
     "unreadable": (
         raw_pod(annotations={"gpuwarden.io/gpu-count": "two"}),
-        "asks in a way that cannot be read: gpuwarden.io/gpu-count: 'two' is not a whole number of GPUs",
+        "has a request that cannot be read: gpuwarden.io/gpu-count: 'two' is not a whole number of GPUs",
     ),
 }
 
 
 @pytest.mark.parametrize(("raw", "said"), ASKING.values(), ids=ASKING.keys())
-def test_what_would_be_refused_today_is_found_in_namespaces_that_opted_in(raw: Raw, said: str) -> None:
+def test_audit_reports_pods_that_would_be_denied_today_in_opted_in_namespaces(raw: Raw, said: str) -> None:
     (found,) = findings(facts(raw), LATER, needs_evidence=False)
     assert (found.kind, found.object, found.message) == (FindingKind.GPU_WITHOUT_RESERVATION, "pod ml/train-0", said)
     assert kinds(facts(raw, opted_in=set())) == []
@@ -88,16 +88,16 @@ def test_what_would_be_refused_today_is_found_in_namespaces_that_opted_in(raw: R
     [raw_pod(), raw_pod(raw_container(env=raw_env(NVIDIA_VISIBLE_DEVICES="void", CUDA_VERSION="12.4")))],
     ids=["plain", "blinded"],
 )
-def test_a_pod_without_a_gpu_is_right(raw: Raw) -> None:
+def test_audit_finds_nothing_in_a_pod_without_gpus(raw: Raw) -> None:
     assert kinds(facts(raw)) == []
 
 
-def test_a_container_that_its_image_shows_all_gpus_is_found() -> None:
+def test_audit_reports_a_container_that_sees_all_gpus_through_its_image() -> None:
     raw = raw_pod(raw_container(env=raw_env(CUDA_VERSION="12.4")))
     assert kinds(facts(raw)) == [(FindingKind.CONTAINER_NOT_BLINDED, "pod ml/train-0")]
 
 
-def test_a_pod_that_could_open_devices_is_found_in_isolated_namespaces() -> None:
+def test_audit_reports_a_pod_that_could_open_devices_in_isolated_namespaces() -> None:
     raw = raw_pod()
     raw = {**raw, "spec": {**raw["spec"], "hostPID": True}}
     (found,) = findings(facts(raw, isolated={NAMESPACE}), LATER, needs_evidence=False)
@@ -107,7 +107,7 @@ def test_a_pod_that_could_open_devices_is_found_in_isolated_namespaces() -> None
     assert kinds(facts({**raw, "status": {"phase": "Succeeded"}}, isolated={NAMESPACE})) == []
 
 
-async def test_a_pod_with_gpus_that_may_take_too_long_to_stop_is_found(house: House) -> None:
+async def test_audit_reports_a_gpu_pod_with_too_long_a_grace_period(house: House) -> None:
     raw = await placed(house, raw_pod(raw_container(gpus=1)))
     raw = {**raw, "spec": {**raw["spec"], "terminationGracePeriodSeconds": 61}}
     for most, expected in ((60, "61 s, a probe's included; of a pod with GPUs it is at most 60 s"), (61, "")):
@@ -118,24 +118,24 @@ async def test_a_pod_with_gpus_that_may_take_too_long_to_stop_is_found(house: Ho
         assert [one.message for one in found if one.kind is FindingKind.GRACE_TOO_LONG] == said
 
 
-async def test_a_pod_that_waits_behind_our_gate_is_right(house: House) -> None:
+async def test_audit_finds_nothing_in_a_queued_pod(house: House) -> None:
     raw = raw_pod(raw_container(gpus=1), annotations={keys.CLAIM.name: json.dumps({"gpus": 1})})
     gated = {**raw, "spec": {**raw["spec"], "schedulingGates": [{"name": keys.QUEUE_GATE}]}}
     assert kinds(facts(gated)) == []
 
 
-async def test_gpus_that_no_ledger_knows_are_found(house: House) -> None:
+async def test_audit_reports_gpus_that_the_ledger_does_not_hold(house: House) -> None:
     raw = await placed(house, raw_pod(raw_container(gpus=2)))
     (held,) = house.parts.ledger.reservations()
     half = evolve(held, slots=held.slots[:1])
     found = findings(facts(raw, held=[half]), LATER, needs_evidence=False)
-    assert [one.message for one in found] == [f"carries {held.slots[1].uuid}, which no GPUNode holds for it"]
+    assert [one.message for one in found] == [f"was given {held.slots[1].uuid}, which no GPUNode holds for it"]
     elsewhere = evolve(held, node="node-b")
     assert kinds(facts(raw, held=[elsewhere])) == [(FindingKind.UNKNOWN_RESERVATION, "pod ml/train-0")]
     assert kinds(facts(raw, unsettled={held.id})) == [], "it has come or gone meanwhile"
 
 
-async def test_two_pods_with_one_gpu_are_found(house: House) -> None:
+async def test_audit_reports_two_pods_with_one_gpu(house: House) -> None:
     raw = await placed(house, raw_pod(raw_container(gpus=1), annotations={"gpuwarden.io/required-hash": HASH}))
     other = {**raw, "metadata": {**raw["metadata"], "name": "copy", "uid": "another"}}
     held = list(house.parts.ledger.reservations())
@@ -156,7 +156,7 @@ async def test_two_pods_with_one_gpu_are_found(house: House) -> None:
     ],
     ids=["absent", "not-needed", "stale", "fresh", "banned"],
 )
-async def test_pods_on_nodes_without_evidence_are_found(
+async def test_audit_reports_pods_on_nodes_without_evidence(
     house: House, evidence: dict[str, Evidence], needs_evidence: bool, said: str
 ) -> None:
     raw = await placed(house, raw_pod(raw_container(gpus=1), labels={"gpuwarden.io/gpu.model": "h100"}))
@@ -165,10 +165,10 @@ async def test_pods_on_nodes_without_evidence_are_found(
     assert [(one.kind, one.message) for one in found] == ([(FindingKind.NODE_WITHOUT_EVIDENCE, said)] if said else [])
 
 
-async def test_a_pod_that_asks_for_a_hash_is_held_to_it_wherever_evidence_is_needed(house: House) -> None:
+async def test_audit_checks_a_pods_hash_even_if_other_pods_need_no_evidence(house: House) -> None:
     raw = await placed(house, raw_pod(annotations={"gpuwarden.io/required-hash": HASH}))
     found = findings(facts(raw, evidence=proven(OTHER_HASH)), LATER, needs_evidence=False)
-    assert [one.message for one in found] == [f"node node-a has proven {OTHER_HASH}, and the pod asks for {HASH}"]
+    assert [one.message for one in found] == [f"node node-a has proven {OTHER_HASH}, but the pod requires {HASH}"]
 
 
 def reservation(**members: Any) -> Reservation:
@@ -199,19 +199,19 @@ def reservation(**members: Any) -> Reservation:
     ],
     ids=["gone", "there", "releasing", "in-time", "past-its-deadline", "just-made"],
 )
-def test_reservations_without_pods_are_found(held: Reservation, is_found: bool) -> None:
+def test_audit_reports_reservations_without_pods(held: Reservation, is_found: bool) -> None:
     given = Facts(pods=[AuditedPod(NAMESPACE, "train-0", POD_UID, "node-a")], held=[held], opted_in=())
     assert kinds(given) == ([(FindingKind.RESERVATION_WITHOUT_POD, "reservation r1")] if is_found else [])
 
 
-def test_an_orphan_is_called_one() -> None:
+def test_audit_calls_an_orphaned_reservation_orphaned() -> None:
     orphan = reservation(orphan=Orphan(NOW, 30 * SECOND))
     (found,) = findings(Facts([], [orphan], ()), LATER, needs_evidence=False)
-    assert found.message == "is orphaned and holds GPU-a0 of node node-a for pod ml/train-0, which is not there"
+    assert found.message == "is orphaned and holds GPU-a0 of node node-a for pod ml/train-0, which does not exist"
 
 
-def test_maps_that_keep_nothing_and_objects_that_nobody_can_read_are_found() -> None:
-    given = facts(unkept_maps=[("ml", "train")], unreadable=["gpunode node-x"])
+def test_audit_reports_maps_without_namespace_label_and_unreadable_objects() -> None:
+    given = facts(maps_without_label=[("ml", "train")], unreadable=["gpunode node-x"])
     assert kinds(given) == [
         (FindingKind.MAP_WITHOUT_LABEL, "statefulset ml/train"),
         (FindingKind.UNREADABLE, "gpunode node-x"),
@@ -228,15 +228,15 @@ ODD: dict[str, Raw] = {
 
 
 @pytest.mark.parametrize("raw", ODD.values(), ids=ODD.keys())
-def test_no_pod_ends_an_audit(raw: Raw) -> None:
+def test_audit_survives_every_malformed_pod(raw: Raw) -> None:
     pod = read(raw)
     assert findings(Facts([pod] if pod else [], (), {NAMESPACE}), LATER, needs_evidence=True) == []
 
 
-def test_how_it_is_told() -> None:
-    found = [Finding(FindingKind.GPU_TWICE, "pod ml/a", "has GPU-1, and so has pod ml/b", "ml", "node-a")]
+def test_audit_prints_a_table_and_json() -> None:
+    found = [Finding(FindingKind.GPU_TWICE, "pod ml/a", "has GPU-1, which pod ml/b has too", "ml", "node-a")]
     assert as_table(found) == (
-        "KIND      OBJECT    NODE    FOUND\nGpuTwice  pod ml/a  node-a  has GPU-1, and so has pod ml/b\n"
+        "KIND      OBJECT    NODE    FOUND\nGpuTwice  pod ml/a  node-a  has GPU-1, which pod ml/b has too\n"
     )
     assert as_table([]) == "Nothing found.\n"
     assert json.loads(as_json(found)) == {
@@ -246,16 +246,16 @@ def test_how_it_is_told() -> None:
                 "namespace": "ml",
                 "object": "pod ml/a",
                 "node": "node-a",
-                "message": "has GPU-1, and so has pod ml/b",
+                "message": "has GPU-1, which pod ml/b has too",
             }
         ]
     }
 
 
-# As a gauge of the reconciler.
+# The reconciler's gauge.
 
 
-async def test_the_gauge_counts_what_the_audit_finds_and_follows_the_cluster(house: House) -> None:
+async def test_gauge_follows_the_findings_of_the_audit(house: House) -> None:
     parts = house.parts
     watch = AuditWatch(
         READING, parts.fleet, parts.ledger, lambda: LATER, keys.OPT_IN.name, "gpuwarden", needs_evidence=False

@@ -1,4 +1,4 @@
-"""Until when pods may be bound without a review: which nodes and pods are in the list, and when it is written."""
+"""Until when pods may be bound without a review: which nodes and pods are listed, and when the list is written."""
 
 from collections.abc import Mapping
 from datetime import timedelta
@@ -23,8 +23,8 @@ from tests.builders import (
 )
 from tests.fake_objects import FakeObjects
 from webhook.admission.binding_ends import (
-    LARGEST,
-    LINGERS,
+    CLOSED_FOR,
+    MAX_BYTES,
     NAME,
     NAMESPACE,
     NODE,
@@ -52,7 +52,7 @@ TICK = timedelta(seconds=1)
 
 
 class Recorded:
-    """Every version of an object that was stored."""
+    """Every stored version of the object."""
 
     def __init__(self) -> None:
         self.seen: list[Raw] = []
@@ -73,7 +73,7 @@ class NoLookup:
 
 
 class Scene:
-    """Two nodes, both proven for an hour, and a reconciler that leads."""
+    """Two nodes with evidence for an hour, and an elected reconciler."""
 
     def __init__(self, *, needs_all: bool = True) -> None:
         self.now = NOW
@@ -108,7 +108,7 @@ class Scene:
         self.fleet.prove(name, word, self.now)
 
     def holds(self, raw: Raw, **members: Any) -> Raw:
-        """The pod exists, and a ledger knows its reservation."""
+        """A pod whose reservation the ledger knows."""
         one = ReservedPod.of(raw)
         assert one is not None
         self.held[one.reservation_id] = Reservation(
@@ -129,7 +129,7 @@ class Scene:
         return raw
 
     async def after(self, span: timedelta = TICK) -> dict[str, str]:
-        """One pass, that much later; what is written by then."""
+        """What is stored after one pass, this much later."""
         self.now += span
         await self.ends.step()
         return self.written
@@ -143,10 +143,10 @@ class Scene:
         labels = {"gpuwarden.io/enabled": answer}
         self.ends.namespaces.changed({"metadata": {"name": namespace, "labels": labels}})
 
-    def crowd(self, namespace: str, pods: int) -> None:
-        """Pods with a claim that no review has seen."""
+    def add_pods(self, namespace: str, pods: int) -> None:
+        """Unreviewed pods with a claim."""
         for number in range(pods):
-            raw = bare(f"{namespace}-{number:032}", {"gpuwarden.io/required-hash": HASH})
+            raw = unrecorded_pod(f"{namespace}-{number:032}", {"gpuwarden.io/required-hash": HASH})
             raw["metadata"]["namespace"] = namespace
             self.ends.changed(raw)
 
@@ -160,7 +160,7 @@ def at(span: timedelta) -> str:
 
 
 def raw_pod(name: str, gpus: int = 0, hashes: tuple[str, ...] = (HASH,), *nodes: str, **spec: Any) -> Raw:
-    """As we have dressed it."""
+    """A pod dressed by us."""
     notes = {"gpuwarden.io/claim": ClaimRecord(gpus=gpus, hashes=hashes).text()}
     if gpus:
         notes |= {
@@ -170,10 +170,10 @@ def raw_pod(name: str, gpus: int = 0, hashes: tuple[str, ...] = (HASH,), *nodes:
         }
     pinned = nodes or (A,)
     affinity = required_affinity(*(on_node(one) for one in pinned))
-    return bare(name, notes, affinity=affinity, **spec)
+    return unrecorded_pod(name, notes, affinity=affinity, **spec)
 
 
-def bare(name: str, notes: dict[str, str] | None = None, **spec: Any) -> Raw:
+def unrecorded_pod(name: str, notes: dict[str, str] | None = None, **spec: Any) -> Raw:
     meta = {"name": name, "namespace": "ml", "uid": f"uid-{name}", "annotations": notes or {}}
     return {
         "kind": "Pod",
@@ -189,8 +189,8 @@ async def test_nodes_are_listed_with_the_end_of_their_evidence() -> None:
     assert scene.is_kept
 
 
-async def test_what_never_ends_and_what_was_never_proven_is_not_listed() -> None:
-    """A node without evidence takes pods without a claim; no pod that needs evidence was let in for it."""
+async def test_endless_evidence_and_unproven_nodes_are_not_listed() -> None:
+    """A node without evidence accepts pods without a claim. No pod that needs evidence was admitted for it."""
     scene = Scene()
     scene.proves(A, None)
     scene.says(B, None)
@@ -203,7 +203,7 @@ async def test_what_never_ends_and_what_was_never_proven_is_not_listed() -> None
     [None, evidence(A, is_banned=True), evidence(A, is_conflict=True), evidence(A, since=NOW - HOUR, until=NOW)],
     ids=["withdrawn", "banned", "conflict", "stale"],
 )
-async def test_a_node_that_loses_its_evidence_is_closed_within_a_second_and_open_again_when_nobody_is_on_the_way(
+async def test_node_without_evidence_is_closed_within_a_second_and_reopened_when_no_pod_is_on_its_way(
     word: Evidence | None,
 ) -> None:
     scene = Scene()
@@ -211,21 +211,21 @@ async def test_a_node_that_loses_its_evidence_is_closed_within_a_second_and_open
     scene.says(A, word)
     assert (await scene.after())[A] == LATE
     scene.ends.changed(raw_pod("late"))
-    assert (await scene.after(2 * LINGERS))[A] == LATE
+    assert (await scene.after(2 * CLOSED_FOR))[A] == LATE
     scene.ends.changed(raw_pod("late", nodeName=A))
     assert A not in await scene.after(ROUTINE)
 
 
-async def test_whoever_is_elected_next_keeps_closed_what_was_closed() -> None:
+async def test_new_leader_keeps_closed_nodes_closed() -> None:
     scene = Scene()
     await scene.after()
     scene.says(A, None)
     scene.ends = scene.another()
     assert (await scene.after())[A] == LATE
-    assert A not in await scene.after(2 * LINGERS)
+    assert A not in await scene.after(2 * CLOSED_FOR)
 
 
-async def test_a_longer_end_is_written_in_its_turn_and_a_near_one_at_once() -> None:
+async def test_later_end_is_written_at_the_next_interval_and_near_end_at_once() -> None:
     scene = Scene()
     await scene.after()
     scene.proves(A, 2 * HOUR)
@@ -247,7 +247,7 @@ async def test_nothing_is_written_while_nothing_changes_or_a_watch_is_interrupte
     assert (await scene.after())[A] == at(HOUR)
 
 
-async def test_what_a_hand_has_deleted_or_written_is_written_anew() -> None:
+async def test_deleted_or_edited_object_is_written_again() -> None:
     scene = Scene()
     await scene.after()
     scene.objects.remove(NAME)
@@ -257,7 +257,7 @@ async def test_what_a_hand_has_deleted_or_written_is_written_anew() -> None:
     assert (await scene.after(ROUTINE))[A] == at(HOUR)
 
 
-async def test_reading_is_retried_if_the_api_server_is_unavailable() -> None:
+async def test_failed_write_is_tried_again() -> None:
     scene = Scene()
     scene.objects.is_away = True
     assert await scene.after() == {}
@@ -268,7 +268,7 @@ async def test_reading_is_retried_if_the_api_server_is_unavailable() -> None:
 # Pods.
 
 
-async def test_a_pod_with_gpus_has_until_its_bind_deadline() -> None:
+async def test_pod_with_gpus_ends_at_its_bind_deadline() -> None:
     scene = Scene()
     scene.holds(raw_pod("train", 1))
     assert (await scene.after())["uid-train"] == at(DEADLINE)
@@ -283,7 +283,7 @@ async def test_a_pod_with_gpus_has_until_its_bind_deadline() -> None:
     [{"phase": Phase.RELEASING}, {"claim_digest": "another"}, {"uid": "uid-another"}, {"namespace": "another"}],
     ids=["releasing", "another claim", "another pod", "another namespace"],
 )
-async def test_a_pod_without_its_reservation_is_closed(members: dict[str, Any]) -> None:
+async def test_pod_without_its_reservation_may_not_be_bound(members: dict[str, Any]) -> None:
     scene = Scene()
     scene.holds(raw_pod("train", 1), **members)
     assert (await scene.after())["uid-train"] == LATE
@@ -291,7 +291,7 @@ async def test_a_pod_without_its_reservation_is_closed(members: dict[str, Any]) 
     assert (await scene.after(ROUTINE))["uid-train"] == LATE
 
 
-async def test_a_pod_whose_node_has_another_hash_by_now_is_closed_at_once() -> None:
+async def test_pod_may_not_be_bound_once_its_node_has_another_hash() -> None:
     scene = Scene()
     scene.holds(raw_pod("train", 1))
     scene.ends.changed(raw_pod("held", 0, (HASH,), A))
@@ -303,10 +303,10 @@ async def test_a_pod_whose_node_has_another_hash_by_now_is_closed_at_once() -> N
     assert (written["uid-train"], written["uid-held"], written.get("uid-freer")) == (LATE, LATE, None)
 
 
-async def test_a_pod_that_asks_and_that_no_review_has_seen_is_closed() -> None:
+async def test_unreviewed_pod_with_a_claim_may_not_be_bound() -> None:
     scene = Scene(needs_all=False)
-    scene.ends.changed(bare("asks", {"gpuwarden.io/required-hash": HASH}))
-    scene.ends.changed(bare("odd", {"gpuwarden.io/gpu-count": "many"}))
+    scene.ends.changed(unrecorded_pod("asks", {"gpuwarden.io/required-hash": HASH}))
+    scene.ends.changed(unrecorded_pod("odd", {"gpuwarden.io/gpu-count": "many"}))
     scene.ends.changed(raw_pod("left-open", 0, (HASH,)) | {"spec": {"containers": []}})
     written = await scene.after()
     assert {name: end for name, end in written.items() if name.startswith("uid-")} == {
@@ -319,35 +319,35 @@ async def test_a_pod_that_asks_and_that_no_review_has_seen_is_closed() -> None:
 @pytest.mark.parametrize(
     "raw",
     [
-        bare("plain"),
+        unrecorded_pod("plain"),
         raw_pod("bound", 1, nodeName=A),
         {**raw_pod("over", 1), "status": {"phase": "Failed"}},
         raw_pod("queued", 1, schedulingGates=[{"name": "gpuwarden.io/queue"}]),
-        bare("selects", affinity=required_affinity(term(expression("zone", "In", "a")))),
+        unrecorded_pod("selects", affinity=required_affinity(term(expression("zone", "In", "a")))),
         {"metadata": {"name": "odd", "uid": "uid-odd"}, "spec": 7},
     ],
     ids=["plain", "on a node", "ended", "behind our gate", "plain with affinity", "odd"],
 )
-async def test_others_are_not_listed(raw: Raw) -> None:
+async def test_pods_without_a_claim_are_not_listed(raw: Raw) -> None:
     scene = Scene()
     scene.ends.replaced({"ml/x": raw})
     assert (await scene.after()).keys() == {A, B}
 
 
-async def test_a_list_that_does_not_fit_closes_everything() -> None:
+async def test_list_of_nodes_that_does_not_fit_closes_everything() -> None:
     scene = Scene()
     await scene.after()
-    for number in range(LARGEST // 200):
+    for number in range(MAX_BYTES // 200):
         scene.fleet.put(node(f"{number:0200}"), NOW)
         scene.proves(f"{number:0200}", HOUR)
     await scene.after(ROUTINE)
     assert not scene.is_kept
 
 
-async def test_twenty_thousand_pods_of_a_tenant_close_its_own_namespace_and_no_other() -> None:
+async def test_twenty_thousand_pods_of_one_namespace_close_only_that_namespace() -> None:
     scene = Scene()
-    scene.crowd("crowd", 24_000)
-    scene.crowd("other", 500)
+    scene.add_pods("crowd", 24_000)
+    scene.add_pods("other", 500)
     scene.holds(raw_pod("train", 1))
     await scene.after()
     assert scene.is_kept
@@ -356,24 +356,24 @@ async def test_twenty_thousand_pods_of_a_tenant_close_its_own_namespace_and_no_o
     assert [uid for uid in written if uid.startswith("uid-crowd")] == []
     assert len([uid for uid in written if uid.startswith("uid-other")]) == 500
     assert scene.ends.is_closed(f"uid-crowd-{7:032}")
-    # They go: whoever comes next into that namespace is listed again.
+    # When they are gone, new pods of that namespace are listed again.
     for number in range(24_000):
         scene.ends.deleted({"metadata": {"uid": f"uid-crowd-{number:032}"}})
-    scene.crowd("crowd", 1)
+    scene.add_pods("crowd", 1)
     written = await scene.after(ROUTINE)
     assert (written.get("crowd"), written[f"uid-crowd-{0:032}"]) == (None, LATE)
 
 
 @pytest.mark.parametrize("is_crowded_first", [True, False], ids=["from the beginning", "later"])
-async def test_a_list_that_is_not_stored_whole_is_withdrawn_and_told_once(is_crowded_first: bool) -> None:
-    """The definition of the version before: what it does not have, the API server leaves out without a word."""
+async def test_truncated_list_is_withdrawn_and_logged_once(is_crowded_first: bool) -> None:
+    """The CRD of an older version: the API server drops unknown fields silently."""
     scene = Scene()
     scene.objects.pruned = {"namespaces"}
     await ensure_binding_ends(scene.objects)
     if not is_crowded_first:
         assert (await scene.after())[A] == at(HOUR)
     with structlog.testing.capture_logs() as logs:
-        scene.crowd("crowd", 24_000)
+        scene.add_pods("crowd", 24_000)
         await scene.after(ROUTINE)
         assert not scene.ends.is_closed(f"uid-crowd-{7:032}")
         before, kept = len(scene.objects.done), [scene.is_kept]
@@ -389,10 +389,10 @@ async def test_a_list_that_is_not_stored_whole_is_withdrawn_and_told_once(is_cro
     assert scene.ends.is_closed(f"uid-crowd-{7:032}")
 
 
-async def test_a_list_that_was_withdrawn_is_never_kept_before_it_is_stored_whole() -> None:
+async def test_withdrawn_list_takes_effect_only_when_stored_whole() -> None:
     scene = Scene()
     scene.objects.pruned = {"namespaces"}
-    scene.crowd("crowd", 24_000)
+    scene.add_pods("crowd", 24_000)
     scene.objects.listener = listener = Recorded()
     for _ in range(30):
         await scene.after()
@@ -403,18 +403,19 @@ async def test_a_list_that_was_withdrawn_is_never_kept_before_it_is_stored_whole
 
 
 async def test_pods_of_namespaces_that_have_not_opted_in_take_no_room() -> None:
-    """Their Bindings are not judged."""
+    """The policy does not judge their Bindings."""
     scene = Scene()
     scene.opts("crowd", "false")
-    scene.crowd("crowd", 24_000)
+    scene.add_pods("crowd", 24_000)
     assert await scene.after() == {A: at(HOUR), B: at(HOUR)}
     assert not scene.ends.is_closed(f"uid-crowd-{7:032}")
     scene.opts("crowd", "true")
     assert (await scene.after())["crowd"] == LATE
 
 
-async def test_a_pod_whose_namespace_opts_out_can_be_bound_whatever_was_written_of_it() -> None:
-    """Its Binding is judged no more. So its GPUs stay its own until the namespace opts in again, or the pod is gone."""
+async def test_pod_of_a_namespace_that_opts_out_counts_as_bindable() -> None:
+    """The policy does not judge its Binding. So it keeps its GPUs until the namespace opts in again or the pod is
+    gone."""
     scene = Scene()
     scene.opts("ml", "true")
     scene.holds(raw_pod("train", 1))
@@ -441,18 +442,18 @@ async def test_a_pod_whose_namespace_opts_out_can_be_bound_whatever_was_written_
     ],
     ids=["all have room", "the largest", "none is above its share by much", "each alone is too large"],
 )
-def test_a_namespace_within_its_share_is_never_closed(
+def test_namespace_within_its_share_is_never_closed(
     sizes: dict[str, int], closed: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pods = {name: {(POD, f"{name}-{n:034}"): NOW for n in range(size)} for name, size in sizes.items()}
-    monkeypatch.setattr("webhook.admission.binding_ends.LARGEST", 3_000)
+    monkeypatch.setattr("webhook.admission.binding_ends.MAX_BYTES", 3_000)
     found = within_the_limit({(NODE, A): NOW}, pods)
     assert {name for kind, name in found if kind == NAMESPACE} == closed
     assert len(msgspec.json.encode(raw_of(found, NOW))) <= 3_000
     assert sum(kind == POD for kind, _ in found) == sum(n for name, n in sizes.items() if name not in closed)
 
 
-async def test_a_pod_is_read_anew_when_its_namespace_demands_another_hash() -> None:
+async def test_pod_is_parsed_again_when_its_namespace_requires_another_hash() -> None:
     scene = Scene()
     raw = raw_pod("held", 0, (HASH,), A)
     raw["metadata"]["annotations"]["gpuwarden.io/required-hash"] = HASH
@@ -464,7 +465,7 @@ async def test_a_pod_is_read_anew_when_its_namespace_demands_another_hash() -> N
     assert (await scene.after(ROUTINE))["uid-held"] == LATE
 
 
-async def test_an_empty_object_is_made_and_none_is_taken_away() -> None:
+async def test_missing_object_is_created_and_existing_one_is_kept() -> None:
     scene = Scene()
     await ensure_binding_ends(scene.objects)
     assert scene.objects.objects[NAME]["spec"] == {}
@@ -475,6 +476,6 @@ async def test_an_empty_object_is_made_and_none_is_taken_away() -> None:
     await ensure_binding_ends(scene.objects)
 
 
-def test_what_is_no_moment_is_over() -> None:
+def test_unparsable_time_counts_as_past() -> None:
     for text in ("", "soon", "2026-01-01", "2026-01-01T00:00:00"):
         assert moment_of(text) == LONG_AGO

@@ -1,4 +1,4 @@
-"""Evidence that changes while pods run: what is told, and what is done by policy."""
+"""Evidence that changes while pods run: what is reported, and what the policy does."""
 
 from datetime import timedelta
 
@@ -43,8 +43,8 @@ def raw_pod(
     return on_a_node(name, on, notes, phase=phase)
 
 
-def undressed(*hashes: str, name: str = "train", record: str | None = None) -> Raw:
-    """One that no review of ours has seen: it asks for hashes, and whatever record it has is its author's."""
+def unreviewed_pod(*hashes: str, name: str = "train", record: str | None = None) -> Raw:
+    """An unreviewed pod that asks for hashes. Its author wrote its record, if it has one."""
     notes = {"gpuwarden.io/required-hash": ",".join(hashes)} if hashes else {}
     raw = on_a_node(name, A, notes if record is None else {**notes, "gpuwarden.io/claim": record})
     raw["spec"]["containers"] = [{"name": "main", "resources": {"limits": {"nvidia.com/gpu": "1"}}}]
@@ -68,8 +68,8 @@ def on_a_node(name: str, on: str | None, notes: dict[str, str], phase: str = "Ru
     }
 
 
-class Demanding:
-    """Namespaces, as far as anybody has heard of them."""
+class FakeNamespaces:
+    """The known namespaces."""
 
     def __init__(self) -> None:
         self.hashes: dict[str, str] = {}
@@ -83,7 +83,7 @@ class Demanding:
 
 
 class Scene:
-    """A fleet of two nodes, both proven, under a policy."""
+    """A fleet of two proven nodes, with a policy for lost evidence."""
 
     def __init__(self, on_lost: OnEvidenceLost = REPORT, *, needs_all: bool = False) -> None:
         self.now = NOW
@@ -91,7 +91,7 @@ class Scene:
         self.owed: set[str] = set()
         self.vouched: set[str] = set()
         self.failing: set[str] = set()
-        self.namespaces = Demanding()
+        self.namespaces = FakeNamespaces()
         self.done: list[str] = []
         self.heard = Heard()
         self.metrics = Metrics()
@@ -103,7 +103,7 @@ class Scene:
         self.continuous = self.another(on_lost)
 
     def another(self, on_lost: OnEvidenceLost) -> EvidenceLoss:
-        """A process that has just begun to look."""
+        """A process that has just started."""
         return EvidenceLoss(
             self.fleet,
             self.policy,
@@ -113,20 +113,20 @@ class Scene:
             lambda: self.now,
             ClaimReader(ClaimRules(), self.namespaces),
             is_current=lambda: self.is_current,
-            is_update_pending=lambda name: name in self.owed,
-            is_vouched=lambda one: one.pod.name in self.vouched,
+            is_write_pending=lambda name: name in self.owed,
+            is_claim_known=lambda one: one.pod.name in self.vouched,
             count_change=self.metrics.count_evidence_change,
         )
 
     def says(self, name: str, digest: str = HASH) -> None:
-        """Good for an hour from now."""
+        """Evidence for the next hour."""
         self.proves(name, evidence(name, digest, since=self.now - timedelta(minutes=1), until=self.now + HOUR))
 
     def proves(self, name: str, word: Evidence | None) -> None:
         self.fleet.prove(name, word, self.now)
 
     async def settle(self, seconds: float = 0) -> list[tuple[str, Reason]]:
-        """Pass after pass for a little longer than anything glimpsed lasts; what was told in them."""
+        """Runs passes until a loss counts as settled; returns what they reported."""
         already = len(self.heard.told)
         until = self.now + 3 * SETTLED + timedelta(seconds=seconds)
         while self.now < until:
@@ -138,7 +138,7 @@ class Scene:
         (found,) = [one for one in self.metrics.render()[0].decode().splitlines() if one.startswith(line + " ")]
         return float(found.rpartition(" ")[2])
 
-    # What is done to nodes and pods.
+    # Actions on nodes and pods.
 
     async def taint(self, node: str, *, wanted: bool) -> None:
         self.tried(node)
@@ -160,7 +160,7 @@ class Scene:
 # Changes of a node's evidence.
 
 
-async def test_what_was_so_at_the_start_is_no_change() -> None:
+async def test_state_at_start_is_not_reported_as_a_change() -> None:
     scene = Scene()
     scene.proves(B, None)
     assert await scene.settle() == []
@@ -177,7 +177,7 @@ async def test_what_was_so_at_the_start_is_no_change() -> None:
     ],
     ids=["withdrawn", "banned", "contradicted", "ended", "other-hash"],
 )
-async def test_a_change_is_told_once(word: Evidence | None, state: str, says: str) -> None:
+async def test_evidence_change_is_reported_once(word: Evidence | None, state: str, says: str) -> None:
     scene = Scene()
     await scene.settle()
     scene.proves(A, word)
@@ -187,13 +187,13 @@ async def test_a_change_is_told_once(word: Evidence | None, state: str, says: st
     assert await scene.settle() == []
 
 
-async def test_evidence_that_ends_is_told_without_anybodys_word() -> None:
+async def test_end_of_evidence_is_reported_without_an_update() -> None:
     scene = Scene()
     await scene.settle()
     assert await scene.settle(HOUR.total_seconds()) == [(A, CHANGED), (B, CHANGED)]
 
 
-async def test_the_same_change_is_told_each_time_it_happens() -> None:
+async def test_repeated_evidence_change_is_reported_each_time() -> None:
     scene = Scene()
     await scene.settle()
     for _ in range(2):
@@ -201,10 +201,10 @@ async def test_the_same_change_is_told_each_time_it_happens() -> None:
         assert await scene.settle() == [(A, CHANGED)]
         scene.says(A)
         assert await scene.settle() == [(A, CHANGED)]
-    assert len(set(scene.heard.messages)) == 4  # or the API server's Events would be taken for repetitions
+    assert len(set(scene.heard.messages)) == 4  # otherwise the API server would merge the Events
 
 
-async def test_evidence_that_is_renewed_is_no_change() -> None:
+async def test_renewed_evidence_is_not_a_change() -> None:
     scene = Scene()
     await scene.settle()
     scene.now += HOUR / 2
@@ -212,7 +212,7 @@ async def test_evidence_that_is_renewed_is_no_change() -> None:
     assert await scene.settle() == []
 
 
-async def test_evidence_that_is_back_within_a_pass_is_no_change() -> None:
+async def test_evidence_restored_within_a_pass_is_not_a_change() -> None:
     scene = Scene(EVICT)
     scene.continuous.changed(raw_pod())
     await scene.settle()
@@ -221,7 +221,7 @@ async def test_evidence_that_is_back_within_a_pass_is_no_change() -> None:
     assert (await scene.settle(), scene.done) == ([], [])
 
 
-async def test_a_new_node_has_not_changed_and_a_gone_one_takes_its_pods_with_it() -> None:
+async def test_new_node_is_no_change_and_deleted_node_clears_its_losses() -> None:
     scene = Scene(EVICT)
     scene.continuous.changed(raw_pod())
     await scene.settle()
@@ -233,7 +233,7 @@ async def test_a_new_node_has_not_changed_and_a_gone_one_takes_its_pods_with_it(
 # Pods without the evidence that they need.
 
 
-async def test_a_pod_that_loses_its_evidence_is_told_of_with_its_owner_once() -> None:
+async def test_lost_evidence_is_reported_once_on_pod_and_owner() -> None:
     scene = Scene()
     scene.continuous.changed(raw_pod())
     scene.continuous.changed(raw_pod("other", on=B))
@@ -259,7 +259,7 @@ async def test_a_pod_that_loses_its_evidence_is_told_of_with_its_owner_once() ->
     ],
     ids=["names-no-hash", "ended", "on-no-node", "no-claim"],
 )
-async def test_other_pods_lose_nothing(raw: Raw) -> None:
+async def test_pods_with_their_evidence_are_not_reported(raw: Raw) -> None:
     scene = Scene(EVICT)
     scene.continuous.changed(raw)
     await scene.settle()
@@ -268,32 +268,32 @@ async def test_other_pods_lose_nothing(raw: Raw) -> None:
 
 
 @pytest.mark.parametrize("record", [None, "{}", f'{{"hashes":["{HASH}","{OTHER_HASH}"]}}', '{"gpus":1}', "[]"])
-async def test_a_pod_that_no_review_has_seen_is_held_to_what_it_asks(record: str | None) -> None:
-    """Let in by the extender alone: whatever record it has is its author's."""
+async def test_unreviewed_pod_is_checked_against_its_own_request(record: str | None) -> None:
+    """The extender alone admitted it. Its author wrote its record, if it has one."""
     scene = Scene(EVICT)
-    scene.continuous.changed(undressed(HASH, record=record))
+    scene.continuous.changed(unreviewed_pod(HASH, record=record))
     await scene.settle()
     scene.proves(A, evidence(A, OTHER_HASH))
     assert await scene.settle() == [(A, CHANGED), ("train", LOST), ("trains", LOST)]
     assert scene.done[0] == "evict train"
 
 
-async def test_a_pod_that_no_review_has_seen_is_held_to_what_its_namespace_demands() -> None:
+async def test_unreviewed_pod_is_checked_against_its_namespaces_policy() -> None:
     scene = Scene(EVICT)
-    scene.continuous.changed(undressed())
+    scene.continuous.changed(unreviewed_pod())
     await scene.settle()
     scene.proves(A, evidence(A, OTHER_HASH))
     assert await scene.settle() == [(A, CHANGED)]
-    scene.namespaces.hashes["research"] = HASH  # heard of later than its pod
+    scene.namespaces.hashes["research"] = HASH  # its event comes after its pod's
     assert await scene.settle() == [("train", LOST), ("trains", LOST)]
     assert scene.done[0] == "evict train"
 
 
-async def test_a_claim_that_cannot_be_read_is_held_to_what_its_namespace_demands() -> None:
-    """Its author has spoilt the annotation of a running pod."""
+async def test_unreadable_claim_is_checked_against_its_namespaces_policy() -> None:
+    """The author of a running pod breaks its annotation."""
     scene = Scene(EVICT)
     scene.namespaces.hashes["research"] = HASH
-    scene.continuous.changed(undressed(""))
+    scene.continuous.changed(unreviewed_pod(""))
     await scene.settle()
     assert scene.done == []
     scene.proves(A, None)
@@ -301,15 +301,15 @@ async def test_a_claim_that_cannot_be_read_is_held_to_what_its_namespace_demands
     assert scene.done[0] == "evict train"
 
 
-async def test_gpus_without_a_record_or_a_hash_are_not_known_to_be_ours() -> None:
+async def test_pod_with_gpus_but_without_record_or_hash_is_ignored() -> None:
     scene = Scene(EVICT, needs_all=True)
-    scene.continuous.changed(undressed())
+    scene.continuous.changed(unreviewed_pod())
     await scene.settle()
     scene.proves(A, None)
     assert (await scene.settle(), scene.done) == ([(A, CHANGED)], [])
 
 
-async def test_every_claim_needs_evidence_where_that_is_the_policy() -> None:
+async def test_every_claim_needs_evidence_if_the_policy_requires_it() -> None:
     scene = Scene(EVICT, needs_all=True)
     scene.continuous.changed(raw_pod(hashes=(), gpus=1))
     await scene.settle()
@@ -318,7 +318,7 @@ async def test_every_claim_needs_evidence_where_that_is_the_policy() -> None:
     assert scene.done[:1] == ["evict train"]
 
 
-async def test_a_pod_that_ends_or_goes_is_without_evidence_no_longer() -> None:
+async def test_ended_or_deleted_pod_is_no_longer_counted() -> None:
     scene = Scene()
     scene.metrics.watch_evidence(scene.continuous.counts)
     for name in ("one", "two", "three"):
@@ -341,7 +341,7 @@ def ages(scene: Scene) -> dict[tuple[str, str], float]:
     return {(one.labels["state"], one.labels["node_class"]): one.value for one in samples if one.name == name}
 
 
-def test_the_age_of_the_oldest_evidence_is_shown() -> None:
+def test_metric_shows_the_age_of_the_oldest_evidence() -> None:
     scene = Scene()
     scene.proves(B, evidence(B, since=NOW - HOUR, until=NOW))
     shown = ages(scene)
@@ -349,8 +349,8 @@ def test_the_age_of_the_oldest_evidence_is_shown() -> None:
     assert shown == {(state, ""): shown[state, ""] for state in EvidenceState}
 
 
-def test_ages_are_told_apart_by_the_class_of_the_nodes() -> None:
-    """One kind of machine whose agents hang is not seen among thousands of another."""
+def test_evidence_ages_are_grouped_by_node_class() -> None:
+    """An average over all nodes would hide a hanging agent on one kind of machine."""
     scene = Scene()
     scene.fleet.put(evolve(node(A), labels={"gpu.nvidia.com/class": "H100", "nvidia.com/gpu.product": "x"}), NOW)
     scene.fleet.put(evolve(node(B), labels={"nvidia.com/gpu.product": "L40S"}), NOW)
@@ -361,14 +361,14 @@ def test_ages_are_told_apart_by_the_class_of_the_nodes() -> None:
     assert ("stale", "H100") in shown
 
 
-def test_of_several_words_the_oldest_one_is_the_age() -> None:
+def test_age_is_the_oldest_of_several_proofs() -> None:
     scene = Scene()
     words = [evidence(A, since=NOW - age, until=NOW + HOUR) for age in (HOUR, SECOND)]
     scene.proves(A, combined([evolve(one, source=name) for one, name in zip(words, "ab", strict=True)]))
     assert ages(scene)["fresh", ""] == 3600
 
 
-def test_labels_without_end_make_no_series_without_end() -> None:
+def test_number_of_node_classes_in_metrics_is_limited() -> None:
     scene = Scene()
     for number in range(MAX_CLASSES + 20):
         name = f"node-{number:03}"
@@ -380,13 +380,13 @@ def test_labels_without_end_make_no_series_without_end() -> None:
     assert ages(scene)["fresh", "other"] == 3600
 
 
-# By policy.
+# Actions by policy.
 
 
-async def test_a_pod_is_evicted_again_and_again_until_it_leaves() -> None:
+async def test_eviction_is_repeated_until_the_pod_is_gone() -> None:
     scene = Scene(EVICT)
     scene.continuous.changed(raw_pod())
-    scene.failing = {"train"}  # its disruption budget forbids it
+    scene.failing = {"train"}  # a disruption budget forbids it
     await scene.settle()
     scene.proves(A, None)
     await scene.settle(60)
@@ -402,7 +402,7 @@ async def test_a_pod_is_evicted_again_and_again_until_it_leaves() -> None:
     assert (await scene.settle(300), scene.done) == ([], [])
 
 
-async def test_one_that_cannot_be_evicted_does_not_keep_others_from_it() -> None:
+async def test_failed_eviction_does_not_hold_up_others() -> None:
     scene = Scene(EVICT)
     scene.failing = {f"stuck-{number}" for number in range(5)}
     for name in (*sorted(scene.failing), "train"):
@@ -413,7 +413,7 @@ async def test_one_that_cannot_be_evicted_does_not_keep_others_from_it() -> None
     assert "evict train" in scene.done
 
 
-async def test_a_pod_that_has_lost_its_evidence_before_the_start_is_dealt_with() -> None:
+async def test_pod_that_lost_its_evidence_before_the_start_is_evicted() -> None:
     scene = Scene(EVICT)
     scene.proves(A, None)
     scene.continuous.changed(raw_pod())
@@ -421,7 +421,7 @@ async def test_a_pod_that_has_lost_its_evidence_before_the_start_is_dealt_with()
     assert scene.done[0] == "evict train"
 
 
-async def test_the_node_is_tainted_until_its_evidence_is_back() -> None:
+async def test_node_is_tainted_until_its_evidence_is_back() -> None:
     scene = Scene(TAINT)
     theirs = Taint("theirs", "", "NoSchedule")
     scene.fleet.put(node(A, taints=[theirs]), NOW)
@@ -432,14 +432,14 @@ async def test_the_node_is_tainted_until_its_evidence_is_back() -> None:
     assert scene.done == ["taint node-a"]
     scene.continuous.deleted(raw_pod())
     await scene.settle()
-    assert scene.done == ["taint node-a"]  # the pod went, and the evidence is still not there
+    assert scene.done == ["taint node-a"]  # the pod is gone, and the evidence is still missing
     scene.says(A)
     await scene.settle()
     assert scene.done == ["taint node-a", "untaint node-a"]
     assert scene.fleet.indexed_nodes[A].node.taints == (theirs,)
 
 
-async def test_a_node_with_another_hash_is_tainted_while_pods_run_there_that_name_the_old_one() -> None:
+async def test_node_with_another_hash_is_tainted_while_pods_need_the_old_one() -> None:
     scene = Scene(TAINT)
     scene.continuous.changed(raw_pod())
     await scene.settle()
@@ -451,7 +451,7 @@ async def test_a_node_with_another_hash_is_tainted_while_pods_run_there_that_nam
     assert scene.done == ["taint node-a", "untaint node-a"]
 
 
-async def test_what_a_pod_says_of_itself_taints_no_node() -> None:
+async def test_pods_own_annotations_taint_no_node() -> None:
     scene = Scene(TAINT)
     scene.continuous.changed(raw_pod("forged", hashes=("sha256:nobody-has-this",)))
     assert await scene.settle() == [("forged", LOST), ("trains", LOST)]
@@ -463,10 +463,10 @@ async def test_what_a_pod_says_of_itself_taints_no_node() -> None:
 
 @pytest.mark.parametrize(
     ("one", "other"),
-    [(raw_pod(), raw_pod(hashes=(OTHER_HASH,))), (undressed(HASH), undressed(OTHER_HASH))],
+    [(raw_pod(), raw_pod(hashes=(OTHER_HASH,))), (unreviewed_pod(HASH), unreviewed_pod(OTHER_HASH))],
     ids=["in its record", "in its wish"],
 )
-async def test_who_asks_for_something_else_later_taints_no_node(one: Raw, other: Raw) -> None:
+async def test_pod_that_changes_its_request_taints_no_node(one: Raw, other: Raw) -> None:
     scene = Scene(TAINT)
     scene.continuous.changed(one)
     await scene.settle()
@@ -474,9 +474,9 @@ async def test_who_asks_for_something_else_later_taints_no_node(one: Raw, other:
     assert (await scene.settle(), scene.done) == ([("train", LOST), ("trains", LOST)], [])
 
 
-async def test_a_pod_that_no_review_has_seen_taints_the_node_that_was_seen_to_suit_it() -> None:
+async def test_unreviewed_pod_taints_its_node_if_the_node_matched_before() -> None:
     scene = Scene(TAINT)
-    scene.continuous.changed(undressed(HASH))
+    scene.continuous.changed(unreviewed_pod(HASH))
     await scene.settle()
     scene.proves(A, None)
     await scene.settle()
@@ -484,7 +484,7 @@ async def test_a_pod_that_no_review_has_seen_taints_the_node_that_was_seen_to_su
 
 
 @pytest.mark.parametrize("word", [None, evidence(A, OTHER_HASH)], ids=["withdrawn", "other-hash"])
-async def test_a_taint_outlives_whoever_put_it_on_and_goes_with_the_policy(word: Evidence | None) -> None:
+async def test_taint_survives_a_restart_and_is_removed_with_the_policy(word: Evidence | None) -> None:
     scene = Scene(TAINT)
     scene.continuous.changed(raw_pod())
     await scene.settle()
@@ -499,7 +499,7 @@ async def test_a_taint_outlives_whoever_put_it_on_and_goes_with_the_policy(word:
     assert scene.done == ["taint node-a", "untaint node-a"]
 
 
-# What is only glimpsed.
+# Facts that are not settled.
 
 
 @pytest.mark.parametrize("policy", [TAINT, EVICT])
@@ -508,7 +508,7 @@ async def test_nothing_is_done_while_a_watch_is_interrupted_or_right_after(polic
     scene.continuous.changed(raw_pod())
     await scene.settle()
     scene.is_current = False
-    scene.now += HOUR  # everything has ended, as far as was heard
+    scene.now += HOUR  # by the last events, all evidence has ended
     assert (await scene.settle(), scene.done) == ([], [])
     scene.is_current = True
     await scene.continuous.step()
@@ -517,7 +517,7 @@ async def test_nothing_is_done_while_a_watch_is_interrupted_or_right_after(polic
     assert (await scene.settle(), scene.done) == ([], [])
 
 
-async def test_nothing_is_done_about_evidence_that_is_about_to_be_written_anew() -> None:
+async def test_no_action_on_evidence_with_a_pending_write() -> None:
     scene = Scene(EVICT)
     scene.continuous.changed(raw_pod())
     await scene.settle()
@@ -529,7 +529,7 @@ async def test_nothing_is_done_about_evidence_that_is_about_to_be_written_anew()
     assert scene.done[:1] == ["evict train"]
 
 
-async def test_news_that_comes_before_anything_is_done_is_waited_for() -> None:
+async def test_pending_write_before_the_action_delays_it() -> None:
     scene = Scene(EVICT)
     scene.continuous.changed(raw_pod())
     await scene.settle()
@@ -540,14 +540,14 @@ async def test_news_that_comes_before_anything_is_done_is_waited_for() -> None:
 
 
 @pytest.mark.parametrize("policy", [TAINT, EVICT])
-async def test_what_was_glimpsed_before_an_election_moves_nobody(policy: OnEvidenceLost) -> None:
+async def test_observations_before_an_election_cause_no_action(policy: OnEvidenceLost) -> None:
     scene = Scene(policy)
     scene.continuous.begin()
     scene.continuous.changed(raw_pod())
     await scene.settle()
     scene.proves(A, None)
     await scene.continuous.step()
-    scene.now += timedelta(minutes=10)  # another one led
+    scene.now += timedelta(minutes=10)  # another process was the leader
     scene.continuous.begin()
     await scene.continuous.step()
     scene.now += SETTLED
@@ -558,7 +558,7 @@ async def test_what_was_glimpsed_before_an_election_moves_nobody(policy: OnEvide
     assert scene.done == []
 
 
-async def test_a_loss_that_does_not_last_moves_nobody() -> None:
+async def test_short_loss_causes_no_action() -> None:
     scene = Scene(EVICT)
     scene.continuous.changed(raw_pod())
     await scene.settle()
@@ -570,7 +570,7 @@ async def test_a_loss_that_does_not_last_moves_nobody() -> None:
     assert scene.done == []
 
 
-def test_a_pod_that_cannot_be_read_is_nobodys_resident() -> None:
+def test_unreadable_pod_is_ignored() -> None:
     broken = raw_pod()
     broken["spec"] = {"nodeName": 7}
     assert BoundPod.of(broken, ClaimRules()) is None

@@ -1,4 +1,4 @@
-"""What an explanation says is what the webhooks would say, of any pod."""
+"""An explanation says of any pod what the webhooks would say."""
 
 from collections.abc import Iterator
 from datetime import timedelta
@@ -23,7 +23,7 @@ async def explained(house: House, raw: Raw) -> Raw:
 
 
 async def creation(house: House, raw: Raw) -> tuple[str, str]:
-    """Verdict and reason of a dry run at both webhooks, as the API server goes to them."""
+    """Verdict and reason of a dry run at both webhooks, in the API server's order."""
     response = await house.mutate(raw, dry_run=True)
     if not response["allowed"]:
         return "deny", response["status"]["reason"]
@@ -43,9 +43,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
-async def test_of_generated_pods_verdict_and_reason_are_those_of_a_dry_run(
-    build: Build, settings: dict[str, Any]
-) -> None:
+async def test_explanation_of_generated_pods_equals_a_dry_run(build: Build, settings: dict[str, Any]) -> None:
     house = await build(**settings)
     found = set()
     for raw in generated_pods(400):
@@ -56,7 +54,7 @@ async def test_of_generated_pods_verdict_and_reason_are_those_of_a_dry_run(
     assert house.held == []
 
 
-async def test_a_namespace_with_too_many_orphans_is_told_so_as_its_next_pod_will_be(build: Build) -> None:
+async def test_explanation_denies_a_namespace_with_too_many_orphans(build: Build) -> None:
     house = await build(orphans_per_namespace=1)
     await house.mutate(raw_pod(raw_container(gpus=1)))
     (held,) = house.parts.ledger.reservations()
@@ -72,12 +70,12 @@ async def test_a_namespace_with_too_many_orphans_is_told_so_as_its_next_pod_will
     assert await creation(house, raw_pod(raw_container(gpus=1))) == ("deny", "NamespaceFull")
 
 
-async def test_nothing_is_counted_as_a_review(house: House) -> None:
+async def test_explanation_is_not_counted_as_a_review(house: House) -> None:
     await explained(house, raw_pod(raw_container(gpus=1)))
     assert 'gpuwarden_verdicts_total{reason="Admitted"} 0.0' in house.parts.metrics.render()[0].decode()
 
 
-async def test_the_warnings_of_the_webhook_are_told(house: House) -> None:
+async def test_explanation_contains_the_webhooks_warnings(house: House) -> None:
     answer = await explained(house, raw_pod(raw_container(gpus=1), annotations={"gpuwarden.io/required-hsh": HASH}))
     assert answer["warnings"] == ["gpuwarden.io/required-hsh means nothing to gpuwarden: is it misspelt?"]
 
@@ -130,35 +128,35 @@ NEAR: dict[str, tuple[dict[str, str], dict[str, str], list[str]]] = {
 
 
 @pytest.mark.parametrize(("annotations", "labels", "said"), NEAR.values(), ids=NEAR.keys())
-async def test_near_misses_are_named(
+async def test_explanation_hints_at_near_misses(
     house: House, annotations: dict[str, str], labels: dict[str, str], said: list[str]
 ) -> None:
     answer = await explained(house, raw_pod(annotations=annotations, labels=labels))
     assert answer["hints"] == said
 
 
-async def test_without_fresh_evidence_that_is_the_hint(build: Build) -> None:
+async def test_explanation_hints_at_missing_evidence(build: Build) -> None:
     house = await build({"nodes": [{"name": "node-a", "devices": [{"uuid": "GPU-a0"}]}]})
     answer = await explained(house, raw_pod(annotations={"gpuwarden.io/required-hash": HASH}))
     assert answer["hints"] == ["no node has fresh evidence at this moment"]
 
 
-async def test_a_pod_that_exists_is_told_what_it_has(house: House) -> None:
+async def test_explanation_of_a_running_pod_names_its_gpus(house: House) -> None:
     final = await house.create(raw_pod(raw_container(gpus=2)))
     answer = await explained(house, final)
-    assert (answer["verdict"], answer["message"]) == ("admit", "the pod has GPU-a0, GPU-a1 of node node-a (finalized)")
+    assert (answer["verdict"], answer["message"]) == ("admit", "the pod has GPU-a0, GPU-a1 on node node-a (finalized)")
     elsewhere = {**final, "metadata": {**final["metadata"], "namespace": "other"}}
     assert "the pod has" not in (await explained(house, elsewhere))["message"]
 
 
-async def test_what_only_the_second_webhook_refuses_is_refused(house: House) -> None:
+async def test_explanation_includes_denials_of_the_validating_webhook(house: House) -> None:
     raw = raw_pod(raw_container(env=raw_env(NVIDIA_VISIBLE_DEVICES="all")))
     answer = await explained(house, raw)
     assert (answer["verdict"], answer["reason"], answer["patch"]) == ("deny", "GpuWithoutClaim", [])
 
 
-async def test_a_set_is_explained_in_its_own_namespace(house: House) -> None:
-    """The template of a Deployment names no namespace: its pods come into the Deployment's."""
+async def test_stateful_set_is_explained_in_its_own_namespace(house: House) -> None:
+    """The template of a Deployment names no namespace. Its pods are created in the Deployment's."""
     raw = {
         "kind": "Deployment",
         "metadata": {"name": "web", "namespace": "not_a_name"},
@@ -168,7 +166,7 @@ async def test_a_set_is_explained_in_its_own_namespace(house: House) -> None:
     assert (answer["reason"], "not_a_name" in answer["message"]) == ("InvalidPod", True)
 
 
-def test_of_keys_without_end_only_the_first_are_compared() -> None:
+def test_near_miss_search_compares_a_limited_number_of_keys() -> None:
     looked = []
 
     def written() -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""What providers say reaches the next decision; what they cannot say changes nothing."""
+"""Answers of providers reach the next decision. A provider that fails changes nothing."""
 
 import asyncio
 import json
@@ -34,7 +34,7 @@ async def verdict(house: House, uid: str) -> str:
 
 
 @pytest.mark.defect("S0-1")
-async def test_evidence_swapped_at_run_time_changes_the_verdict(house: House) -> None:
+async def test_changed_evidence_file_changes_the_verdict(house: House) -> None:
     assert await verdict(house, "r1") == "Admitted"
     node = {**INVENTORY["nodes"][0], "evidence": {"hash": OTHER_HASH}}
     await rewrite(house, {"nodes": [node]})
@@ -51,7 +51,7 @@ async def test_evidence_ends_at_the_second_without_a_new_reading(build: Build) -
 
 
 @pytest.mark.defect("S0-2")
-async def test_evidence_of_the_future_proves_nothing_yet(build: Build) -> None:
+async def test_evidence_from_the_future_is_not_valid_yet(build: Build) -> None:
     node = {**INVENTORY["nodes"][0], "evidence": {"hash": HASH, "since": "2026-03-02T12:00:30Z"}}
     house = await build({"nodes": [node]})
     assert await verdict(house, "r1") == "NoProvenNode"
@@ -60,13 +60,13 @@ async def test_evidence_of_the_future_proves_nothing_yet(build: Build) -> None:
 
 
 @pytest.mark.defect("S4-14")
-async def test_a_bad_file_changes_nothing_of_what_is_known(house: House) -> None:
+async def test_invalid_file_keeps_the_last_state(house: House) -> None:
     await rewrite(house, "nodes: [")
     assert await verdict(house, "r1") == "Admitted"
     assert "refused" in house.parts.metrics.render()[0].decode()
 
 
-async def test_a_device_that_vanishes_under_a_pod_is_quarantined(house: House) -> None:
+async def test_device_that_vanishes_while_held_is_quarantined(house: House) -> None:
     await house.create(POD)
     await rewrite(house, {"nodes": [{**INVENTORY["nodes"][0], "devices": []}]})
     assert await house.states() == {"GPU-a0": "quarantined"}
@@ -81,7 +81,7 @@ async def test_a_device_that_comes_back_is_still_held(house: House) -> None:
     assert house.held == ["GPU-a0", "GPU-a1"]
 
 
-async def test_the_same_uuid_on_two_nodes_is_given_to_nobody_until_one_is_gone(house: House) -> None:
+async def test_uuid_on_two_nodes_is_not_offered_until_one_is_gone(house: House) -> None:
     first = INVENTORY["nodes"][0]
     double = {"name": "node-z", "evidence": {"hash": HASH}, "devices": first["devices"]}
     await rewrite(house, {"nodes": [first, double]})
@@ -91,7 +91,7 @@ async def test_the_same_uuid_on_two_nodes_is_given_to_nobody_until_one_is_gone(h
     assert await verdict(house, "r2") == "Admitted"
 
 
-async def test_a_gpu_that_moved_to_another_node_stays_its_holders(house: House) -> None:
+async def test_gpu_that_moves_to_another_node_stays_with_its_holder(house: House) -> None:
     await house.create(POD)
     moved = {"name": "node-z", "evidence": {"hash": HASH}, "devices": [{"uuid": "GPU-a0"}]}
     await rewrite(house, {"nodes": [moved]})
@@ -114,8 +114,8 @@ async def test_metrics_count_every_device_once(house: House) -> None:
         assert line in text
 
 
-class Asked:
-    """A provider that says what the test says, once it answers."""
+class FakeProvider:
+    """A provider that answers what the test sets, once it may answer."""
 
     name = "spire-server"
     is_for_development = False
@@ -134,11 +134,11 @@ class Asked:
         return self.said
 
 
-def vouched(node: str, digest: str = HASH) -> Evidence:
-    return Evidence(node, digest, Asked.name, NOW, NOW + SECOND)
+def evidence_of(node: str, digest: str = HASH) -> Evidence:
+    return Evidence(node, digest, FakeProvider.name, NOW, NOW + SECOND)
 
 
-def feed_of(tmp_path: Path, *also: Asked) -> tuple[Fleet, FleetUpdater]:
+def updater_of(tmp_path: Path, *also: FakeProvider) -> tuple[Fleet, FleetUpdater]:
     (tmp_path / "inventory.json").write_text(json.dumps(INVENTORY))
     fleet, file = Fleet(), InventoryFile(tmp_path / "inventory.json")
     return fleet, FleetUpdater(fleet, file, [StaticEvidence({}), *also], lambda: NOW, Metrics())
@@ -149,16 +149,16 @@ async def states(fleet_source: FleetUpdater, fleet: Fleet) -> dict[str, Evidence
     return {name: indexed.state for name, indexed in fleet.indexed_nodes.items()}
 
 
-async def test_all_that_are_asked_have_to_vouch_for_a_node(tmp_path: Path) -> None:
-    spire = Asked(None)
-    fleet, fleet_source = feed_of(tmp_path, spire)
+async def test_node_needs_evidence_of_all_configured_providers(tmp_path: Path) -> None:
+    spire = FakeProvider(None)
+    fleet, fleet_source = updater_of(tmp_path, spire)
     await fleet_source.load()
     nobody = dict.fromkeys(("node-a", "node-b", "node-c"), EvidenceState.ABSENT)
-    assert await states(fleet_source, fleet) == nobody  # not asked yet
-    word = vouched("node-a")
+    assert await states(fleet_source, fleet) == nobody  # not polled yet
+    word = evidence_of("node-a")
     spire.said = {"node-a": word}
     assert await states(fleet_source, fleet) == {**nobody, "node-a": EvidenceState.FRESH}  # node-b is in one list only
-    spire.said = {"node-a": vouched("node-a", OTHER_HASH)}
+    spire.said = {"node-a": evidence_of("node-a", OTHER_HASH)}
     assert await states(fleet_source, fleet) == {**nobody, "node-a": EvidenceState.CONFLICT}
     spire.said = {"node-a": Evidence("node-a", "", "spire-server", is_banned=True)}
     assert await states(fleet_source, fleet) == {**nobody, "node-a": EvidenceState.BANNED}
@@ -166,9 +166,9 @@ async def test_all_that_are_asked_have_to_vouch_for_a_node(tmp_path: Path) -> No
     assert await states(fleet_source, fleet) == nobody
 
 
-async def test_the_first_answer_of_every_provider_is_waited_for(tmp_path: Path) -> None:
-    spire = Asked(None)
-    fleet, fleet_source = feed_of(tmp_path, spire)
+async def test_start_waits_for_the_first_answer_of_every_provider(tmp_path: Path) -> None:
+    spire = FakeProvider(None)
+    fleet, fleet_source = updater_of(tmp_path, spire)
     await fleet_source.load()
     pauses: list[float] = []
 
@@ -176,32 +176,32 @@ async def test_the_first_answer_of_every_provider_is_waited_for(tmp_path: Path) 
         pauses.append(seconds)
         assert fleet.indexed_nodes["node-a"].state is EvidenceState.ABSENT
         if len(pauses) == 100:
-            spire.said = {"node-a": vouched("node-a")}
+            spire.said = {"node-a": evidence_of("node-a")}
 
     with capture_logs() as lines:
-        await fleet_source.first_answers(sleep)
+        await fleet_source.wait_for_first_answers(sleep)
     assert fleet.indexed_nodes["node-a"].state is EvidenceState.FRESH
     assert (len(pauses), spire.polls) == (100, 101)
-    waits = [line for line in lines if line["event"] == "not ready: the first answer of a provider is waited for"]
+    waits = [line for line in lines if line["event"] == "not ready: waiting for the first answer of a provider"]
     assert [line["providers"] for line in waits] == [["spire-server"]] * len(waits)
     assert 1 <= len(waits) <= 8
     assert len(lines) < 20
 
 
-async def test_who_has_answered_is_waited_for_no_more(tmp_path: Path) -> None:
-    spire = Asked({})
-    _, fleet_source = feed_of(tmp_path, spire)
+async def test_provider_that_has_answered_once_is_not_waited_for(tmp_path: Path) -> None:
+    spire = FakeProvider({})
+    _, fleet_source = updater_of(tmp_path, spire)
     await fleet_source.load()
     spire.said = None
     await fleet_source.refresh()
-    await asyncio.wait_for(fleet_source.first_answers(), 5)
+    await asyncio.wait_for(fleet_source.wait_for_first_answers(), 5)
 
 
-# Where nobody writes evidence down, and no reconciler looks.
+# Embedded mode, without a reconciler that reports changes.
 
 
-class Told:
-    """A feed with a clock, and what it has said of changes."""
+class LoggedUpdater:
+    """A fleet updater with a clock, and the changes that it logged."""
 
     def __init__(self, directory: Path, *providers: EvidenceProvider) -> None:
         (directory / "inventory.json").write_text(json.dumps(INVENTORY))
@@ -209,9 +209,9 @@ class Told:
         file = InventoryFile(directory / "inventory.json")
         self.fleet_source = FleetUpdater(self.fleet, file, [*providers], lambda: self.now, self.metrics)
 
-    async def begin(self) -> "Told":
+    async def begin(self) -> "LoggedUpdater":
         await self.fleet_source.load()
-        await self.fleet_source.first_answers()
+        await self.fleet_source.wait_for_first_answers()
         return self
 
     async def changes(self) -> list[tuple[str, str, str, str]]:
@@ -224,40 +224,40 @@ class Told:
         return self.metrics.registry.get_sample_value("gpuwarden_evidence_changes_total", {"state": state}) or 0
 
 
-async def test_a_change_of_evidence_is_logged_and_counted_and_its_end_too(tmp_path: Path) -> None:
-    spire = Asked({"node-a": vouched("node-a")})
-    told = await Told(tmp_path, spire).begin()
+async def test_change_and_end_of_evidence_are_logged_and_counted(tmp_path: Path) -> None:
+    spire = FakeProvider({"node-a": evidence_of("node-a")})
+    told = await LoggedUpdater(tmp_path, spire).begin()
     assert await told.changes() == []
-    spire.said = {"node-a": vouched("node-a", OTHER_HASH)}
+    spire.said = {"node-a": evidence_of("node-a", OTHER_HASH)}
     fresh, other = f"fresh as {HASH}", f"fresh as {OTHER_HASH}"
     assert await told.changes() == [("warning", "node-a", fresh, other)]
-    told.now += SECOND  # nobody says anything new
+    told.now += SECOND  # no provider has anything new
     assert await told.changes() == [("warning", "node-a", other, "stale")]
     assert await told.changes() == []
     told.now -= SECOND
-    spire.said = {"node-a": vouched("node-a")}
+    spire.said = {"node-a": evidence_of("node-a")}
     assert await told.changes() == [("info", "node-a", "stale", fresh)]
     spire.said = {}
     assert await told.changes() == [("warning", "node-a", fresh, "absent")]
     assert [told.counted(state) for state in ("fresh", "stale", "absent")] == [2, 1, 1]
 
 
-async def test_first_answers_are_no_changes(tmp_path: Path) -> None:
-    spire = Asked(None)
-    told = Told(tmp_path, spire)
+async def test_first_answers_are_not_reported_as_changes(tmp_path: Path) -> None:
+    spire = FakeProvider(None)
+    told = LoggedUpdater(tmp_path, spire)
     await told.fleet_source.load()
 
     async def sleep(seconds: float) -> None:
-        spire.said = {"node-a": vouched("node-a")}
+        spire.said = {"node-a": evidence_of("node-a")}
 
-    await told.fleet_source.first_answers(sleep)
+    await told.fleet_source.wait_for_first_answers(sleep)
     assert await told.changes() == []
 
 
-async def test_a_node_that_a_provider_alone_names_is_known(tmp_path: Path) -> None:
-    """It has no GPU that anybody has told us of: those are counted by whoever schedules."""
-    spire = Asked({"node-x": vouched("node-x"), "node-a": vouched("node-a")})
-    told = await Told(tmp_path, spire).begin()
+async def test_node_named_only_by_a_provider_is_in_the_fleet(tmp_path: Path) -> None:
+    """Its GPUs are not known here; the scheduler counts them."""
+    spire = FakeProvider({"node-x": evidence_of("node-x"), "node-a": evidence_of("node-a")})
+    told = await LoggedUpdater(tmp_path, spire).begin()
     known = {"node-a", "node-b", "node-c"}
     assert told.fleet.indexed_nodes.keys() == known | {"node-x"}
     assert told.fleet.indexed_nodes["node-x"].state is EvidenceState.FRESH
@@ -266,15 +266,15 @@ async def test_a_node_that_a_provider_alone_names_is_known(tmp_path: Path) -> No
     await told.fleet_source.refresh()
     assert told.fleet.indexed_nodes.keys() == {"node-x", "node-a"}
     assert told.fleet.device_count == 0
-    spire.said = {"node-a": vouched("node-a")}
+    spire.said = {"node-a": evidence_of("node-a")}
     assert await told.changes() == [("warning", "node-x", f"fresh as {HASH}", "absent")]
-    spire.said = {"node-a": vouched("node-a", OTHER_HASH)}
+    spire.said = {"node-a": evidence_of("node-a", OTHER_HASH)}
     await told.fleet_source.refresh()
     assert told.fleet.indexed_nodes.keys() == {"node-a"}
 
 
-async def test_a_proof_that_a_node_has_sent_keeps_no_node(tmp_path: Path) -> None:
-    told = Told(tmp_path)
+async def test_proof_sent_by_a_node_does_not_keep_it_in_the_fleet(tmp_path: Path) -> None:
+    told = LoggedUpdater(tmp_path)
     proofs = MemoryProofs(lambda: told.fleet.indexed_nodes.keys(), lambda: told.now, SECOND)
     told.fleet_source = FleetUpdater(
         told.fleet, InventoryFile(tmp_path / "inventory.json"), [proofs], lambda: told.now, told.metrics
@@ -289,12 +289,12 @@ async def test_a_proof_that_a_node_has_sent_keeps_no_node(tmp_path: Path) -> Non
     assert not told.fleet.indexed_nodes
 
 
-async def test_a_proof_that_comes_while_another_provider_is_asked_stays(tmp_path: Path) -> None:
-    told = Told(tmp_path)
+async def test_proof_received_during_a_poll_is_kept(tmp_path: Path) -> None:
+    told = LoggedUpdater(tmp_path)
     proof = Evidence("node-a", HASH, "jwt-svid", NOW, NOW + 60 * SECOND, "n")
 
-    class Slow(Asked):
-        """A node proves itself while SPIRE answers."""
+    class Slow(FakeProvider):
+        """A node sends a proof while SPIRE Server is polled."""
 
         async def poll(self) -> Mapping[str, Evidence]:
             await proofs.accept(proof)

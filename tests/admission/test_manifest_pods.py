@@ -14,11 +14,11 @@ def test_the_pods_of_a_list_are_its_items(kind: str) -> None:
     "text",
     ["", "5", "[1]", "kind: {a: b}", "kind: [List]", "kind: List", "kind: List\nitems: 5", "kind: List\nitems: {a: b}"],
 )
-def test_what_is_no_pod_has_none(text: str) -> None:
+def test_object_without_pods_yields_none(text: str) -> None:
     assert pods_of(text) == []
 
 
 @pytest.mark.parametrize("text", ["{", "a: 2026-13-45", "[" * 5000], ids=["unfinished", "no date", "deep"])
-def test_what_is_no_yaml_is_refused(text: str) -> None:
+def test_text_that_is_not_yaml_is_rejected(text: str) -> None:
     with pytest.raises(UnreadableManifestError):
         pods_of(text)

@@ -1,4 +1,4 @@
-"""What namespaces demand, as a watch tells it; one that it has not told of yet is looked up."""
+"""What namespaces require, by a watch. A namespace that is not known yet is looked up."""
 
 from collections.abc import AsyncIterator
 from typing import Any
@@ -23,7 +23,7 @@ def namespace(name: str, required: str | None = None, version: int = 1) -> Raw:
 
 
 class Api:
-    """Namespaces as a quorum read has them, and who asked."""
+    """Namespaces of a quorum read; records the lookups."""
 
     def __init__(self, *there: Raw) -> None:
         self.there = {one["metadata"]["name"]: one for one in there}
@@ -37,7 +37,7 @@ class Api:
         return self.there.get(name)
 
 
-async def test_what_was_heard_is_not_asked_for() -> None:
+async def test_known_namespace_is_not_looked_up() -> None:
     api = Api()
     namespaces = WatchedNamespaces(api)
     namespaces.view.replaced({"/ml": namespace("ml", HASH), "/web": namespace("web")})
@@ -48,7 +48,7 @@ async def test_what_was_heard_is_not_asked_for() -> None:
     assert api.asked == []
 
 
-async def test_a_namespace_that_came_with_its_first_pods_is_looked_up() -> None:
+async def test_unknown_namespace_is_looked_up() -> None:
     api = Api(namespace("new", HASH))
     namespaces = WatchedNamespaces(api)
     assert namespaces.known("new") is None
@@ -57,21 +57,21 @@ async def test_a_namespace_that_came_with_its_first_pods_is_looked_up() -> None:
     assert api.asked == ["new", "nowhere"]
 
 
-async def test_a_namespace_that_was_deleted_and_made_anew_is_looked_up() -> None:
+async def test_recreated_namespace_is_looked_up() -> None:
     namespaces = WatchedNamespaces(Api(namespace("ml", HASH, version=3)))
     namespaces.view.changed(namespace("ml"))
     namespaces.view.deleted(namespace("ml", version=2))
     assert await namespaces.bond("ml") == HashPolicy("ml", (HASH,))
 
 
-async def test_while_nobody_can_be_asked_nothing_is_concluded() -> None:
+async def test_failed_lookup_of_a_namespace_raises() -> None:
     api = Api()
     api.is_away = True
     with pytest.raises(NamespacesUnavailableError):
         await WatchedNamespaces(api).bond("new")
 
 
-async def test_an_annotation_that_cannot_be_read_replaces_one_that_could() -> None:
+async def test_unreadable_annotation_replaces_a_readable_one() -> None:
     namespaces = WatchedNamespaces(Api())
     namespaces.view.changed(namespace("ml", HASH))
     namespaces.view.changed(namespace("ml", "a,,b", version=2))
@@ -80,7 +80,7 @@ async def test_an_annotation_that_cannot_be_read_replaces_one_that_could() -> No
     assert bond.mistakes
 
 
-async def test_claims_are_read_as_their_namespace_demands() -> None:
+async def test_claims_are_read_by_their_namespaces_policy() -> None:
     namespaces = WatchedNamespaces(Api(namespace("new", OTHER_HASH)))
     namespaces.view.changed(namespace("ml", HASH))
     reading = ClaimReader(ClaimRules(resource="example.com/gpu"), namespaces)
@@ -91,7 +91,7 @@ async def test_claims_are_read_as_their_namespace_demands() -> None:
     assert await ClaimReader(ClaimRules(), NoDemands()).within("ml") == ClaimRules()
 
 
-# Reading one.
+# Reading one namespace.
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ async def lookup(api_server: ApiServer) -> AsyncIterator[ApiNamespaces]:
         yield ApiNamespaces(api)
 
 
-async def test_a_namespace_is_read_for_certain(api_server: ApiServer, lookup: ApiNamespaces) -> None:
+async def test_namespace_is_read_with_a_quorum(api_server: ApiServer, lookup: ApiNamespaces) -> None:
     api_server.says(200, namespace("ml", HASH))
     assert await lookup.get("ml") == namespace("ml", HASH)
     api_server.says(404, {"kind": "Status", "code": 404})
@@ -122,7 +122,7 @@ async def test_a_namespace_is_read_for_certain(api_server: ApiServer, lookup: Ap
         pytest.param(429, b"", id="too-many"),
     ],
 )
-async def test_what_is_no_answer_frees_no_pod_of_what_its_namespace_demands(
+async def test_malformed_answer_does_not_waive_a_namespaces_policy(
     api_server: ApiServer,
     lookup: ApiNamespaces,
     code: int,
@@ -133,7 +133,7 @@ async def test_what_is_no_answer_frees_no_pod_of_what_its_namespace_demands(
         await lookup.get("ml")
 
 
-async def test_an_api_server_that_is_away_is_no_answer() -> None:
+async def test_unreachable_api_server_raises_namespaces_unavailable() -> None:
     configuration = client.Configuration()
     configuration.host = "http://127.0.0.1:1"
     async with client.ApiClient(configuration) as api:

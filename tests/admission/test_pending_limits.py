@@ -1,4 +1,4 @@
-"""How many GPUs may be pending on the word of reviews that anybody could have posted, and who waits for how long."""
+"""How many GPUs may be pending for reviews of unauthenticated callers, and how long a review waits."""
 
 import asyncio
 from collections import Counter
@@ -27,7 +27,7 @@ BRIEF = timedelta(seconds=0.05)
 
 
 class SlowLedger(MemoryLedger):
-    """Writes take as long as it takes others to ask, as in a store that is elsewhere."""
+    """Writes yield to other tasks, as with a remote store."""
 
     fails = False
 
@@ -38,8 +38,8 @@ class SlowLedger(MemoryLedger):
         return await super().reserve(*args, **options)  # type: ignore[arg-type]  # passed on as they are
 
 
-class House:
-    """A holder over nodes of eight GPUs."""
+class Scene:
+    """A Reserver over nodes with eight GPUs each."""
 
     def __init__(
         self, *, limit: int = 0, percent: int = 0, nodes: int = 1, orphans: int = 0, most_waiting: int = 1000
@@ -50,7 +50,7 @@ class House:
             fleet.put(Node(f"node-{n}", devices=tuple(Device(DeviceUuid(f"GPU-{n}-{k}")) for k in range(8))), NOW)
         self.ledger = SlowLedger(fleet, lambda: self.now, Times(DEADLINE, SKEW))
         self.known = {"ml", "other", "third"}
-        self.holder = Reserver(
+        self.reserver = Reserver(
             fleet,
             self.ledger,
             EvidencePolicy(is_always_required=False),
@@ -65,16 +65,16 @@ class House:
     ) -> Reservation | Deny:
         claim = Claim(ClaimRecord(gpus=gpus))
         ask = ReservationRequest(ReservationId(f"r{number}"), namespace, claim.digest)
-        return await self.holder.hold(ask, claim, answer_by=self.now + FOR_THE_WRITE + patience)
+        return await self.reserver.reserve(ask, claim, answer_by=self.now + FOR_THE_WRITE + patience)
 
-    async def pod_comes(self, number: int, namespace: str = "ml") -> None:
+    async def create_pod(self, number: int, namespace: str = "ml") -> None:
         await self.ledger.bind_to_pod(
             PodProof.REPORTED, ReservationId(f"r{number}"), PodIdentity(namespace, f"pod-{number}", f"u{number}")
         )
 
 
 async def settled() -> None:
-    """Everybody has gone as far as they get."""
+    """Lets every task run as far as it can."""
     for _ in range(20):
         await asyncio.sleep(0)
 
@@ -89,230 +89,230 @@ FULL, POOL_FULL = Reason.NAMESPACE_FULL, Reason.PENDING_FULL
 # One namespace.
 
 
-async def test_a_namespace_that_has_as_much_waiting_as_it_may_gets_no_more() -> None:
-    house = House(limit=2)
-    assert reasons(*[await house.ask(number) for number in range(4)]) == [None, None, FULL, FULL]
-    assert reasons(await house.ask(9, "other")) == [None]
+async def test_namespace_at_its_limit_is_denied() -> None:
+    scene = Scene(limit=2)
+    assert reasons(*[await scene.ask(number) for number in range(4)]) == [None, None, FULL, FULL]
+    assert reasons(await scene.ask(9, "other")) == [None]
 
 
-async def test_gpus_are_counted_and_not_reservations() -> None:
-    house = House(limit=4)
-    assert reasons(*[await house.ask(number, gpus=2) for number in range(3)]) == [None, None, FULL]
+async def test_limit_counts_gpus_not_reservations() -> None:
+    scene = Scene(limit=4)
+    assert reasons(*[await scene.ask(number, gpus=2) for number in range(3)]) == [None, None, FULL]
 
 
-async def test_a_claim_of_more_than_the_limit_fits_where_it_is_alone() -> None:
-    house = House(limit=2)
-    assert reasons(await house.ask(1, gpus=4), await house.ask(2)) == [None, FULL]
+async def test_claim_above_the_limit_fits_if_it_is_alone() -> None:
+    scene = Scene(limit=2)
+    assert reasons(await scene.ask(1, gpus=4), await scene.ask(2)) == [None, FULL]
 
 
-async def test_namespaces_that_nobody_has_heard_of_have_one_limit_together() -> None:
-    house = House(limit=2)
-    answers = [await house.ask(number, f"invented-{number}") for number in range(4)]
+async def test_unknown_namespaces_share_one_limit() -> None:
+    scene = Scene(limit=2)
+    answers = [await scene.ask(number, f"invented-{number}") for number in range(4)]
     assert reasons(*answers) == [None, None, FULL, FULL]
-    assert reasons(await house.ask(9)) == [None]
-    house.known.add("invented-3")
-    assert reasons(await house.ask(10, "invented-3")) == [None]
+    assert reasons(await scene.ask(9)) == [None]
+    scene.known.add("invented-3")
+    assert reasons(await scene.ask(10, "invented-3")) == [None]
 
 
 @pytest.mark.parametrize("name", ["ml", "invented-{}"])
-async def test_of_many_at_once_no_more_wait_than_may(name: str) -> None:
-    house = House(limit=3)
-    answers = await asyncio.gather(*(house.ask(number, name.format(number)) for number in range(8)))
+async def test_concurrent_reviews_stay_within_the_limit(name: str) -> None:
+    scene = Scene(limit=3)
+    answers = await asyncio.gather(*(scene.ask(number, name.format(number)) for number in range(8)))
     assert Counter(reasons(*answers)) == {None: 3, FULL: 5}
 
 
-async def test_the_same_review_again_finds_its_reservation_in_a_full_namespace() -> None:
-    house = House(limit=1)
-    first = await house.ask(1)
-    assert await house.ask(1) == first
+async def test_repeated_review_finds_its_reservation_in_a_full_namespace() -> None:
+    scene = Scene(limit=1)
+    first = await scene.ask(1)
+    assert await scene.ask(1) == first
 
 
-async def test_a_uid_that_anybody_could_make_up_makes_no_room() -> None:
-    house = House(limit=1)
-    await house.ask(1)
-    await house.ledger.bind_to_pod(PodProof.NAMED, ReservationId("r1"), PodIdentity("ml", "a", "uid-1"))
-    assert reasons(await house.ask(2)) == [FULL]
+async def test_reported_uid_does_not_make_room() -> None:
+    scene = Scene(limit=1)
+    await scene.ask(1)
+    await scene.ledger.bind_to_pod(PodProof.NAMED, ReservationId("r1"), PodIdentity("ml", "a", "uid-1"))
+    assert reasons(await scene.ask(2)) == [FULL]
 
 
-async def test_a_pod_that_exists_makes_room() -> None:
-    house = House(limit=1)
-    await house.ask(1)
-    await house.pod_comes(1)
-    assert reasons(await house.ask(2)) == [None]
+async def test_existing_pod_makes_room() -> None:
+    scene = Scene(limit=1)
+    await scene.ask(1)
+    await scene.create_pod(1)
+    assert reasons(await scene.ask(2)) == [None]
 
 
-async def test_what_nobody_came_for_makes_room_at_its_deadline() -> None:
-    house = House(limit=1)
-    await house.ask(1)
-    house.now += DEADLINE + SKEW
-    assert reasons(await house.ask(2)) == [None]
+async def test_unused_reservation_makes_room_at_its_deadline() -> None:
+    scene = Scene(limit=1)
+    await scene.ask(1)
+    scene.now += DEADLINE + SKEW
+    assert reasons(await scene.ask(2)) == [None]
 
 
-async def test_a_failed_write_leaves_nothing_counted() -> None:
-    house = House(limit=1)
-    house.ledger.fails = True
-    assert reasons(await house.ask(1)) == [Reason.LEDGER_AWAY]
-    house.ledger.fails = False
-    assert reasons(await house.ask(2)) == [None]
+async def test_failed_write_is_not_counted() -> None:
+    scene = Scene(limit=1)
+    scene.ledger.fails = True
+    assert reasons(await scene.ask(1)) == [Reason.LEDGER_AWAY]
+    scene.ledger.fails = False
+    assert reasons(await scene.ask(2)) == [None]
 
 
 @pytest.mark.parametrize("limit", [0, 9])
-async def test_no_limit_or_a_wide_one_is_not_felt(limit: int) -> None:
-    house = House(limit=limit)
-    answers = [await house.ask(number) for number in range(9)]
+async def test_absent_or_wide_limit_denies_nothing(limit: int) -> None:
+    scene = Scene(limit=limit)
+    answers = [await scene.ask(number) for number in range(9)]
     assert reasons(*answers) == [None] * 8 + [Reason.NO_FREE_DEVICE]
 
 
-async def test_the_denial_says_what_to_do() -> None:
-    house = House(limit=1, percent=50)
-    await house.ask(1)
-    assert await house.ask(2) == Deny(
+async def test_denial_of_a_full_namespace_has_a_hint() -> None:
+    scene = Scene(limit=1, percent=50)
+    await scene.ask(1)
+    assert await scene.ask(2) == Deny(
         FULL,
-        "namespace 'ml' has as many GPUs reserved for pods that do not exist yet as it may: 1",
+        "namespace 'ml' has reached its limit of GPUs reserved for pods that do not exist yet: 1",
         hint=HINT,
     )
 
 
-# All together.
+# Several namespaces.
 
 
-async def test_a_namespace_leaves_room_to_the_others() -> None:
-    house = House(percent=50, nodes=2)
+async def test_one_namespace_leaves_room_to_others() -> None:
+    scene = Scene(percent=50, nodes=2)
     numbers = iter(range(99))
-    answers = {name: [await house.ask(next(numbers), name) for _ in range(5)] for name in ("ml", "other", "third")}
+    answers = {name: [await scene.ask(next(numbers), name) for _ in range(5)] for name in ("ml", "other", "third")}
     taken = {name: sum(isinstance(one, Reservation) for one in found) for name, found in answers.items()}
     assert taken == {"ml": 3, "other": 1, "third": 1}
     assert {one for found in answers.values() for one in reasons(*found)} == {None, POOL_FULL}
 
 
-async def test_pods_that_were_named_make_room_for_more_and_never_for_all() -> None:
-    """A forged review names a pod as well."""
-    house = House(percent=50, nodes=2)
+async def test_named_pods_make_room_for_more_but_never_for_the_whole_pool() -> None:
+    """A forged review may name a pod too."""
+    scene = Scene(percent=50, nodes=2)
     for number in range(8):
-        if isinstance(await house.ask(number), Reservation):
-            await house.ledger.bind_to_pod(
+        if isinstance(await scene.ask(number), Reservation):
+            await scene.ledger.bind_to_pod(
                 PodProof.NAMED, ReservationId(f"r{number}"), PodIdentity("ml", f"p{number}", f"u{number}")
             )
-    assert house.ledger.pending.gpus_in("ml") == 5
-    assert reasons(await house.ask(9, "other")) == [None]
+    assert scene.ledger.pending.gpus_in("ml") == 5
+    assert reasons(await scene.ask(9, "other")) == [None]
 
 
-async def test_invented_namespaces_have_together_what_one_may() -> None:
-    house = House(percent=50, nodes=2)
-    answers = [await house.ask(number, f"invented-{number}") for number in range(8)]
+async def test_invented_namespaces_share_the_limit_of_one() -> None:
+    scene = Scene(percent=50, nodes=2)
+    answers = [await scene.ask(number, f"invented-{number}") for number in range(8)]
     assert Counter(reasons(*answers)) == {None: 2, POOL_FULL: 6}
 
 
-async def test_a_claim_of_more_than_half_the_pool_is_alone_of_its_size_and_beside_the_others() -> None:
-    house = House(percent=50, nodes=2)
-    assert reasons(await house.ask(1, gpus=6), await house.ask(2, "other", gpus=6)) == [None, POOL_FULL]
-    assert reasons(*[await house.ask(number) for number in range(3, 7)]) == [None] * 3 + [POOL_FULL]
-    await house.pod_comes(1)
-    assert reasons(await house.ask(8, "other", gpus=7)) == [None]
+async def test_claim_above_half_the_pool_is_served_one_at_a_time_beside_the_pool() -> None:
+    scene = Scene(percent=50, nodes=2)
+    assert reasons(await scene.ask(1, gpus=6), await scene.ask(2, "other", gpus=6)) == [None, POOL_FULL]
+    assert reasons(*[await scene.ask(number) for number in range(3, 7)]) == [None] * 3 + [POOL_FULL]
+    await scene.create_pod(1)
+    assert reasons(await scene.ask(8, "other", gpus=7)) == [None]
 
 
 @pytest.mark.parametrize("percent", [1, 50])
-async def test_on_however_small_a_fleet_one_hold_fits(percent: int) -> None:
-    house = House(percent=percent)
-    assert reasons(await house.ask(1, gpus=8)) == [None]
+async def test_one_reservation_fits_on_the_smallest_fleet(percent: int) -> None:
+    scene = Scene(percent=percent)
+    assert reasons(await scene.ask(1, gpus=8)) == [None]
 
 
-async def test_what_is_not_to_be_had_at_all_is_said_at_once() -> None:
-    house = House(percent=50)
+async def test_unsatisfiable_claim_is_denied_without_waiting() -> None:
+    scene = Scene(percent=50)
     for number in range(8):
-        await house.ask(number, patience=SOON)
-        await house.pod_comes(number)
-    await house.ledger.release(ReservationId("r0"), PodIdentity("ml", "pod-0", "u0"))
-    await house.ask(10)
-    assert reasons(await house.ask(11, patience=SOON)) == [Reason.NO_FREE_DEVICE]
+        await scene.ask(number, patience=SOON)
+        await scene.create_pod(number)
+    await scene.ledger.release(ReservationId("r0"), PodIdentity("ml", "pod-0", "u0"))
+    await scene.ask(10)
+    assert reasons(await scene.ask(11, patience=SOON)) == [Reason.NO_FREE_DEVICE]
 
 
-async def test_two_replicas_at_once_leave_a_first_hold_to_each_namespace() -> None:
-    """Neither knows yet what the other lets in."""
-    houses = [House(percent=50) for _ in range(2)]
-    entered = [await asyncio.gather(*(one.ask(number, patience=BRIEF) for number in range(8))) for one in houses]
-    assert sum(isinstance(one, Reservation) for answers in entered for one in answers) <= 3
+async def test_two_replicas_leave_a_first_reservation_to_each_namespace() -> None:
+    """Neither replica knows the latest reservations of the other."""
+    houses = [Scene(percent=50) for _ in range(2)]
+    reserve_room = [await asyncio.gather(*(one.ask(number, patience=BRIEF) for number in range(8))) for one in houses]
+    assert sum(isinstance(one, Reservation) for answers in reserve_room for one in answers) <= 3
 
 
-# Who waits.
+# Waiting.
 
 
-async def test_what_does_not_fit_waits_and_is_served_when_a_pod_comes() -> None:
-    house = House(limit=1)
-    await house.ask(1)
-    waiting = asyncio.create_task(house.ask(2, patience=SOON))
+async def test_review_without_room_waits_until_a_pod_is_seen() -> None:
+    scene = Scene(limit=1)
+    await scene.ask(1)
+    waiting = asyncio.create_task(scene.ask(2, patience=SOON))
     await asyncio.sleep(0)
-    await house.pod_comes(1)
+    await scene.create_pod(1)
     assert reasons(await waiting) == [None]
 
 
-async def test_whoever_waits_after_all_others_were_served_is_served_too() -> None:
-    """However soon after: nobody was waiting for a moment."""
-    house = House(limit=1)
-    await house.ask(0)
+async def test_last_waiting_review_is_served_too() -> None:
+    """Even if no review was waiting for a moment."""
+    scene = Scene(limit=1)
+    await scene.ask(0)
     for number in range(1, 20):
-        waiting = asyncio.create_task(house.ask(number, patience=SOON))
+        waiting = asyncio.create_task(scene.ask(number, patience=SOON))
         await asyncio.sleep(0)
-        await house.pod_comes(number - 1)
-        await house.ledger.release(ReservationId(f"r{number - 1}"), PodIdentity("ml", "", f"u{number - 1}"))
+        await scene.create_pod(number - 1)
+        await scene.ledger.release(ReservationId(f"r{number - 1}"), PodIdentity("ml", "", f"u{number - 1}"))
         assert reasons(await waiting) == [None]
 
 
-async def test_what_expires_while_all_wait_makes_room() -> None:
-    house = House(limit=1)
-    await house.ask(1)
-    waiting = asyncio.create_task(house.ask(2, patience=SOON))
+async def test_reservation_that_expires_while_reviews_wait_makes_room() -> None:
+    scene = Scene(limit=1)
+    await scene.ask(1)
+    waiting = asyncio.create_task(scene.ask(2, patience=SOON))
     await asyncio.sleep(0)
-    house.now += DEADLINE + SKEW
+    scene.now += DEADLINE + SKEW
     answer = await waiting
-    assert reasons(answer) == [Reason.DEADLINE_PASSED]  # by the house's clock its review is over
-    assert not house.ledger.pending.gpus_in("ml")
+    assert reasons(answer) == [Reason.DEADLINE_PASSED]  # by the test's clock its review is over
+    assert not scene.ledger.pending.gpus_in("ml")
 
 
-async def test_who_has_waited_long_enough_is_refused_and_leaves_nothing() -> None:
-    house = House(limit=1)
-    await house.ask(1)
-    assert reasons(await house.ask(2, patience=BRIEF)) == [FULL]
-    await house.pod_comes(1)
-    assert reasons(await house.ask(3)) == [None]
+async def test_review_is_denied_after_its_wait_and_leaves_nothing_counted() -> None:
+    scene = Scene(limit=1)
+    await scene.ask(1)
+    assert reasons(await scene.ask(2, patience=BRIEF)) == [FULL]
+    await scene.create_pod(1)
+    assert reasons(await scene.ask(3)) == [None]
 
 
-async def test_a_review_that_ends_while_it_waits_leaves_nothing() -> None:
-    house = House(limit=1)
-    await house.ask(1)
-    waiting = asyncio.create_task(house.ask(2, patience=SOON))
+async def test_cancelled_waiting_review_leaves_nothing_counted() -> None:
+    scene = Scene(limit=1)
+    await scene.ask(1)
+    waiting = asyncio.create_task(scene.ask(2, patience=SOON))
     await asyncio.sleep(0)
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)
-    await house.pod_comes(1)
-    assert reasons(await house.ask(3)) == [None]
+    await scene.create_pod(1)
+    assert reasons(await scene.ask(3)) == [None]
 
 
-async def test_a_job_of_many_pods_is_refused_nothing() -> None:
-    house = House(percent=50, nodes=40)
+async def test_job_with_many_pods_is_never_denied() -> None:
+    scene = Scene(percent=50, nodes=40)
     numbers = range(300)
 
     async def created(number: int) -> Reservation | Deny:
-        answer = await house.ask(number, patience=SOON)
+        answer = await scene.ask(number, patience=SOON)
         await asyncio.sleep(0)
         if isinstance(answer, Reservation):
-            await house.pod_comes(number)
+            await scene.create_pod(number)
         return answer
 
     answers = await asyncio.gather(*map(created, numbers))
     assert Counter(reasons(*answers)) == {None: 300}
 
 
-async def test_lines_of_namespaces_take_turns() -> None:
-    """However many of one have come before."""
-    house = House(percent=50, nodes=2)
+async def test_queues_of_namespaces_take_turns() -> None:
+    """No matter how many reviews of one namespace came first."""
+    scene = Scene(percent=50, nodes=2)
     for number in range(2):
-        await house.ask(number)
+        await scene.ask(number)
     for number in range(4, 6):
-        await house.ask(number, "other")
-    flood = [asyncio.create_task(house.ask(100 + n, patience=SOON)) for n in range(50)]
+        await scene.ask(number, "other")
+    flood = [asyncio.create_task(scene.ask(100 + n, patience=SOON)) for n in range(50)]
     await asyncio.sleep(0)
-    late = asyncio.create_task(house.ask(99, "third", patience=SOON))
+    late = asyncio.create_task(scene.ask(99, "third", patience=SOON))
     answer = await late
     assert reasons(answer) == [None]
     assert not any(one.done() for one in flood)
@@ -321,18 +321,18 @@ async def test_lines_of_namespaces_take_turns() -> None:
     await asyncio.gather(*flood, return_exceptions=True)
 
 
-async def test_where_too_many_wait_the_last_of_the_longest_line_goes() -> None:
-    house = House(limit=1, most_waiting=10)
+async def test_last_review_of_the_longest_queue_is_dropped_when_too_many_wait() -> None:
+    scene = Scene(limit=1, most_waiting=10)
     for number, name in enumerate(("ml", "other")):
-        await house.ask(number, name)
-    flood = [asyncio.create_task(house.ask(100 + n, patience=SOON)) for n in range(30)]
+        await scene.ask(number, name)
+    flood = [asyncio.create_task(scene.ask(100 + n, patience=SOON)) for n in range(30)]
     await settled()
     assert sum(one.done() for one in flood) == 20
-    late = asyncio.create_task(house.ask(99, "other", patience=SOON))
+    late = asyncio.create_task(scene.ask(99, "other", patience=SOON))
     await settled()
     assert sum(one.done() for one in flood) == 21
     assert not late.done()
-    await house.pod_comes(1, "other")
+    await scene.create_pod(1, "other")
     assert reasons(await late) == [None]
     for one in flood:
         one.cancel()
@@ -341,17 +341,17 @@ async def test_where_too_many_wait_the_last_of_the_longest_line_goes() -> None:
 
 
 @pytest.mark.parametrize("limit", [0, 100], ids=["callers prove who they are", "they do not"])
-async def test_a_namespace_with_as_many_gpus_of_pods_that_are_gone_as_it_may_have_gets_no_more(limit: int) -> None:
-    house = House(limit=limit, orphans=3, nodes=2)
+async def test_namespace_at_its_limit_of_orphans_is_denied(limit: int) -> None:
+    scene = Scene(limit=limit, orphans=3, nodes=2)
     for number in range(4):
-        await house.ask(number)
-        await house.pod_comes(number)
-    assert reasons(await house.ask(4)) == [None]
+        await scene.ask(number)
+        await scene.create_pod(number)
+    assert reasons(await scene.ask(4)) == [None]
     for number in (1, 2):
-        orphaned(house, number)
-    assert reasons(await house.ask(5, gpus=2), await house.ask(6), await house.ask(7, "other")) == [FULL, None, None]
-    orphaned(house, 3)
-    full = await house.ask(8, patience=SOON)
+        orphaned(scene, number)
+    assert reasons(await scene.ask(5, gpus=2), await scene.ask(6), await scene.ask(7, "other")) == [FULL, None, None]
+    orphaned(scene, 3)
+    full = await scene.ask(8, patience=SOON)
     assert isinstance(full, Deny)
     assert full.sentence == (
         "namespace 'ml' has 3 GPUs held by pods that are gone and may still run: with 1 more it would be above 3; "
@@ -359,24 +359,24 @@ async def test_a_namespace_with_as_many_gpus_of_pods_that_are_gone_as_it_may_hav
     )
 
 
-async def test_who_leaves_no_orphans_may_have_any_number_of_pods() -> None:
-    house = House(orphans=3, nodes=10)
-    assert reasons(*[await house.ask(number) for number in range(80)]) == [None] * 80
-    assert reasons(await House(orphans=3).ask(1, gpus=8)) == [None]
+async def test_namespace_without_orphans_is_not_limited() -> None:
+    scene = Scene(orphans=3, nodes=10)
+    assert reasons(*[await scene.ask(number) for number in range(80)]) == [None] * 80
+    assert reasons(await Scene(orphans=3).ask(1, gpus=8)) == [None]
 
 
-async def test_a_claim_without_gpus_is_no_matter_of_orphans() -> None:
-    house = House(orphans=1)
-    await house.ask(1)
-    await house.pod_comes(1)
-    orphaned(house, 1)
-    assert reasons(await house.ask(2, gpus=0)) == [None]
+async def test_claim_without_gpus_ignores_the_limit_of_orphans() -> None:
+    scene = Scene(orphans=1)
+    await scene.ask(1)
+    await scene.create_pod(1)
+    orphaned(scene, 1)
+    assert reasons(await scene.ask(2, gpus=0)) == [None]
 
 
-def orphaned(house: House, number: int) -> None:
+def orphaned(scene: Scene, number: int) -> None:
     """Its pod was deleted by force."""
-    (one,) = (one for one in house.ledger.reservations() if one.id == f"r{number}")
+    (one,) = (one for one in scene.ledger.reservations() if one.id == f"r{number}")
     gone = MarkOrphaned(
         one.id, PodIdentity("ml", f"pod-{number}", f"u{number}"), one.since, Orphan(NOW, timedelta(hours=1))
     )
-    house.ledger._index.make(one.node, gone, NOW, Times(DEADLINE, SKEW))
+    scene.ledger._index.make(one.node, gone, NOW, Times(DEADLINE, SKEW))

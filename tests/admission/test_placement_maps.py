@@ -1,4 +1,4 @@
-"""GPUs of placement maps stay out of the general pool while their sets exist; names of two nodes are told of."""
+"""GPUs in placement maps are reserved while their StatefulSets exist; conflicts of logical node names are reported."""
 
 from typing import Any
 
@@ -7,7 +7,12 @@ import pytest
 from tests import builders
 from tests.builders import NOW, Raw, device, node, raw_container
 from tests.heard import Heard
-from webhook.admission.placement_maps import MapNamespaceListener, MappedStatefulSets, NodeNameConflicts, not_kept
+from webhook.admission.placement_maps import (
+    MapNamespaceListener,
+    MappedStatefulSets,
+    NodeNameConflicts,
+    sets_without_label,
+)
 from webhook.core.claim import Claim
 from webhook.core.decide import EvidencePolicy, decide
 from webhook.core.fleet import Fleet
@@ -45,7 +50,7 @@ class Scene:
         return not isinstance(decide(claim, self.fleet, LAX), Deny)
 
     def free(self) -> int:
-        """How many GPUs a claim without a map can have at once."""
+        """The most GPUs that a claim without a map can get at once."""
         for count in (3, 2, 1):
             if not isinstance(decide(general(count), self.fleet, LAX), Deny):
                 return count
@@ -88,7 +93,7 @@ def scene() -> Scene:
 
 
 @pytest.mark.parametrize("text", ["0=node-a:0,01", "0=node-a:0\n9=node-a:1", "0=node-a:GPU-0,90001"])
-def test_mapped_gpus_are_for_maps_while_the_set_has_these_ordinals(scene: Scene, text: str) -> None:
+def test_mapped_gpus_are_reserved_while_the_set_has_their_ordinals(scene: Scene, text: str) -> None:
     scene.sets.changed(stateful_set(text))
     assert scene.free() == 1
     found = decide(mapped("0=node-a:0"), scene.fleet, LAX)
@@ -115,12 +120,12 @@ def test_mapped_gpus_are_for_maps_while_the_set_has_these_ordinals(scene: Scene,
         pytest.param({"replicas": -1}, 3, id="less-than-none"),
     ],
 )
-def test_a_set_keeps_the_gpus_of_its_ordinals_and_no_others(scene: Scene, spec: dict[str, Any], free: int) -> None:
+def test_set_reserves_only_the_gpus_of_its_ordinals(scene: Scene, spec: dict[str, Any], free: int) -> None:
     scene.sets.changed(stateful_set("0=node-a:0\n1=node-a:1\n7=node-a:2", **spec))
     assert scene.free() == free
 
 
-def test_scaling_down_frees_gpus_and_scaling_up_keeps_them_again(scene: Scene) -> None:
+def test_scaling_down_frees_gpus_and_scaling_up_reserves_them_again(scene: Scene) -> None:
     text = "0=node-a:0\n1=node-a:1"
     for replicas, free in ((2, 1), (0, 3), (1, 2), (2, 1)):
         scene.sets.changed(stateful_set(text, replicas=replicas))
@@ -131,13 +136,13 @@ def test_scaling_down_frees_gpus_and_scaling_up_keeps_them_again(scene: Scene) -
     assert scene.serves(mapped(text, "late"))
 
 
-def test_a_set_has_what_it_keeps_in_its_own_namespace_only(scene: Scene) -> None:
+def test_reserved_gpus_are_usable_in_the_sets_namespace_only(scene: Scene) -> None:
     scene.sets.changed(stateful_set("0=node-a:0"))
     assert scene.serves(mapped("0=node-a:0"))
     assert not scene.serves(mapped("0=node-a:0", namespace="others"))
 
 
-def test_without_the_label_a_map_is_followed_and_keeps_nothing(scene: Scene) -> None:
+def test_map_without_namespace_label_is_followed_but_reserves_nothing(scene: Scene) -> None:
     scene.news.changed(namespace("ml", **{"gpuwarden.io/enabled": "true"}))
     scene.sets.changed(stateful_set("0=node-a:0"))
     assert scene.free() == 3
@@ -145,7 +150,7 @@ def test_without_the_label_a_map_is_followed_and_keeps_nothing(scene: Scene) -> 
     assert scene.serves(mapped("0=node-a:0", "of-another-set"))
 
 
-def test_sets_for_which_nothing_is_kept_are_listed() -> None:
+def test_sets_without_namespace_label_are_listed() -> None:
     namespaces = [
         namespace("labelled", **OPTED_IN),
         namespace("without", **{"gpuwarden.io/enabled": "true"}),
@@ -155,11 +160,11 @@ def test_sets_for_which_nothing_is_kept_are_listed() -> None:
     names = [raw["metadata"]["name"] for raw in namespaces]
     sets = [stateful_set("0=node-a:0", namespace=name) for name in names]
     sets += [stateful_set(None, "plain", name) for name in names]
-    assert not_kept(sets, namespaces) == [("with-another", "web"), ("without", "web")]
-    assert not_kept(sets, namespaces, opt_in="acme.io/gpu") == []
+    assert sets_without_label(sets, namespaces) == [("with-another", "web"), ("without", "web")]
+    assert sets_without_label(sets, namespaces, opt_in="acme.io/gpu") == []
 
 
-def test_a_gpu_of_two_sets_is_free_when_both_are_gone(scene: Scene) -> None:
+def test_gpu_of_two_sets_is_free_when_both_are_gone(scene: Scene) -> None:
     scene.sets.changed(stateful_set("0=node-a:0"))
     scene.sets.changed(stateful_set("0=node-a:0", "other"))
     scene.sets.deleted(stateful_set("0=node-a:0"))
@@ -171,7 +176,7 @@ def test_a_gpu_of_two_sets_is_free_when_both_are_gone(scene: Scene) -> None:
 @pytest.mark.defect("S1-3")
 @pytest.mark.parametrize("late", ["0=node-a:0", "0=node-a:GPU-0", "7=rack-1:90000"], ids=["index", "uuid", "serial"])
 @pytest.mark.parametrize("is_heard_first", [True, False], ids=["late-first", "early-first"])
-def test_of_two_sets_the_older_keeps_the_gpu_by_whatever_name(scene: Scene, late: str, is_heard_first: bool) -> None:
+def test_older_of_two_sets_owns_the_gpu_by_any_of_its_names(scene: Scene, late: str, is_heard_first: bool) -> None:
     devices = scene.fleet.indexed_nodes["node-a"].node.devices
     scene.fleet.put(node("node-a", *devices, labels={"gpu-node-name": "rack-1"}), NOW)
     early, other = stateful_set("0=rack-1:0"), stateful_set(late, "late", created="2026-01-02")
@@ -184,12 +189,12 @@ def test_of_two_sets_the_older_keeps_the_gpu_by_whatever_name(scene: Scene, late
     assert "; kept for the map of an older StatefulSet: GPU-0; name other GPUs" in refused.sentence
     scene.sets.deleted(early)
     assert scene.serves(mapped("0=rack-1:0", "late"))
-    scene.sets.changed(stateful_set("0=rack-1:0", created="2026-01-03"))  # made anew, it is the younger one
+    scene.sets.changed(stateful_set("0=rack-1:0", created="2026-01-03"))  # recreated, it is the younger one
     assert scene.serves(mapped("0=rack-1:0", "late"))
     assert not scene.serves(mapped("0=rack-1:0"))
 
 
-def test_a_label_that_is_another_nodes_name_sets_nothing_aside() -> None:
+def test_label_equal_to_another_nodes_name_reserves_nothing() -> None:
     scene = Scene()
     scene.sets.changed(stateful_set("0=node-a:0,1"))
     assert scene.free() == 1
@@ -198,7 +203,7 @@ def test_a_label_that_is_another_nodes_name_sets_nothing_aside() -> None:
     assert scene.fleet.is_offered(device("GPU-b0", index=0))
 
 
-def test_a_label_counts_while_no_node_has_it_as_its_name() -> None:
+def test_label_counts_while_no_node_has_it_as_name() -> None:
     scene = Scene()
     scene.sets.changed(stateful_set("0=node-c:0"))
     scene.fleet.put(node("node-b", device("GPU-b0", index=0), labels={"gpu-node-name": "node-c"}), NOW)
@@ -211,7 +216,7 @@ def test_a_label_counts_while_no_node_has_it_as_its_name() -> None:
 
 
 @pytest.mark.defect("S1-3")
-def test_who_is_of_no_set_has_no_gpu_of_a_set(scene: Scene) -> None:
+def test_pod_outside_the_set_gets_none_of_its_gpus(scene: Scene) -> None:
     raw = builders.raw_pod(
         name="web-0",
         annotations={"gpu-scheduling-map": "0=node-a:0"},
@@ -222,7 +227,7 @@ def test_who_is_of_no_set_has_no_gpu_of_a_set(scene: Scene) -> None:
     assert not scene.serves(builders.claim(raw))
 
 
-def test_a_gpu_that_is_there_to_be_shared_is_for_both_sets() -> None:
+def test_shared_gpu_is_usable_by_both_sets() -> None:
     scene = Scene(shares=2)
     scene.sets.changed(stateful_set("0=node-a:0"))
     scene.sets.changed(stateful_set("0=node-a:0", "late", created="2026-01-02"))
@@ -230,7 +235,7 @@ def test_a_gpu_that_is_there_to_be_shared_is_for_both_sets() -> None:
         assert scene.serves(mapped("0=node-a:0", name, **{"gpuwarden.io/shared": "true"}))
 
 
-def test_a_set_counts_where_its_namespace_has_asked_for_us(scene: Scene) -> None:
+def test_set_counts_only_in_an_opted_in_namespace(scene: Scene) -> None:
     scene.sets.changed(stateful_set("0=node-a:0,1,2", namespace="elsewhere"))
     assert scene.free() == 3
     scene.news.changed({"metadata": {"name": "elsewhere", "resourceVersion": "2", "labels": OPTED_IN}})
@@ -239,7 +244,7 @@ def test_a_set_counts_where_its_namespace_has_asked_for_us(scene: Scene) -> None
     assert scene.free() == 3
 
 
-def test_a_changed_map_and_one_that_nobody_can_read(scene: Scene) -> None:
+def test_changed_map_takes_effect_and_unreadable_map_reserves_nothing(scene: Scene) -> None:
     scene.sets.changed(stateful_set("0=node-a:0"))
     scene.sets.changed(stateful_set("0=node-a:1,2"))
     assert scene.free() == 1
@@ -247,7 +252,7 @@ def test_a_changed_map_and_one_that_nobody_can_read(scene: Scene) -> None:
     assert scene.free() == 3
 
 
-def test_a_node_that_comes_later_or_is_labelled_later_is_the_maps_too(scene: Scene) -> None:
+def test_map_applies_to_nodes_added_or_labelled_later(scene: Scene) -> None:
     scene.sets.changed(stateful_set("0=rack-1:0,1"))
     assert scene.free() == 3
     devices = scene.fleet.indexed_nodes["node-a"].node.devices
@@ -257,8 +262,8 @@ def test_a_node_that_comes_later_or_is_labelled_later_is_the_maps_too(scene: Sce
     assert scene.free() == 3
 
 
-def test_a_map_is_not_read_again_whenever_something_else_of_its_set_changes(scene: Scene) -> None:
-    """Each pod of a set that comes or goes changes it."""
+def test_map_is_not_parsed_again_when_its_set_changes_elsewhere(scene: Scene) -> None:
+    """A StatefulSet changes with each of its pods."""
     scene.sets.changed(stateful_set("0=node-a:0"))
     before = parse_map.cache_info()
     scene.sets.changed({**stateful_set("0=node-a:0"), "status": {"readyReplicas": 1}})
@@ -271,7 +276,7 @@ def test_a_map_is_not_read_again_whenever_something_else_of_its_set_changes(scen
 
 
 @pytest.mark.defect("S1-12")
-async def test_a_logical_name_of_two_nodes_is_told_on_both_once() -> None:
+async def test_logical_name_of_two_nodes_is_reported_once_on_both() -> None:
     fleet, heard = Fleet(), Heard()
     names = NodeNameConflicts(fleet, heard)
     for name in ("node-a", "node-b"):
@@ -286,7 +291,7 @@ async def test_a_logical_name_of_two_nodes_is_told_on_both_once() -> None:
     assert len(heard.told) == 4
 
 
-async def test_a_label_that_is_another_nodes_name_is_told_on_both_nodes() -> None:
+async def test_label_equal_to_another_nodes_name_is_reported_on_both_nodes() -> None:
     fleet, heard = Fleet(), Heard()
     names = NodeNameConflicts(fleet, heard)
     fleet.put(node("node-a", labels={"gpu-node-name": "node-a"}), NOW)
@@ -297,7 +302,7 @@ async def test_a_label_that_is_another_nodes_name_is_told_on_both_nodes() -> Non
     await names.step()
     assert heard.told == [("node-a", Reason.AMBIGUOUS_NODE), ("node-b", Reason.AMBIGUOUS_NODE)]
     assert heard.messages == [
-        "label gpu-node-name=node-a of node-b is this node's own name, and counts for nothing there",
-        "label gpu-node-name=node-a is the name of another node, and counts for nothing here: "
-        "placement maps mean node node-a",
+        "label gpu-node-name=node-a of node-b is this node's own name and is ignored there",
+        "label gpu-node-name=node-a is the name of another node and is ignored here: "
+        "placement maps refer to node node-a",
     ]

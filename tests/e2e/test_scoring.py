@@ -19,7 +19,7 @@ from tests.e2e.crew import Site, site
 from tests.e2e.figures import tell
 from tests.e2e.kube import JOBS, NODES, PODS, ApiError, Kube, Raw, Resource, gone, pod, pod_in_phase, wait_until
 from tests.running import GPUWARDEN, START_TIMEOUT
-from tests.scoring.doubles import GOOD, HTML, Double, good, scoring
+from tests.scoring.doubles import GOOD, HTML, FakeScorer, good, scoring
 
 PRIORITY_CLASSES = Resource("apis/scheduling.k8s.io/v1", "priorityclasses", is_namespaced=False)
 EXAMPLES = ROOT / "examples/scoring"
@@ -179,7 +179,7 @@ async def test_whatever_a_scorer_does_pods_are_created(
                     made, said = await created(here, asking(name))
                     took = time.monotonic() - started
                     assert took < 10, name  # the API server would have given up
-                    assert "the pod goes on without hints" in said, name
+                    assert "the pod is admitted without hints" in said, name
                     assert double.asked[-1]["job_type"] == name
                     assert "gpuwarden.io/gpu-uuid" in made["metadata"]["annotations"], name
                     assert made["spec"]["priority"] == 0
@@ -187,7 +187,7 @@ async def test_whatever_a_scorer_does_pods_are_created(
             tell(request, slow_s=took)
             await what_runs_is_told(here, double)
         _, said = await created(here, asking("dead"))
-        assert "the scorer cannot be reached: the pod goes on without hints" in said
+        assert "the scorer cannot be reached: the pod is admitted without hints" in said
         await the_documented_job_runs_without_hints(here, "job-dead")
         await kube.create(PODS, example("pod.yaml"), here.namespace)
         assert not traces(await pod_in_phase(kube, here.namespace, "bert", "Running"))
@@ -217,7 +217,7 @@ async def the_documented_job_runs_without_hints(here: Site, name: str) -> None:
 REVIEWS = 30
 
 
-async def nothing_is_listed_for_a_review(here: Site, double: Double) -> None:
+async def nothing_is_listed_for_a_review(here: Site, double: FakeScorer) -> None:
     """Others list as well, now and then."""
     before, asked = await lists(here.kube), len(double.asked)
     await asyncio.gather(*(created(here, asking(f"listed-{number}")) for number in range(REVIEWS)))
@@ -239,7 +239,7 @@ async def lists(kube: Kube) -> float:
     return sum(found)
 
 
-async def what_runs_is_told(here: Site, double: Double) -> None:
+async def what_runs_is_told(here: Site, double: FakeScorer) -> None:
     """By the watch: the one pod that was really created and is still there."""
     await created(here, asking("stays"), dry_run=False)
     number = 0
@@ -285,7 +285,7 @@ async def usual_priority(here: Site) -> int | None:
         return None
 
 
-async def pods_of_every_shape_are_created(here: Site, double: Double) -> None:
+async def pods_of_every_shape_are_created(here: Site, double: FakeScorer) -> None:
     """Whatever of it there is to be added to."""
     double.body = good(gpu_selector={**GOOD["gpu_selector"], "tolerations": [*GOOD["gpu_selector"]["tolerations"], {}]})
     for name, spec in SHAPES.items():
@@ -303,7 +303,7 @@ async def pods_of_every_shape_are_created(here: Site, double: Double) -> None:
 
 
 @contextmanager
-def behaving(double: Double, members: Raw) -> Iterator[None]:
+def behaving(double: FakeScorer, members: Raw) -> Iterator[None]:
     before = {name: getattr(double, name) for name in members}
     for name, value in members.items():
         setattr(double, name, value)

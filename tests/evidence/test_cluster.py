@@ -472,10 +472,10 @@ def test_evidence_may_arrive_before_or_after_its_node(*, is_node_first: bool) ->
     view.notify(inventory.prove)
     node = {"metadata": {"name": "node-a"}}
     if is_node_first:
-        inventory.know_node(node)
+        inventory.put_node(node)
     view.changed(raw(static=entry()))
     if not is_node_first:
-        inventory.know_node(node)
+        inventory.put_node(node)
     states = [fleet.indexed_nodes["node-a"].state]
     view.deleted(raw(2))
     states.append(fleet.indexed_nodes["node-a"].state)
@@ -496,7 +496,7 @@ def test_every_entry_must_be_newer_than_the_node(spire: int, proof: int, state: 
     view = EvidenceView({}, asked=["spire-server", "jwt-svid"])
     inventory = ClusterFleet(fleet, lambda: NOW, proven=view.combined_evidence)
     view.notify(inventory.prove)
-    inventory.know_node({"metadata": {"name": "node-a", "creationTimestamp": "2026-03-02T11:30:00Z"}})
+    inventory.put_node({"metadata": {"name": "node-a", "creationTimestamp": "2026-03-02T11:30:00Z"}})
     begins = ("2026-03-02T11:00:00Z", "2026-03-02T11:45:00Z")
     view.changed(
         raw(
@@ -512,7 +512,7 @@ def test_proof_with_a_fast_clock_is_not_of_the_recreated_node() -> None:
     view = EvidenceView({}, asked=["jwt-svid"], skew=5 * SECOND)
     inventory = ClusterFleet(fleet, lambda: NOW, proven=view.combined_evidence)
     view.notify(inventory.prove)
-    inventory.know_node({"metadata": {"name": "node-a", "creationTimestamp": "2026-03-02T11:59:50Z"}})
+    inventory.put_node({"metadata": {"name": "node-a", "creationTimestamp": "2026-03-02T11:59:50Z"}})
     states = []
     for version, second in ((1, 55), (2, 56)):
         since = f"2026-03-02T11:59:{second}Z"

@@ -841,7 +841,7 @@ async def test_placement_refused_on_every_node_is_denied_after_few_attempts(benc
     store, reserver = strict(bench, "node-a", "node-b")
     what = ReservationRequest(ReservationId("r1"), "n" * 300, CLAIM.digest)
     async with asyncio.timeout(30):
-        denied = await reserver.hold(what, CLAIM, answer_by=bench.now + timedelta(seconds=10))
+        denied = await reserver.reserve(what, CLAIM, answer_by=bench.now + timedelta(seconds=10))
     assert isinstance(denied, Deny)
     assert denied.reason is Reason.LEDGER_AWAY
     assert store.tries <= 2 * MAX_PLACEMENTS
@@ -867,7 +867,7 @@ async def test_placement_refused_on_one_node_is_made_on_another(bench: ClusterBe
     _, reserver = strict(bench, forbidden)
     what = ReservationRequest(ReservationId("r1"), "ml", CLAIM.digest)
     async with asyncio.timeout(30):
-        held = await reserver.hold(what, CLAIM, answer_by=bench.now + timedelta(seconds=10))
+        held = await reserver.reserve(what, CLAIM, answer_by=bench.now + timedelta(seconds=10))
     assert isinstance(held, Reservation)
     assert held.node != forbidden
 

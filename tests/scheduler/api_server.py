@@ -1,4 +1,4 @@
-"""An API server that has a few objects, by path."""
+"""An API server with a few objects, by path."""
 
 import json
 
@@ -11,12 +11,12 @@ from tests.builders import Raw
 
 @define
 class ApiServer:
-    """Has these objects, or says a status; of anything else it says that it is not there."""
+    """Serves these objects, or a status; answers 404 for anything else."""
 
     has: dict[str, Raw | int] = field(factory=dict)
     asked: list[str] = field(factory=list)
     sent: list[tuple[str, Raw]] = field(factory=list)
-    """What was to be written, and where."""
+    """Path and body of the writes."""
     host: str = ""
 
     async def answer(self, request: Request) -> Response:

@@ -1,4 +1,4 @@
-"""Bindings with the API server's manners, and lost answers when the test wants them."""
+"""Bindings that behave like the API server's, and lose answers on request."""
 
 from tests.web.replica import Shared
 from webhook.core.reservation import PodIdentity
@@ -6,13 +6,13 @@ from webhook.scheduler.extender import BindingLostError, BindingRefusedError
 
 
 class FakeBindings:
-    """Puts pods of `shared` on nodes, once."""
+    """Binds pods of `shared`, once each."""
 
     def __init__(self, shared: Shared) -> None:
         self._shared = shared
         self.asked: list[tuple[PodIdentity, str]] = []
         self.loses: str | None = None
-        """`question` or `answer`: which one gets lost on the way."""
+        """`question` or `answer`: the message that gets lost."""
         self.refuses: str | None = None
 
     async def bind(self, pod: PodIdentity, node: str) -> None:

@@ -1,4 +1,4 @@
-"""What is done to pods in the API server, and whether it was."""
+"""Writes to pods in the API server, and whether they succeeded."""
 
 import pytest
 from kubernetes.aio import client
@@ -13,7 +13,7 @@ from webhook.scheduler.api import ApiConditions
     [({}, True), (404, False), (409, False), (500, False)],
     ids=["written", "gone", "other", "away"],
 )
-async def test_whether_a_condition_was_written_is_known(
+async def test_unscheduled_returns_whether_the_condition_was_written(
     api_server: ApiServer, api: client.ApiClient, status: Raw | int, is_said: bool
 ) -> None:
     api_server.has = {"/api/v1/namespaces/ml/pods/train-0/status": status}

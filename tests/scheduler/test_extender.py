@@ -1,4 +1,4 @@
-"""What a replica in a cluster says of living pods, and how it binds them."""
+"""How a replica in a cluster answers for existing pods, and how it binds them."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from tests.web.replica import Shared, sharing
 from webhook.core.extender_wire import BindArgs, ExtenderArgs, OfferedNodes, PreemptArgs, Victims
 from webhook.core.pod import Pod
 from webhook.core.reservation import PodIdentity
-from webhook.scheduler.extender import Extender, refused_by
+from webhook.scheduler.extender import Extender, count_rejections
 
 NODES = ("node-a", "node-b", "node-c")
 HASH_KEY = "gpuwarden.io/required-hash"
@@ -31,7 +31,7 @@ def bindings(shared: Shared) -> FakeBindings:
 
 @pytest.fixture
 async def house(build: Build, shared: Shared) -> House:
-    """The replica that has seen the pod created."""
+    """The replica that reviewed the pod's creation."""
     return await build(assemble=sharing(shared))
 
 
@@ -42,7 +42,7 @@ def extender(house: House, bindings: FakeBindings) -> Extender:
 
 @pytest.fixture
 async def other(build: Build, shared: Shared, bindings: FakeBindings) -> Extender:
-    """A replica that has seen nothing."""
+    """A replica that saw nothing of it."""
     return Extender((await build(assemble=sharing(shared))).parts, bindings)
 
 
@@ -51,7 +51,7 @@ def attested(*hashes: str) -> dict[str, str]:
 
 
 async def created(house: House, shared: Shared, raw: Raw) -> Raw:
-    """Through both doors of the webhook, and into the cluster."""
+    """Passes both webhooks and is stored in the cluster."""
     final = await house.create(raw)
     shared.has(final)
     return final
@@ -74,12 +74,12 @@ async def unproven(house: House) -> None:
         house.parts.fleet.prove(name, None, NOW)
 
 
-async def test_a_pod_with_a_reservation_passes_on_its_node_whoever_is_asked(
+async def test_every_replica_passes_a_reserved_pod_on_its_node(
     house: House, extender: Extender, other: Extender, shared: Shared
 ) -> None:
     final = await created(house, shared, gpu_pod())
     for one in (extender, other):
-        found = await one.sift(about(final))
+        found = await one.filter(about(final))
         assert found.passed == {"node-a"}
         assert set(found.unresolvable) == {"node-b", "node-c"}
         assert dict(await one.scores(about(final))) == {"node-a": 10, "node-b": 0, "node-c": 0}
@@ -88,23 +88,23 @@ async def test_a_pod_with_a_reservation_passes_on_its_node_whoever_is_asked(
 @pytest.mark.parametrize(
     "members", [{}, {"uid": "uid-of-another"}, {"phase": "releasing"}, {"digest": "of-another-claim"}], ids=str
 )
-async def test_a_reservation_that_is_not_the_pods_leads_nowhere(
+async def test_pod_with_another_pods_reservation_fits_no_node(
     house: House, other: Extender, shared: Shared, members: Raw
 ) -> None:
     final = await created(house, shared, gpu_pod())
     shared.change("node-a", **members)
-    found = await other.sift(about(final))
+    found = await other.filter(about(final))
     assert found.unresolvable == dict.fromkeys(NODES, "the pod's GPU reservation is gone")
     assert dict(await other.scores(about(final))) == dict.fromkeys(NODES, 0)
 
 
-async def test_a_pod_that_waited_too_long_passes_nowhere(house: House, extender: Extender, shared: Shared) -> None:
+async def test_pod_past_its_bind_deadline_fits_no_node(house: House, extender: Extender, shared: Shared) -> None:
     final = await created(house, shared, gpu_pod())
     final["metadata"]["creationTimestamp"] = NOW.strftime("%Y-%m-%dT%H:%M:%SZ")
     house.wait(299)
-    assert (await extender.sift(about(final))).passed == {"node-a"}
+    assert (await extender.filter(about(final))).passed == {"node-a"}
     house.wait(1)
-    assert len((await extender.sift(about(final))).unresolvable) == 3
+    assert len((await extender.filter(about(final))).unresolvable) == 3
 
 
 @pytest.mark.parametrize(
@@ -121,29 +121,29 @@ async def test_a_pod_that_waited_too_long_passes_nowhere(house: House, extender:
         ({"gpuwarden.io/gpu-count": ""}, "gpuwarden.io/gpu-count is empty"),
         (
             {**attested(HASH), "gpuwarden.io/claim": f'{{"hashes":["{OTHER_HASH}"]}}'},
-            "annotation gpuwarden.io/claim names none of the hashes that the pod asks for",
+            "annotation gpuwarden.io/claim contains none of the hashes that the pod asks for",
         ),
     ],
 )
-async def test_a_claim_that_cannot_be_read_passes_on_no_node_and_is_bound_nowhere(
+async def test_unreadable_claim_fits_no_node_and_is_not_bound(
     extender: Extender, shared: Shared, bindings: FakeBindings, annotations: dict[str, str], mistake: str
 ) -> None:
     raw = builders.created(raw_pod(annotations=annotations))
     shared.has(raw)
-    found = await extender.sift(about(raw))
+    found = await extender.filter(about(raw))
     text = f"the pod's claim cannot be read: InvalidPod: {mistake}"
     assert found.unresolvable == dict.fromkeys(NODES, text)
-    assert refused_by(found) == {"the pod's claim cannot be read": 3}
+    assert count_rejections(found) == {"the pod's claim cannot be read": 3}
     assert dict(await extender.scores(about(raw))) == dict.fromkeys(NODES, 0)
     victims = dict.fromkeys(NODES, Victims(("uid-1",), 0))
-    assert await extender.worth_an_eviction(PreemptArgs(Pod.parse(raw), victims)) == {}
+    assert await extender.filter_victims(PreemptArgs(Pod.parse(raw), victims)) == {}
     assert await extender.bind(onto("node-a"))
     assert bindings.asked == []
 
 
-async def test_the_text_about_a_claim_that_cannot_be_read_is_bounded(extender: Extender) -> None:
+async def test_text_about_an_unreadable_claim_is_bounded(extender: Extender) -> None:
     raw = builders.created(raw_pod(annotations=attested("\n," * 1000)))
-    (text,) = set((await extender.sift(about(raw))).unresolvable.values())
+    (text,) = set((await extender.filter(about(raw))).unresolvable.values())
     assert len(text) == 200
     assert text.isprintable()
 
@@ -157,32 +157,30 @@ async def test_the_text_about_a_claim_that_cannot_be_read_is_bounded(extender: E
         (f'{{"hashes":["{OTHER_HASH}"]}}', set()),
     ],
 )
-async def test_a_record_that_nobody_vouches_for_takes_nothing_back(
-    extender: Extender, record: str, passed: set[str]
-) -> None:
-    """Without a webhook in front, whoever writes the pod writes its record."""
+async def test_forged_record_does_not_waive_the_pods_request(extender: Extender, record: str, passed: set[str]) -> None:
+    """Without a webhook in front, the pod's author writes its record."""
     raw = raw_pod(raw_container(gpus=1), annotations={**attested(HASH), "gpuwarden.io/claim": record})
-    assert (await extender.sift(about(builders.created(raw)))).passed == passed
+    assert (await extender.filter(about(builders.created(raw)))).passed == passed
 
 
-async def test_a_pod_held_to_proven_nodes_passes_on_those(house: House, extender: Extender, shared: Shared) -> None:
+async def test_pod_with_a_hash_fits_nodes_with_that_evidence(house: House, extender: Extender, shared: Shared) -> None:
     final = await created(house, shared, raw_pod(annotations=attested(HASH)))
-    assert (await extender.sift(about(final))).passed == {"node-a"}
+    assert (await extender.filter(about(final))).passed == {"node-a"}
     final["metadata"]["annotations"].pop("attestation-hash.my-company.com/required-hash")
-    assert (await extender.sift(about(final))).passed == {"node-a"}
+    assert (await extender.filter(about(final))).passed == {"node-a"}
 
 
 async def test_the_annotation_may_have_another_name_too(build: Build, shared: Shared) -> None:
     house = await build(assemble=sharing(shared), required_hash_alias="mine.example/hash")
     raw = raw_pod(annotations={"mine.example/hash": OTHER_HASH})
-    assert (await Extender(house.parts, None).sift(about(raw))).passed == {"node-b"}
+    assert (await Extender(house.parts, None).filter(about(raw))).passed == {"node-b"}
 
 
 # Binding.
 
 
 @pytest.mark.parametrize("who", ["extender", "other"])
-async def test_a_pod_is_bound_for_real_and_bound_again_for_nothing(
+async def test_pod_is_bound_once_and_a_second_bind_succeeds(
     request: pytest.FixtureRequest,
     house: House,
     extender: Extender,
@@ -202,11 +200,11 @@ async def test_a_pod_is_bound_for_real_and_bound_again_for_nothing(
 
 
 @pytest.mark.defect("S0-6")
-async def test_evidence_that_went_between_filter_and_bind_ends_it(
+async def test_evidence_lost_between_filter_and_bind_refuses_the_binding(
     house: House, extender: Extender, shared: Shared, bindings: FakeBindings
 ) -> None:
     final = await created(house, shared, gpu_pod())
-    assert (await extender.sift(about(final))).passed == {"node-a"}
+    assert (await extender.filter(about(final))).passed == {"node-a"}
     await unproven(house)
     assert "node node-a: no evidence" in await extender.bind(onto("node-a"))
     assert bindings.asked == []
@@ -224,7 +222,7 @@ async def test_evidence_that_went_between_filter_and_bind_ends_it(
     ],
     ids=["a hash", "a hash and a GPU", "evidence demanded of all", "a GPU alone", "nothing"],
 )
-async def test_a_pod_that_no_review_has_seen_is_looked_at_once_more_too(
+async def test_unreviewed_pod_is_checked_at_bind_too(
     build: Build, shared: Shared, bindings: FakeBindings, raw: Raw, settings: Raw, problem: str
 ) -> None:
     house = await build(assemble=sharing(shared), **settings)
@@ -240,10 +238,10 @@ async def test_a_pod_that_no_review_has_seen_is_looked_at_once_more_too(
     [
         ("{}", "no evidence"),
         (f'{{"hashes":["{HASH}","{OTHER_HASH}"]}}', "no evidence"),
-        (f'{{"hashes":["{OTHER_HASH}"]}}', "names none of the hashes"),
+        (f'{{"hashes":["{OTHER_HASH}"]}}', "contains none of the hashes"),
     ],
 )
-async def test_a_record_that_nobody_vouches_for_lets_no_pod_be_bound_without_evidence(
+async def test_forged_record_does_not_allow_binding_without_evidence(
     house: House, extender: Extender, shared: Shared, bindings: FakeBindings, record: str, problem: str
 ) -> None:
     raw = raw_pod(raw_container(gpus=1), annotations={**attested(HASH), "gpuwarden.io/claim": record})
@@ -253,7 +251,7 @@ async def test_a_record_that_nobody_vouches_for_lets_no_pod_be_bound_without_evi
     assert bindings.asked == []
 
 
-async def test_only_the_reserved_node_will_do(
+async def test_pod_is_bound_to_its_reserved_node_only(
     house: House, extender: Extender, shared: Shared, bindings: FakeBindings
 ) -> None:
     await created(house, shared, gpu_pod())
@@ -261,17 +259,17 @@ async def test_only_the_reserved_node_will_do(
     assert bindings.asked == []
 
 
-async def test_another_pod_of_the_name_is_left_alone(
+async def test_bind_refuses_another_pod_of_the_same_name(
     house: House, extender: Extender, shared: Shared, bindings: FakeBindings
 ) -> None:
     await created(house, shared, gpu_pod())
-    assert "there is no pod ml/train-0 of uid other" in await extender.bind(onto("node-a", uid="other"))
+    assert "pod ml/train-0 with uid other does not exist" in await extender.bind(onto("node-a", uid="other"))
     shared.pods.clear()
-    assert "there is no pod ml/train-0" in await extender.bind(onto("node-a"))
+    assert f"pod ml/train-0 with uid {builders.POD_UID} does not exist" in await extender.bind(onto("node-a"))
     assert bindings.asked == []
 
 
-async def test_a_binding_without_a_uid_is_of_the_living_pod(
+async def test_binding_without_a_uid_refers_to_the_current_pod(
     house: House, extender: Extender, shared: Shared, bindings: FakeBindings
 ) -> None:
     await created(house, shared, gpu_pod())
@@ -280,7 +278,7 @@ async def test_a_binding_without_a_uid_is_of_the_living_pod(
 
 
 @pytest.mark.parametrize(("lost", "problem"), [("answer", ""), ("question", "the API server cannot be reached")])
-async def test_after_a_lost_answer_the_pod_itself_is_asked(
+async def test_pod_is_read_after_a_lost_answer(
     house: House, extender: Extender, shared: Shared, bindings: FakeBindings, lost: str, problem: str
 ) -> None:
     await created(house, shared, gpu_pod())
@@ -288,7 +286,7 @@ async def test_after_a_lost_answer_the_pod_itself_is_asked(
     assert await extender.bind(onto("node-a")) == problem
 
 
-async def test_a_refusal_of_the_api_server_is_handed_on(
+async def test_refusal_of_the_api_server_is_returned(
     house: House, extender: Extender, shared: Shared, bindings: FakeBindings
 ) -> None:
     await created(house, shared, gpu_pod())
@@ -296,7 +294,7 @@ async def test_a_refusal_of_the_api_server_is_handed_on(
     assert await extender.bind(onto("node-a")) == bindings.refuses
 
 
-async def test_a_bound_pod_is_its_reservations_owner(
+async def test_binding_binds_the_reservation_to_the_pod(
     house: House, other: Extender, shared: Shared, bindings: FakeBindings
 ) -> None:
     shared.has(builders.created(await house.dress(gpu_pod())))
@@ -305,7 +303,7 @@ async def test_a_bound_pod_is_its_reservations_owner(
     assert (entry["phase"], entry["uid"]) == ("finalized", POD_UID)
 
 
-async def test_while_nobody_can_be_asked_nothing_is_bound(
+async def test_nothing_is_bound_while_lookups_fail(
     house: House, extender: Extender, other: Extender, shared: Shared, bindings: FakeBindings
 ) -> None:
     final = await created(house, shared, gpu_pod())
@@ -319,8 +317,8 @@ async def test_while_nobody_can_be_asked_nothing_is_bound(
     assert bindings.asked == []
 
 
-async def test_without_a_cluster_nothing_is_said_to_be_bound(build: Build) -> None:
+async def test_bind_fails_without_a_cluster(build: Build) -> None:
     house = await build()
     await house.create(gpu_pod())
     for one in (Extender(house.parts, None), Extender(house.parts, FakeBindings(Shared()))):
-        assert (await one.bind(onto("node-a"))).startswith("there is no cluster here")
+        assert (await one.bind(onto("node-a"))).startswith("gpuwarden runs without a cluster")

@@ -1,4 +1,4 @@
-"""Which nodes will do for a pod, and how well."""
+"""Which nodes fit a pod, and their scores."""
 
 from typing import Any
 
@@ -11,15 +11,19 @@ from webhook.core.decide import ClaimSearch, EvidencePolicy, Objection
 from webhook.core.device import Taint
 from webhook.core.extender_wire import FilterResult
 from webhook.core.fleet import Fleet
-from webhook.scheduler.filter import SAID, TEXTS, NodeQuery, scores, sifted
+from webhook.scheduler.filter import MESSAGES, TEXTS, NodeQuery, filter_nodes, scores
 
 ASKED, ALL = EvidencePolicy(), EvidencePolicy(is_always_required=True)
 NAMES = ("node-a", "node-b", "node-c", "node-nowhere")
-DIFFERS, ABSENT, NOT_KNOWN = SAID[Objection.OTHER_HASH], SAID[Objection.ABSENT], "node is not known to gpuwarden"
+DIFFERS, ABSENT, NOT_KNOWN = (
+    MESSAGES[Objection.OTHER_HASH],
+    MESSAGES[Objection.ABSENT],
+    "node is not known to gpuwarden",
+)
 
 
-def there() -> Fleet:
-    """`node-a` has 4 GPUs and the right hash, `node-b` 1 and another, `node-c` none and no evidence."""
+def three_nodes() -> Fleet:
+    """`node-a` has 4 GPUs and the right hash, `node-b` 1 GPU and another hash, `node-c` no GPU and no evidence."""
     return builders.fleet(
         node("node-a", *(device(f"GPU-a{k}", "model=h100") for k in range(4))),
         node("node-b", device("GPU-b0", "model=l4")),
@@ -33,23 +37,23 @@ def claim(*hashes: str, gpus: int = 0, **members: Any) -> Claim:
     return builders.claim(raw_pod(raw_container(gpus=gpus or None), annotations=annotations, **members))
 
 
-def judged(wish: NodeQuery | None, fleet: Fleet | None = None, policy: EvidencePolicy = ASKED) -> FilterResult:
-    found = sifted(wish, NAMES, fleet or there(), policy)
+def filtered(query: NodeQuery | None, fleet: Fleet | None = None, policy: EvidencePolicy = ASKED) -> FilterResult:
+    found = filter_nodes(query, NAMES, fleet or three_nodes(), policy)
     lists = [*found.passed, *found.failed, *found.unresolvable]
-    assert sorted(lists) == sorted(NAMES)  # each in exactly one
+    assert sorted(lists) == sorted(NAMES)  # each node is in exactly one
     return found
 
 
 @pytest.mark.defect("S0-4")
 @pytest.mark.parametrize("policy", [ASKED, ALL])
 def test_a_pod_without_a_claim_passes_everywhere(policy: EvidencePolicy) -> None:
-    assert judged(None, policy=policy).passed == frozenset(NAMES)
+    assert filtered(None, policy=policy).passed == frozenset(NAMES)
 
 
 @pytest.mark.defect("S0-5")
-def test_evidence_is_no_matter_of_room() -> None:
-    """No eviction heals it, so none shall be tried."""
-    found = judged(NodeQuery(claim(HASH)))
+def test_missing_evidence_is_not_resolvable_by_preemption() -> None:
+    """Preemption cannot help, so the scheduler must not try it."""
+    found = filtered(NodeQuery(claim(HASH)))
     assert found.passed == {"node-a"}
     assert found.failed == {}
     assert found.unresolvable == {"node-b": DIFFERS, "node-c": ABSENT, "node-nowhere": ABSENT}
@@ -57,11 +61,11 @@ def test_evidence_is_no_matter_of_room() -> None:
 
 @pytest.mark.parametrize("other", ["SHA256:AA11", "sha256:aa1", "sha256:aa11x"])
 def test_a_hash_is_compared_byte_for_byte(other: str) -> None:
-    assert judged(NodeQuery(claim(other))).passed == frozenset()
+    assert filtered(NodeQuery(claim(other))).passed == frozenset()
 
 
 def test_one_of_several_hashes_is_enough() -> None:
-    assert judged(NodeQuery(claim(HASH, OTHER_HASH))).passed == {"node-a", "node-b"}
+    assert filtered(NodeQuery(claim(HASH, OTHER_HASH))).passed == {"node-a", "node-b"}
 
 
 @pytest.mark.defect("S0-2")
@@ -75,38 +79,38 @@ def test_one_of_several_hashes_is_enough() -> None:
     ],
     ids=["older than its limit", "of the future", "banned", "in conflict"],
 )
-def test_evidence_that_proves_nothing_now_is_not_evidence(members: Raw, said: Objection) -> None:
-    fleet = there()
+def test_invalid_evidence_counts_as_none(members: Raw, said: Objection) -> None:
+    fleet = three_nodes()
     fleet.prove("node-a", builders.evidence("node-a", HASH, **members), NOW)
-    found = judged(NodeQuery(claim(HASH)), fleet)
+    found = filtered(NodeQuery(claim(HASH)), fleet)
     assert found.passed == frozenset()
-    assert found.unresolvable["node-a"] == SAID[said]
+    assert found.unresolvable["node-a"] == MESSAGES[said]
 
 
-def test_what_another_pods_end_may_free_is_told_apart() -> None:
-    fleet = there()
+def test_too_few_free_gpus_is_resolvable_by_preemption() -> None:
+    fleet = three_nodes()
     fleet.hold(reservation(*(slot(f"GPU-a{k}") for k in range(3))))
-    found = judged(NodeQuery(claim(HASH, gpus=2)), fleet)
+    found = filtered(NodeQuery(claim(HASH, gpus=2)), fleet)
     assert found.failed == {"node-a": "too few free GPUs"}
-    found = judged(NodeQuery(claim(HASH, gpus=5)), fleet)
+    found = filtered(NodeQuery(claim(HASH, gpus=5)), fleet)
     assert found.failed == {}
     assert found.unresolvable["node-a"] == "too few matching GPUs"
 
 
-def test_gpus_that_nobody_has_told_of_are_counted_by_the_scheduler() -> None:
-    fleet = there()
+def test_gpus_of_nodes_without_known_devices_are_left_to_the_scheduler() -> None:
+    fleet = three_nodes()
     fleet.prove("node-c", builders.evidence("node-c", HASH), NOW)
-    assert judged(NodeQuery(claim(HASH, gpus=1)), fleet).passed == {"node-a", "node-c"}
+    assert filtered(NodeQuery(claim(HASH, gpus=1)), fleet).passed == {"node-a", "node-c"}
     labelled = claim(HASH, gpus=1, labels={"gpuwarden.io/gpu.model": "h100"})
-    found = judged(NodeQuery(labelled), fleet)
+    found = filtered(NodeQuery(labelled), fleet)
     assert found.passed == {"node-a"}
     assert found.unresolvable["node-c"] == "too few matching GPUs"
 
 
-def test_gpus_alone_are_the_schedulers_business_unless_evidence_is_demanded_of_all() -> None:
-    """Nobody who has not asked for us is kept from a GPU."""
-    assert judged(NodeQuery(claim(gpus=9))).passed == frozenset(NAMES)
-    found = judged(NodeQuery(claim(gpus=1)), policy=ALL)
+def test_plain_gpu_claim_passes_every_node_unless_evidence_is_always_required() -> None:
+    """Pods that have not opted in are kept from no GPU."""
+    assert filtered(NodeQuery(claim(gpus=9))).passed == frozenset(NAMES)
+    found = filtered(NodeQuery(claim(gpus=1)), policy=ALL)
     assert found.passed == {"node-a", "node-b"}
     assert found.unresolvable == {"node-c": ABSENT, "node-nowhere": ABSENT}
 
@@ -119,39 +123,39 @@ def test_gpus_alone_are_the_schedulers_business_unless_evidence_is_demanded_of_a
         ({"taints": [Taint("a")]}, "node has a taint that the pod does not tolerate"),
     ],
 )
-def test_the_conditions_of_a_node_are_asked(members: Raw, said: str) -> None:
+def test_filter_checks_the_conditions_of_a_node(members: Raw, said: str) -> None:
     fleet = builders.fleet(node("node-a", **members), proven={"node-a": HASH})
-    assert judged(NodeQuery(claim(HASH)), fleet).unresolvable["node-a"] == said
+    assert filtered(NodeQuery(claim(HASH)), fleet).unresolvable["node-a"] == said
 
 
-def test_a_pod_with_a_reservation_goes_nowhere_else() -> None:
-    found = judged(NodeQuery(claim(HASH, gpus=1), reserved="node-a", is_recorded=True))
+def test_pod_with_a_reservation_fits_only_its_node() -> None:
+    found = filtered(NodeQuery(claim(HASH, gpus=1), reserved="node-a", is_recorded=True))
     assert found.passed == {"node-a"}
     assert set(found.unresolvable.values()) == {"the pod's GPUs are reserved on another node"}
 
 
 @pytest.mark.defect("S0-6")
-def test_a_reservation_is_worth_nothing_without_evidence() -> None:
-    fleet = there()
+def test_reserved_node_without_evidence_is_refused() -> None:
+    fleet = three_nodes()
     fleet.prove("node-a", None, NOW)
-    found = judged(NodeQuery(claim(HASH, gpus=1), reserved="node-a", is_recorded=True), fleet)
+    found = filtered(NodeQuery(claim(HASH, gpus=1), reserved="node-a", is_recorded=True), fleet)
     assert found.passed == frozenset()
     assert found.unresolvable["node-a"] == ABSENT
 
 
-def test_a_pod_that_was_held_to_proven_nodes_is_judged_by_evidence_alone() -> None:
+def test_recorded_pod_is_filtered_by_evidence_alone() -> None:
     fleet = builders.fleet(node("node-a", is_cordoned=True), node("node-b"), proven={"node-a": HASH})
-    assert judged(NodeQuery(claim(HASH), is_recorded=True), fleet).passed == {"node-a"}
+    assert filtered(NodeQuery(claim(HASH), is_recorded=True), fleet).passed == {"node-a"}
 
 
-def test_a_place_in_a_map_is_one_node_and_its_gpus() -> None:
+def test_mapped_pod_fits_its_mapped_node_only() -> None:
     owners = [builders.stateful_set()]
     mapped = {"gpuwarden.io/gpu-map": "0=node-a:GPU-a1"}
-    wish = NodeQuery(builders.claim(raw_pod(annotations=mapped, owners=owners)))
-    fleet = there()
-    assert judged(wish, fleet).passed == {"node-a"}
+    query = NodeQuery(builders.claim(raw_pod(annotations=mapped, owners=owners)))
+    fleet = three_nodes()
+    assert filtered(query, fleet).passed == {"node-a"}
     fleet.hold(reservation(slot("GPU-a1")))
-    assert judged(wish, fleet).failed == {"node-a": "too few free GPUs"}
+    assert filtered(query, fleet).failed == {"node-a": "too few free GPUs"}
 
 
 ODD_EVIDENCE: dict[int, Raw] = {1: {"until": NOW}, 2: {"is_banned": True}, 3: {"is_conflict": True}}
@@ -189,8 +193,8 @@ def varied() -> Fleet:
     ],
     ids=str,
 )
-def test_nodes_that_are_alike_are_answered_alike_and_no_others(members: Raw, *, is_recorded: bool) -> None:
-    """Each node asked by itself says the same."""
+def test_grouped_answers_equal_answers_for_each_node(members: Raw, *, is_recorded: bool) -> None:
+    """Checked against an answer for each node alone."""
     fleet, asked = varied(), claim(HASH, **members)
     question = ClaimSearch(asked, fleet, ASKED)
     expected = {
@@ -200,25 +204,25 @@ def test_nodes_that_are_alike_are_answered_alike_and_no_others(members: Raw, *, 
     for name, indexed in fleet.indexed_nodes.items():
         if not indexed.node.devices and not asked.requirements and expected[name] is Objection.FEWER_MATCHING:
             expected[name] = None
-    found = sifted(NodeQuery(asked, is_recorded=is_recorded), fleet.indexed_nodes, fleet, ASKED)
+    found = filter_nodes(NodeQuery(asked, is_recorded=is_recorded), fleet.indexed_nodes, fleet, ASKED)
     assert found.passed == {name for name, objection in expected.items() if objection is None}
     assert found.passed
-    refused = {name: SAID[objection] for name, objection in expected.items() if objection is not None}
+    refused = {name: MESSAGES[objection] for name, objection in expected.items() if objection is not None}
     assert {**found.failed, **found.unresolvable} == refused
 
 
-def test_a_name_offered_twice_is_judged_twice_the_same() -> None:
-    assert sifted(NodeQuery(claim(HASH)), ("node-a", "node-a"), there(), ASKED).passed == {"node-a"}
+def test_node_offered_twice_gets_the_same_answer() -> None:
+    assert filter_nodes(NodeQuery(claim(HASH)), ("node-a", "node-a"), three_nodes(), ASKED).passed == {"node-a"}
 
 
-def test_texts_can_be_counted() -> None:
-    """They are the same for all nodes: whatever differs from node to node is not in them."""
+def test_texts_name_no_node_gpu_or_age() -> None:
+    """The texts are the same for all nodes: they contain nothing that differs between nodes."""
     for text in TEXTS:
         assert "{" not in text
         assert not any(letter.isdigit() for letter in text)
 
 
-def test_the_tightest_fit_comes_first() -> None:
+def test_tightest_fit_scores_highest() -> None:
     fleet = builders.fleet(
         *(node(f"node-{n}", *(device(f"GPU-{n}-{k}") for k in range(n))) for n in (1, 2, 4, 20)),
         proven={f"node-{n}": HASH for n in (1, 2, 4, 20)},
@@ -233,14 +237,19 @@ def test_the_tightest_fit_comes_first() -> None:
     ]
 
 
-def test_scores_without_gpus_tell_proven_nodes_from_others() -> None:
-    assert scores(NodeQuery(claim(HASH)), NAMES, there(), ASKED) == [
+def test_scores_for_pods_without_gpus_prefer_proven_nodes() -> None:
+    assert scores(NodeQuery(claim(HASH)), NAMES, three_nodes(), ASKED) == [
         ("node-a", 10),
         ("node-b", 0),
         ("node-c", 0),
         ("node-nowhere", 0),
     ]
-    assert scores(None, NAMES, there(), ASKED) == [(name, 0) for name in NAMES]
-    assert scores(NodeQuery(claim(gpus=1)), NAMES, there(), ASKED) == [(name, 0) for name in NAMES]
+    assert scores(None, NAMES, three_nodes(), ASKED) == [(name, 0) for name in NAMES]
+    assert scores(NodeQuery(claim(gpus=1)), NAMES, three_nodes(), ASKED) == [(name, 0) for name in NAMES]
     held = NodeQuery(claim(HASH, gpus=1), reserved="node-a", is_recorded=True)
-    assert dict(scores(held, NAMES, there(), ASKED)) == {"node-a": 10, "node-b": 0, "node-c": 0, "node-nowhere": 0}
+    assert dict(scores(held, NAMES, three_nodes(), ASKED)) == {
+        "node-a": 10,
+        "node-b": 0,
+        "node-c": 0,
+        "node-nowhere": 0,
+    }

@@ -1,4 +1,4 @@
-"""Pods that wait because we spoke against every node are shown to their scheduler again when something changes."""
+"""Pods that we refused on every node are shown to their scheduler again when something changes."""
 
 from collections.abc import Callable
 from datetime import datetime, timedelta
@@ -21,8 +21,8 @@ OURS = "0/3 nodes are available: 2 attestation hash differs from the required on
 OTHERS = "0/3 nodes are available: 3 Insufficient cpu."
 
 
-class FakeAlarm:
-    """Keeps whom it has woken; cannot while `is_away`."""
+class FakeWaker:
+    """Records the woken pods; fails while `is_away`."""
 
     def __init__(self) -> None:
         self.woken: list[str] = []
@@ -41,14 +41,14 @@ class FakeAlarm:
 
 
 class Scene:
-    """One node with two GPUs, a clock that the test turns, and pods that wait."""
+    """One node with two GPUs, a clock that the test sets, and pods that wait."""
 
     def __init__(self, fleet: Fleet | None = None, claims: ClaimReader | None = None) -> None:
         self.now = NOW
-        self.alarm = FakeAlarm()
+        self.waker = FakeWaker()
         self.fleet = fleet or builders.fleet(node("node-a", device("GPU-a0"), device("GPU-a1")))
         self.waking = Wakeups(
-            self.fleet, EvidencePolicy(), claims or ClaimReader(ClaimRules()), self.alarm, lambda: self.now
+            self.fleet, EvidencePolicy(), claims or ClaimReader(ClaimRules()), self.waker, lambda: self.now
         )
 
     def prove(self, hash_: str | None = HASH, name: str = "node-a", **members: Any) -> None:
@@ -56,15 +56,15 @@ class Scene:
         self.fleet.prove(name, word, self.now)
 
     async def woken(self, wait: float = 0) -> list[str]:
-        """Who is woken by a pass, so many seconds later."""
+        """The pods that a pass wakes, this many seconds later."""
         self.now += timedelta(seconds=wait)
-        self.alarm.woken.clear()
+        self.waker.woken.clear()
         await self.waking.step()
-        return list(self.alarm.woken)
+        return list(self.waker.woken)
 
 
 def waiting(uid: str = "u1", *, message: str = OURS, gpus: int = 0, hash_: str = HASH, **members: Any) -> Raw:
-    """A pod as the scheduler has left it."""
+    """A pod as its scheduler leaves it."""
     raw = raw_pod(
         raw_container(gpus=gpus or None), annotations={"gpuwarden.io/required-hash": hash_}, name=f"pod-{uid}", uid=uid
     )
@@ -72,7 +72,7 @@ def waiting(uid: str = "u1", *, message: str = OURS, gpus: int = 0, hash_: str =
     return {**raw, "status": {"phase": "Pending", "conditions": [condition]}, **members}
 
 
-async def test_evidence_that_arrives_wakes_those_that_asked_for_it() -> None:
+async def test_new_evidence_wakes_pods_that_need_it() -> None:
     scene = Scene()
     scene.waking.changed(waiting("u1"))
     scene.waking.changed(waiting("u2", hash_=OTHER_HASH))
@@ -83,7 +83,7 @@ async def test_evidence_that_arrives_wakes_those_that_asked_for_it() -> None:
     assert await scene.woken() == ["u2"]
 
 
-async def test_a_pod_waits_for_what_its_namespace_trusts() -> None:
+async def test_pod_is_woken_by_evidence_that_its_namespace_requires() -> None:
     namespaces = WatchedNamespaces(Api())
     namespaces.view.changed(namespace(builders.NAMESPACE, OTHER_HASH))
     scene = Scene(claims=ClaimReader(ClaimRules(), namespaces))
@@ -94,7 +94,7 @@ async def test_a_pod_waits_for_what_its_namespace_trusts() -> None:
     assert await scene.woken() == ["u1"]
 
 
-async def test_evidence_that_begins_later_wakes_then() -> None:
+async def test_evidence_with_a_later_start_wakes_at_its_start() -> None:
     scene = Scene()
     scene.waking.changed(waiting())
     scene.prove(since=NOW + 10 * SECOND, until=NOW + 90 * SECOND)
@@ -102,7 +102,7 @@ async def test_evidence_that_begins_later_wakes_then() -> None:
     assert await scene.woken(1) == ["u1"]
 
 
-async def test_a_gpu_that_comes_back_wakes_those_that_it_is_enough_for() -> None:
+async def test_freed_gpu_wakes_pods_that_it_suffices_for() -> None:
     scene = Scene()
     held = reservation(slot("GPU-a0"), slot("GPU-a1"))
     scene.prove()
@@ -113,7 +113,7 @@ async def test_a_gpu_that_comes_back_wakes_those_that_it_is_enough_for() -> None
     assert await scene.woken() == ["u1"]
 
 
-async def test_a_pod_with_a_reservation_waits_for_its_own_node() -> None:
+async def test_pod_with_a_reservation_is_woken_by_its_own_node_only() -> None:
     scene = Scene(builders.fleet(node("node-a"), node("node-b")))
     raw = waiting(gpus=1)
     record = builders.claim(raw).record.text()
@@ -125,7 +125,7 @@ async def test_a_pod_with_a_reservation_waits_for_its_own_node() -> None:
     assert await scene.woken() == ["u1"]
 
 
-async def test_a_node_without_gpus_that_we_know_of_is_enough_where_the_scheduler_counts_them() -> None:
+async def test_node_without_known_devices_wakes_pods_whose_gpus_the_scheduler_counts() -> None:
     scene = Scene(builders.fleet(node("node-a", device("GPU-a0")), node("node-b")))
     scene.waking.changed(waiting(gpus=2))
     scene.prove(HASH, "node-a")
@@ -134,7 +134,7 @@ async def test_a_node_without_gpus_that_we_know_of_is_enough_where_the_scheduler
     assert await scene.woken() == ["u1"]
 
 
-async def test_a_pod_that_its_scheduler_goes_on_refusing_is_woken_less_and_less() -> None:
+async def test_repeatedly_refused_pod_is_woken_less_often() -> None:
     scene = Scene()
     scene.waking.changed(waiting())
     scene.prove()
@@ -146,7 +146,7 @@ async def test_a_pod_that_its_scheduler_goes_on_refusing_is_woken_less_and_less(
     assert pauses == [2, 4, 8, 16, 32, 60, 60, 60]
 
 
-async def test_another_node_that_will_do_ends_the_long_pause_and_no_pod_is_woken_all_the_time() -> None:
+async def test_new_fitting_node_shortens_the_pause_to_the_minimum() -> None:
     scene = Scene(builders.fleet(*(node(f"node-{n}") for n in range(6))))
     scene.waking.changed(waiting())
     scene.prove(HASH, "node-0")
@@ -173,7 +173,7 @@ async def test_another_node_that_will_do_ends_the_long_pause_and_no_pod_is_woken
     ],
     ids=["refused by others", "bound", "not looked at yet", "scheduled", "unreadable", "no claim", "a bad claim"],
 )
-async def test_who_does_not_wait_for_us_is_left_alone(raw: Raw) -> None:
+async def test_pod_that_others_refused_is_not_woken(raw: Raw) -> None:
     scene = Scene()
     scene.prove()
     scene.waking.changed(raw)
@@ -181,7 +181,7 @@ async def test_who_does_not_wait_for_us_is_left_alone(raw: Raw) -> None:
     assert len(scene.waking) == 0
 
 
-async def test_who_waits_no_more_is_forgotten() -> None:
+async def test_pod_that_no_longer_waits_is_forgotten() -> None:
     leaving = waiting()
     leaving["metadata"]["deletionTimestamp"] = "2026-03-02T12:00:00Z"
     scene = Scene()
@@ -198,39 +198,39 @@ async def test_who_waits_no_more_is_forgotten() -> None:
         assert len(scene.waking) == 0
 
 
-async def test_a_pod_that_could_not_be_woken_is_tried_again() -> None:
+async def test_failed_wake_up_is_tried_again() -> None:
     scene = Scene()
     scene.waking.changed(waiting())
     scene.prove()
-    scene.alarm.is_away = True
+    scene.waker.is_away = True
     assert await scene.woken() == []
-    scene.alarm.is_away = False
+    scene.waker.is_away = False
     assert await scene.woken() == []
     assert await scene.woken(2) == ["u1"]
 
 
-async def test_an_api_server_that_does_not_answer_is_not_asked_for_every_pod() -> None:
-    """Each waits for seconds, and all else that the reconciler does waits for it."""
+async def test_pass_ends_when_the_api_server_does_not_answer() -> None:
+    """Each request takes seconds, and the reconciler's other work waits for it."""
     scene = Scene()
     scene.waking.replaced({str(n): waiting(f"u{n}") for n in range(100)})
     scene.prove()
-    scene.alarm.is_away = True
+    scene.waker.is_away = True
     await scene.woken()
-    assert scene.alarm.asked == MAX_FAILURES
-    scene.alarm.is_away = False
+    assert scene.waker.asked == MAX_FAILURES
+    scene.waker.is_away = False
     assert len(await scene.woken()) == 100 - MAX_FAILURES
     assert len(await scene.woken(2)) == 100
 
 
-async def test_some_that_cannot_be_woken_keep_nobody_else_asleep() -> None:
+async def test_failed_wake_ups_do_not_block_others() -> None:
     scene = Scene()
     scene.waking.replaced({str(n): waiting(f"u{n}") for n in range(20)})
     scene.prove()
-    scene.alarm.refused = {f"u{n}" for n in range(10)}
+    scene.waker.refused = {f"u{n}" for n in range(10)}
     assert len(await scene.woken()) == 10
 
 
-async def test_our_own_change_of_the_pod_does_not_make_it_new() -> None:
+async def test_our_own_annotation_does_not_reset_the_pod() -> None:
     scene = Scene()
     scene.waking.changed(waiting())
     scene.prove()
@@ -241,7 +241,7 @@ async def test_our_own_change_of_the_pod_does_not_make_it_new() -> None:
     assert await scene.woken() == []
 
 
-async def test_of_very_many_each_gets_its_turn() -> None:
+async def test_every_one_of_many_pods_gets_its_turn() -> None:
     scene = Scene()
     scene.waking.replaced({str(n): waiting(f"u{n}") for n in range(2_500)})
     scene.prove()

@@ -1,4 +1,4 @@
-"""A scorer over a real socket that answers as a test says, well or badly."""
+"""A scorer on a real socket that answers as the test sets, well or badly."""
 
 import asyncio
 import json
@@ -27,7 +27,7 @@ def good(**members: Any) -> bytes:
     return json.dumps({**GOOD, **members}).encode()
 
 
-# What no pod may be hinted by. JSON knows no NaN, but some who write it do.
+# Answers that must not yield hints. JSON has no NaN, but some encoders write it.
 BAD: dict[str, bytes] = {
     "empty": b"",
     "html": HTML,
@@ -58,8 +58,8 @@ BAD: dict[str, bytes] = {
 
 
 @define
-class Double:
-    """What it answers, and what it was asked."""
+class FakeScorer:
+    """A scorer's answer, and the requests that it received."""
 
     url: str = ""
     status: int = 200
@@ -69,7 +69,7 @@ class Double:
     hangs_up_once: bool = False
     more_headers: str = ""
     asked: list[Raw] = field(factory=list)
-    # Nobody is answered before so many are asking at once.
+    # Answers are held back until this many requests are open.
     crowd: int = 0
     asking_now: int = 0
     crowded: asyncio.Event = field(factory=asyncio.Event)
@@ -109,20 +109,20 @@ class Double:
 
 
 @asynccontextmanager
-async def scoring(tls: ssl.SSLContext | None = None, **members: Any) -> AsyncIterator[Double]:
-    double = Double(**members)
+async def scoring(tls: ssl.SSLContext | None = None, **members: Any) -> AsyncIterator[FakeScorer]:
+    scorer = FakeScorer(**members)
     tasks: set[asyncio.Task[None]] = set()
 
     def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.create_task(double._serve(reader, writer))
+        task = asyncio.create_task(scorer._serve(reader, writer))
         tasks.add(task)
         task.add_done_callback(tasks.discard)
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=tls)
     scheme = "http" if tls is None else "https"
-    double.url = f"{scheme}://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    scorer.url = f"{scheme}://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     try:
-        yield double
+        yield scorer
     finally:
         server.close()
         for task in list(tasks):

@@ -1,4 +1,4 @@
-"""What a scorer is told of the cluster comes from what was heard, and nothing is made up."""
+"""The scorer's input comes from watches only."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ def running(name: str, job_type: str | None = "train", phase: str = "Running", *
 
 
 @pytest.mark.defect("S3-8")
-def test_models_are_what_nodes_say_by_either_label_and_nothing_else() -> None:
+def test_candidates_are_the_models_in_either_node_label() -> None:
     fleet = Fleet()
     assert candidates(fleet) == ()
     fleet.put(Node("a", {"gpu.nvidia.com/class": "A100"}), NOW)
@@ -38,7 +38,7 @@ def test_models_are_what_nodes_say_by_either_label_and_nothing_else() -> None:
     assert fleet.gpu_types["nvidia.com/gpu.product"] == {}
 
 
-def test_who_runs_with_a_gpu_is_told_as_often_as_it_runs() -> None:
+def test_running_job_types_are_listed_as_often_as_they_run() -> None:
     jobs = RunningJobs()
     for raw in (
         running("a"),
@@ -60,7 +60,7 @@ def test_who_runs_with_a_gpu_is_told_as_often_as_it_runs() -> None:
     assert jobs.colocated() == ("train",)
 
 
-def test_what_is_told_is_bounded_and_every_kind_is_in_it() -> None:
+def test_list_of_job_types_is_bounded_and_contains_every_type() -> None:
     jobs = RunningJobs()
     for number in range(3 * MAX_COLOCATED):
         jobs.changed(running(f"many-{number}"))
@@ -70,7 +70,7 @@ def test_what_is_told_is_bounded_and_every_kind_is_in_it() -> None:
     assert set(told) == {"rare", "train"}
 
 
-def test_priority_classes_are_those_that_were_heard_of() -> None:
+def test_priority_classes_follow_the_watch() -> None:
     classes = WatchedPriorityClasses()
     assert (classes.names, classes.default) == (frozenset(), None)
     usual = {"metadata": {"name": "usual", "resourceVersion": "2"}, "value": 5, "globalDefault": True}

@@ -1,4 +1,4 @@
-"""What hints are made of is heard in the background: nobody waits for it longer than a little."""
+"""The data for hints comes from background watches; startup waits for them for a limited time."""
 
 import asyncio
 import time
@@ -13,16 +13,16 @@ from webhook.scoring import ScoreRequest
 from webhook.scoring.hints import HintService
 
 
-class Silent:
+class SilentScorer:
     async def advise(self, question: ScoreRequest, *, patience: float) -> Advice:
         raise AssertionError("nobody asks")
 
     async def close(self) -> None:
-        """Nothing is open."""
+        """Has nothing to close."""
 
 
-class Heard:
-    """A watch that hears something, never does, or ends."""
+class FakeWatch:
+    """A watch that gets its list, never does, or ends."""
 
     def __init__(self, *, is_ready: bool = False, ends: bool = False) -> None:
         self.ready = asyncio.Event()
@@ -36,22 +36,26 @@ class Heard:
         await asyncio.Event().wait()
 
 
-def hinting(*watches: Heard) -> HintService:
-    return HintService(Silent(), Fleet(), lambda: NOW, Metrics(), watches=watches)
+def hinting(*watches: FakeWatch) -> HintService:
+    return HintService(SilentScorer(), Fleet(), lambda: NOW, Metrics(), watches=watches)
 
 
-async def test_all_is_waited_for_and_what_is_never_heard_only_for_a_while() -> None:
-    for watches, patience in (((Heard(is_ready=True), Heard(is_ready=True)), 30.0), ((Heard(),), 0.05), ((), 30.0)):
+async def test_wait_until_ready_ends_with_all_watches_or_the_time_limit() -> None:
+    for watches, patience in (
+        ((FakeWatch(is_ready=True), FakeWatch(is_ready=True)), 30.0),
+        ((FakeWatch(),), 0.05),
+        ((), 30.0),
+    ):
         one = hinting(*watches)
         running = asyncio.ensure_future(one.run())
         started = time.monotonic()
-        await one.heard(patience)
+        await one.wait_until_ready(patience)
         assert time.monotonic() - started < 10
         assert not running.done()
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
 
 
-async def test_a_watch_that_ends_is_a_bug_and_shows() -> None:
+async def test_watch_that_ends_raises() -> None:
     with pytest.raises(ExceptionGroup):
-        await hinting(Heard(ends=True)).run()
+        await hinting(FakeWatch(ends=True)).run()

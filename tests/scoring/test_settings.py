@@ -1,4 +1,4 @@
-"""Settings of scoring, under our names and under those that its users have in their ConfigMaps."""
+"""Settings of scoring, by our names and by the names in the ConfigMaps of the older system's users."""
 
 from datetime import timedelta
 from pathlib import Path
@@ -12,7 +12,7 @@ from webhook.runtime.settings import SettingsError, as_yaml, load
 
 
 @pytest.mark.defect("S3-12")
-def test_the_names_of_the_older_system_are_read() -> None:
+def test_names_of_the_older_system_are_accepted() -> None:
     found = load(
         {},
         {
@@ -30,7 +30,7 @@ def test_the_names_of_the_older_system_are_read() -> None:
     assert found.priority_buckets == ({"minScore": 60, "priorityClassName": "urgent"},)
 
 
-def test_buckets_and_tenants_stand_in_the_file_as_yaml_and_can_be_read_back(tmp_path: Path) -> None:
+def test_buckets_and_tenants_round_trip_through_yaml(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text(
         "priorityBuckets:\n- {minScore: 60, priorityClassName: urgent}\n- {minScore: 0.5, priorityClassName: later}\n"
@@ -43,7 +43,7 @@ def test_buckets_and_tenants_stand_in_the_file_as_yaml_and_can_be_read_back(tmp_
     assert load({"config": str(file)}, {}).priority_buckets == found.priority_buckets
 
 
-def test_the_buckets_that_are_usual() -> None:
+def test_default_buckets() -> None:
     assert tuple(map(bucket_of, load({}, {}).priority_buckets)) == DEFAULT_BUCKETS
 
 
@@ -61,18 +61,18 @@ def test_the_buckets_that_are_usual() -> None:
         '[{"minScore": 1, "priorityClassName": "a", "more": 1}]',
     ],
 )
-def test_buckets_that_make_no_sense_are_named(text: str) -> None:
+def test_invalid_buckets_are_reported(text: str) -> None:
     with pytest.raises(SettingsError, match="flag --priority-buckets: "):
         load({"priority_buckets": text}, {})
 
 
 @pytest.mark.parametrize("text", ["[]", '{"a": "b"}', '{"a": 101}', '{"a": true}', "{"])
-def test_scores_that_make_no_sense_are_named(text: str) -> None:
+def test_invalid_scores_are_reported(text: str) -> None:
     with pytest.raises(SettingsError, match="flag --tenant-priorities: "):
         load({"tenant_priorities": text}, {})
 
 
-def test_nobody_is_asked_unless_somebody_is_named(tmp_path: Path) -> None:
+def test_no_scorer_is_called_without_a_url(tmp_path: Path) -> None:
     inventory = tmp_path / "inventory.yaml"
     inventory.write_text("nodes: []\n")
     assert embedded(load({"inventory": str(inventory)}, {}), utc_now).hinting is None

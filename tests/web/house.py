@@ -1,4 +1,4 @@
-"""The whole server without its sockets: real parts, a clock that the test turns, an API server's manners."""
+"""A whole server without sockets: real parts, a clock that the test sets, and requests as the API server sends them."""
 
 import base64
 import json
@@ -57,7 +57,7 @@ Assemble = Callable[[Settings, Clock], Parts]
 
 
 class House:
-    """One server, embedded if nothing else is said."""
+    """One server, in embedded mode by default."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class House:
 
     @property
     def fleet_source(self) -> FleetUpdater:
-        """The embedded feed, which can be told to look now."""
+        """The embedded fleet updater, so that a test can call `refresh`."""
         assert isinstance(self.parts.fleet_source, FleetUpdater)
         return self.parts.fleet_source
 
@@ -122,7 +122,7 @@ class House:
         self.now += timedelta(seconds=seconds)
 
     async def ask(self, path: str, raw_review: Raw, timeout: str | None = None) -> Raw:
-        """The `response` of the answer, which has to be a proper one."""
+        """The `response` of a well-formed answer."""
         reply = await self.tls.post(path, json=raw_review, params={} if timeout is None else {"timeout": timeout})
         assert reply.status_code == 200, reply.text
         answer = reply.json()
@@ -138,18 +138,18 @@ class House:
         return await self.ask("/validate", raw_review)
 
     async def dress(self, raw: Raw, uid: str = builders.REVIEW_UID) -> Raw:
-        """The pod as patched by the mutating door."""
+        """The pod as patched by the mutating webhook."""
         return patched(raw, await self.mutate(raw, uid))
 
     async def create(self, raw: Raw, uid: str = builders.REVIEW_UID, pod_uid: str = builders.POD_UID) -> Raw:
-        """The pod through both doors."""
+        """The pod after both webhooks."""
         final = builders.created(await self.dress(raw, uid), uid=pod_uid)
         response = await self.validate(builders.review("CREATE", new=final, uid=f"{uid}-validate"))
         assert response["allowed"], response
         return final
 
     async def through(self, view: Devices, path: str, **headers: str) -> httpx.Response:
-        """What another view of the devices answers."""
+        """The answer of another view of the devices."""
         app = plain_app(self.finalize, view, self.health, self.parts.metrics)
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://house") as client:
             return await client.get(path, headers=headers)
@@ -163,7 +163,7 @@ class House:
 
     @property
     def held(self) -> list[str]:
-        """The UUIDs that somebody holds."""
+        """The UUIDs of all held GPUs."""
         return sorted(uuid for one in self.parts.ledger.reservations() for uuid in one.uuids)
 
 

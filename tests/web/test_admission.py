@@ -1,4 +1,4 @@
-"""The way of a pod through the doors, whole replies seen as the API server sees them."""
+"""Pods through the webhooks: whole replies, as the API server sees them."""
 
 import asyncio
 from typing import Any
@@ -43,7 +43,7 @@ def refusal(response: Raw) -> tuple[int, str]:
     return response["status"]["code"], response["status"]["reason"]
 
 
-# The mutating door.
+# The mutating webhook.
 
 
 async def test_a_pod_with_a_claim_is_reserved_and_dressed(house: House) -> None:
@@ -97,7 +97,7 @@ async def test_a_pod_with_a_claim_is_reserved_and_dressed(house: House) -> None:
 
 
 @pytest.mark.defect("S4-11")
-async def test_a_pod_that_asks_for_nothing_is_shown_nothing_and_is_else_untouched(house: House) -> None:
+async def test_pod_without_a_claim_is_only_blinded(house: House) -> None:
     raw = raw_pod()
     made = patched(raw, await house.mutate(raw))
     assert made["spec"]["containers"] == [{**raw["spec"]["containers"][0], "env": [VOID]}]
@@ -121,7 +121,7 @@ ALL_FROM_ELSEWHERE = {"name": "NVIDIA_VISIBLE_DEVICES", "valueFrom": {"configMap
     ids=["CUDA_VERSION", "envFrom", "twice", "no GPU"],
 )
 @pytest.mark.parametrize("place", ["containers", "initContainers"])
-async def test_a_container_without_a_claim_is_shown_nothing(house: House, container: Raw, place: str) -> None:
+async def test_container_without_a_claim_sees_no_gpu(house: House, container: Raw, place: str) -> None:
     raw = raw_pod(raw_container("main"))
     raw["spec"][place] = [*raw["spec"].get(place, ()), container]
     made = patched(raw, await house.mutate(raw))
@@ -135,7 +135,7 @@ def shown(container: Raw) -> list[Raw]:
 
 @pytest.mark.parametrize("hash_", [None, HASH], ids=["no claim", "a hash"])
 @pytest.mark.parametrize("env", [[VOID, ALL], [ALL_FROM_ELSEWHERE]], ids=["the last one", "from elsewhere"])
-async def test_a_value_that_shows_gpus_is_refused_without_a_claim_for_them(
+async def test_variable_that_exposes_gpus_is_denied_without_a_claim(
     house: House, env: list[Raw], hash_: str | None
 ) -> None:
     raw = raw_pod(raw_container("main", env=env), annotations=hashed(hash_) if hash_ else None)
@@ -145,8 +145,8 @@ async def test_a_value_that_shows_gpus_is_refused_without_a_claim_for_them(
     assert refusal(response) == (403, "GpuWithoutClaim")
 
 
-async def test_a_pod_that_nobody_has_blinded_is_refused(house: House) -> None:
-    """As another webhook leaves it after ours, or a replica of an older version."""
+async def test_pod_that_was_not_blinded_is_denied(house: House) -> None:
+    """Another webhook or an older replica can leave a pod like this."""
     refused = await house.validate(builders.validating_create(raw_pod(raw_container("main", env=[CUDA]))))
     assert refusal(refused) == (403, "GpuWithoutClaim")
     assert "spec.containers[0].env[CUDA_VERSION]" in refused["status"]["message"]
@@ -159,7 +159,7 @@ async def test_cuda_mode_leaves_cuda_version_alone(build: Build) -> None:
     assert (await house.validate(builders.validating_create(raw)))["allowed"]
 
 
-async def test_every_other_container_of_a_pod_with_gpus_is_shown_nothing(house: House) -> None:
+async def test_other_containers_of_a_gpu_pod_see_no_gpu(house: House) -> None:
     raw = raw_pod(
         raw_container("main", gpus=1), raw_container("side", env=[CUDA]), init=[raw_container("init", env=[CUDA])]
     )
@@ -170,8 +170,8 @@ async def test_every_other_container_of_a_pod_with_gpus_is_shown_nothing(house: 
     assert (await house.validate(builders.validating_create(dressed)))["allowed"]
 
 
-async def test_a_pod_that_an_older_replica_has_dressed_is_let_in(house: House) -> None:
-    """It blinded no container without `envFrom`; its answer may be on the way while the version changes."""
+async def test_pod_dressed_by_an_older_replica_is_admitted(house: House) -> None:
+    """Older versions did not blind containers without `envFrom`; their answers may be under way during an upgrade."""
     raw = raw_pod(raw_container("main", gpus=1), raw_container("side"), init=[raw_container("init")])
     dressed = await house.dress(raw)
     for one in (dressed["spec"]["containers"][1], dressed["spec"]["initContainers"][0]):
@@ -179,14 +179,14 @@ async def test_a_pod_that_an_older_replica_has_dressed_is_let_in(house: House) -
     assert (await house.validate(builders.validating_create(dressed)))["allowed"]
 
 
-async def test_an_older_dress_does_not_let_in_what_shows_all_gpus(house: House) -> None:
+async def test_pod_dressed_by_an_older_replica_is_denied_if_it_sees_all_gpus(house: House) -> None:
     for more in ({"env": [CUDA]}, {"envFrom": [{"configMapRef": {"name": "all"}}]}):
         dressed = await house.dress(raw_pod(raw_container("main", gpus=1), raw_container("side")), str(more))
         dressed["spec"]["containers"][1] = raw_container("side", **more)
         assert refusal(await house.validate(builders.validating_create(dressed)))[0] == 403
 
 
-async def test_a_debug_container_is_shown_nothing_where_the_webhook_is_asked(house: House) -> None:
+async def test_debug_container_is_blinded_by_the_webhook(house: House) -> None:
     old = builders.created(raw_pod(raw_container("main")))
     old["spec"]["ephemeralContainers"] = [raw_container("first", env=[CUDA])]
     new = {
@@ -208,14 +208,14 @@ async def test_a_debug_container_is_shown_nothing_where_the_webhook_is_asked(hou
     ],
     ids=["CUDA_VERSION", "beside void", "void is last", "all is last"],
 )
-async def test_a_debug_container_of_any_pod_is_held_to_its_gpus(house: House, debug: Raw, is_let_in: bool) -> None:
+async def test_debug_container_may_see_only_its_pods_gpus(house: House, debug: Raw, is_let_in: bool) -> None:
     old = builders.created(raw_pod(raw_container("main")))
     new = {**old, "spec": {**old["spec"], "ephemeralContainers": [debug]}}
     response = await house.validate(builders.update(new, old, subresource="ephemeralcontainers"))
     assert response["allowed"] is is_let_in
 
 
-async def test_a_debug_container_with_variables_from_elsewhere_is_refused_beside_a_claim(house: House) -> None:
+async def test_debug_container_with_env_from_is_denied_in_a_pod_with_a_claim(house: House) -> None:
     old = await house.dress(raw_pod(annotations=hashed(HASH)))
     debug = raw_container("d", envFrom=[{"configMapRef": {"name": "all"}}])
     new = {**old, "spec": {**old["spec"], "ephemeralContainers": [debug]}}
@@ -231,20 +231,20 @@ async def test_a_pod_without_a_name_or_uid_is_served(house: House) -> None:
 
 @pytest.mark.defect("X-4")
 @pytest.mark.defect("S4-20")
-async def test_the_same_review_again_gets_the_same_answer(house: House) -> None:
+async def test_repeated_review_gets_the_same_answer(house: House) -> None:
     first = await house.mutate(gpu_pod())
     assert await house.mutate(gpu_pod()) == first
     assert len(house.held) == 1
 
 
-async def test_a_reinvocation_keeps_its_reservation(house: House) -> None:
+async def test_reinvocation_keeps_the_reservation(house: House) -> None:
     dressed = await house.dress(gpu_pod())
     changed = {**dressed, "metadata": {**dressed["metadata"], "labels": {"added-by": "another-webhook"}}}
     assert patched(changed, await house.mutate(changed, "another-review")) == changed
     assert len(house.held) == 1
 
 
-async def test_a_reinvocation_puts_right_what_another_webhook_overwrote(house: House) -> None:
+async def test_reinvocation_restores_what_another_webhook_overwrote(house: House) -> None:
     dressed = await house.dress(gpu_pod())
     container = {**dressed["spec"]["containers"][0], "env": raw_env(NVIDIA_VISIBLE_DEVICES="all")}
     mangled = {**dressed, "spec": {**dressed["spec"], "containers": [container]}}
@@ -263,17 +263,17 @@ def with_spec(raw: Raw, **members: Any) -> Raw:
 @pytest.mark.parametrize(
     ("selector", "node"), [({"zone": "a"}, "node-a"), ({"zone": "nowhere"}, None)], ids=["moves", "is refused"]
 )
-async def test_a_reinvocation_with_a_new_node_selector_moves_or_is_refused(
+async def test_reinvocation_with_a_new_node_selector_moves_the_pod_or_denies_it(
     house: House, selector: dict[str, str], node: str | None
 ) -> None:
-    """Another webhook has been asked after us: what was reserved on node-b before is no use to the pod."""
+    """Another webhook ran after ours: the pod cannot use the reservation on node-b."""
     changed = with_spec(await house.dress(gpu_pod()), nodeSelector=selector)
     response = await house.mutate(changed, "another-review")
     if node is None:
         assert refusal(response) == (403, "NoSuitableNode")
         return
     moved = patched(changed, response)
-    assert response["warnings"] == ["the pod is kept from node-b by now: it gets its GPUs on another node"]
+    assert response["warnings"] == ["the pod can no longer run on node-b: it gets its GPUs on another node"]
     assert (moved["metadata"]["annotations"][NODE], pinned_nodes(moved)) == (node, [node])
     assert env_of(moved["spec"]["containers"][0])["NVIDIA_VISIBLE_DEVICES"] == "GPU-a0"
     assert await house.mutate(changed, "another-review") == response
@@ -284,7 +284,7 @@ async def test_a_reinvocation_with_a_new_node_selector_moves_or_is_refused(
     assert house.held == ["GPU-a0"]
 
 
-async def test_what_the_pod_was_held_to_before_us_holds_wherever_it_moves(house: House) -> None:
+async def test_moved_pod_keeps_its_own_node_affinity(house: House) -> None:
     in_zone_b = builders.term(builders.expression("zone", "In", "b"))
     dressed = await house.dress(gpu_pod(affinity=builders.required_affinity(in_zone_b)))
     assert pinned_nodes(dressed) == ["node-b"]
@@ -292,14 +292,14 @@ async def test_what_the_pod_was_held_to_before_us_holds_wherever_it_moves(house:
     assert refusal(response) == (403, "NoSuitableNode")
 
 
-async def test_a_pod_that_names_its_node_itself_is_moved_nowhere(house: House) -> None:
+async def test_pod_that_names_its_node_is_not_moved(house: House) -> None:
     own = builders.required_affinity(builders.on_node("node-b"))
     changed = with_spec(await house.dress(gpu_pod(affinity=own)), nodeSelector={"zone": "a"})
     assert refusal(await house.mutate(changed, "another-review")) == (403, "NoSuitableNode")
 
 
-async def test_a_node_that_another_webhook_presets_moves_nothing(house: House) -> None:
-    """No scheduler would be asked any more: it is refused at the last door, by its field."""
+async def test_node_preset_by_another_webhook_does_not_move_the_pod(house: House) -> None:
+    """Such a pod bypasses the scheduler: the validating webhook denies it by its field."""
     changed = with_spec(await house.dress(gpu_pod()), nodeName="node-a")
     assert patched(changed, await house.mutate(changed, "another-review")) == changed
     response = await house.validate(builders.validating_create(changed))
@@ -325,7 +325,7 @@ async def test_a_node_that_another_webhook_presets_moves_nothing(house: House) -
     ],
     ids=["a selector", "an affinity"],
 )
-async def test_a_pod_that_others_keep_from_its_gpus_is_not_admitted(house: House, change: Raw, field: str) -> None:
+async def test_pod_that_another_webhook_keeps_from_its_node_is_denied(house: House, change: Raw, field: str) -> None:
     final = with_spec(await house.dress(gpu_pod()), **change)
     response = await house.validate(builders.validating_create(final))
     assert refusal(response) == (403, "NoSuitableNode")
@@ -334,9 +334,7 @@ async def test_a_pod_that_others_keep_from_its_gpus_is_not_admitted(house: House
 
 
 @pytest.mark.parametrize("gpus", [1, 2])
-async def test_a_request_that_another_webhook_adds_after_us_is_not_taken_off_in_silence(
-    house: House, gpus: int
-) -> None:
+async def test_request_added_by_another_webhook_is_denied_not_dropped(house: House, gpus: int) -> None:
     dressed = await house.dress(gpu_pod())
     injected = raw_container("helper", gpus=gpus)
     changed = with_spec(dressed, containers=[*dressed["spec"]["containers"], injected])
@@ -347,14 +345,14 @@ async def test_a_request_that_another_webhook_adds_after_us_is_not_taken_off_in_
     )
 
 
-async def test_a_request_that_another_webhook_puts_back_is_taken_off_again(house: House) -> None:
+async def test_request_restored_by_another_webhook_is_removed_again(house: House) -> None:
     dressed = await house.dress(gpu_pod())
     restored = {**dressed["spec"]["containers"][0], "resources": raw_container(gpus=1)["resources"]}
     changed = with_spec(dressed, containers=[restored])
     assert patched(changed, await house.mutate(changed, "another-review")) == dressed
 
 
-async def test_editing_the_wish_between_rounds_changes_nothing(house: House) -> None:
+async def test_request_changed_between_reinvocations_has_no_effect(house: House) -> None:
     dressed = await house.dress(gpu_pod(annotations=hashed(HASH)))
     annotations = {**dressed["metadata"]["annotations"], **hashed(OTHER_HASH)}
     edited = {**dressed, "metadata": {**dressed["metadata"], "annotations": annotations}}
@@ -370,12 +368,12 @@ async def test_a_copied_manifest_gets_a_reservation_of_its_own(house: House) -> 
     del copy["metadata"]["uid"]
     response = await house.mutate(copy, "review-of-the-copy")
     assert patched(copy, response)["metadata"]["annotations"][RESERVATION_ID] == "review-of-the-copy"
-    assert "annotations of another pod's reservation were taken off: gpuwarden writes them" in response["warnings"]
+    assert "annotations of another pod's reservation were removed: only gpuwarden writes them" in response["warnings"]
     assert house.held == ["GPU-a0", "GPU-a1"]
 
 
-async def test_a_reservation_that_waits_is_not_given_to_a_copy_in_another_namespace(house: House) -> None:
-    """Neither has a name yet, and they ask for the same."""
+async def test_pending_reservation_is_not_given_to_a_copy_in_another_namespace(house: House) -> None:
+    """Both have no name yet and the same claim."""
     first = await house.dress(gpu_pod(name=None, generate_name="train-"))
     copied = gpu_pod(name=None, generate_name="train-", namespace="other", annotations=first["metadata"]["annotations"])
     second = await house.dress(copied, uid="other")
@@ -384,21 +382,21 @@ async def test_a_reservation_that_waits_is_not_given_to_a_copy_in_another_namesp
     assert len(house.held) == 2
 
 
-async def test_a_copy_of_a_living_pod_does_not_share_its_gpu(house: House) -> None:
+async def test_copy_of_a_running_pod_does_not_share_its_gpu(house: House) -> None:
     original = await house.create(gpu_pod(annotations=hashed(HASH)))
     copy = {**original, "metadata": {**original["metadata"], "name": "copy"}}
     other = await house.dress(copy, "review-of-the-copy")
     assert other["metadata"]["annotations"][GPU_UUID] != original["metadata"]["annotations"][GPU_UUID]
 
 
-async def test_forged_annotations_without_a_claim_are_taken_off(house: House) -> None:
+async def test_forged_annotations_without_a_claim_are_removed(house: House) -> None:
     forged = raw_pod(annotations={RESERVATION_ID: "r1", GPU_UUID: "GPU-a0", "fudo.org/gpu.node": "node-a", "team": "x"})
     assert (await house.dress(forged))["metadata"]["annotations"] == {"team": "x"}
     assert house.held == []
 
 
 @pytest.mark.defect("X-4")
-async def test_a_dry_run_shows_everything_and_holds_nothing(house: House) -> None:
+async def test_dry_run_answers_fully_and_reserves_nothing(house: House) -> None:
     raw = gpu_pod()
     response = await house.mutate(raw, dry_run=True)
     assert patched(raw, response)["metadata"]["annotations"][GPU_UUID] == "GPU-b0"
@@ -408,7 +406,7 @@ async def test_a_dry_run_shows_everything_and_holds_nothing(house: House) -> Non
     assert house.held == []
 
 
-async def test_a_dry_run_that_comes_again_is_no_copy(house: House) -> None:
+async def test_repeated_dry_run_is_not_treated_as_a_copy(house: House) -> None:
     dressed = patched(gpu_pod(), await house.mutate(gpu_pod(), dry_run=True))
     again = await house.mutate(dressed, "another-review", dry_run=True)
     assert again["allowed"]
@@ -438,14 +436,14 @@ async def test_a_dry_run_that_comes_again_is_no_copy(house: House) -> None:
         ),
     ],
 )
-async def test_a_denial_has_a_code_a_reason_and_leaves_nothing_behind(
+async def test_denial_has_code_and_reason_and_reserves_nothing(
     house: House, raw: Raw, expected: tuple[int, str]
 ) -> None:
     assert refusal(await house.mutate(raw)) == expected
     assert house.held == []
 
 
-async def test_a_denial_tells_the_numbers_and_the_way_out(house: House) -> None:
+async def test_denial_contains_numbers_and_a_hint(house: House) -> None:
     response = await house.mutate(gpu_pod(annotations=hashed("sha256:0000")))
     assert response["status"]["message"] == (
         "1 GPU on a node attested as sha256:0000: found on none of 3 nodes: 1 no evidence, 2 other hash; "
@@ -453,7 +451,7 @@ async def test_a_denial_tells_the_numbers_and_the_way_out(house: House) -> None:
     )
 
 
-async def test_all_mistakes_of_a_pod_are_named_at_once(house: House) -> None:
+async def test_denial_names_all_mistakes_at_once(house: House) -> None:
     response = await house.mutate(
         raw_pod(annotations={"gpuwarden.io/gpu-count": "many", "gpuwarden.io/shared": "perhaps", **hashed("")})
     )
@@ -466,8 +464,8 @@ async def test_all_mistakes_of_a_pod_are_named_at_once(house: House) -> None:
 
 @pytest.mark.parametrize("name", ["a%b", "..", "A", "a/b"])
 @pytest.mark.parametrize("field", ["request.name", "request.namespace", "metadata.name"])
-async def test_a_name_that_no_pod_can_have_is_refused_at_both_doors(house: House, name: str, field: str) -> None:
-    """Of such a pod nobody could ever say that it is gone."""
+async def test_invalid_pod_name_is_denied_by_both_webhooks(house: House, name: str, field: str) -> None:
+    """The end of such a pod could never be confirmed."""
     final = builders.created(await house.dress(gpu_pod()))
     for path, raw in (("/mutate", gpu_pod()), ("/validate", final)):
         review = builders.review("CREATE", new=raw, uid=f"other-{path}")
@@ -480,7 +478,7 @@ async def test_a_name_that_no_pod_can_have_is_refused_at_both_doors(house: House
     assert [one.uid for one in house.parts.ledger.reservations()] == [None]
 
 
-async def test_proven_but_all_taken_is_429(house: House) -> None:
+async def test_proven_node_without_free_gpus_is_denied_with_429(house: House) -> None:
     await house.create(gpu_pod(2, annotations=hashed(HASH)))
     assert refusal(await house.mutate(gpu_pod(annotations=hashed(HASH)), "another")) == (429, "NoFreeDevice")
 
@@ -491,7 +489,7 @@ async def test_proven_but_all_taken_is_429(house: House) -> None:
     [{"ready": False}, {"unschedulable": True}, {"taints": [{"key": "dead", "effect": "NoExecute"}]}],
     ids=["not ready", "cordoned", "tainted"],
 )
-async def test_a_node_in_no_condition_is_never_chosen(build: Build, condition: Raw) -> None:
+async def test_unusable_node_is_never_chosen(build: Build, condition: Raw) -> None:
     node = {**INVENTORY["nodes"][0], **condition}
     house = await build({"nodes": [node]})
     assert refusal(await house.mutate(gpu_pod())) == (429, "NodeNotReady")
@@ -502,58 +500,56 @@ async def test_a_named_node_and_a_selector_narrow_the_candidates(house: House) -
     assert pinned_nodes(await house.dress(gpu_pod(nodeSelector={"zone": "a"}), "r2")) == ["node-a"]
 
 
-async def test_the_node_is_anded_into_every_term_of_an_affinity(house: House) -> None:
+async def test_node_is_added_to_every_affinity_term(house: House) -> None:
     terms = [builders.term(builders.expression("zone", "In", one)) for one in ("a", "z")]
     dressed = await house.dress(gpu_pod(affinity=builders.required_affinity(*terms)))
     assert pinned_nodes(dressed) == ["node-a", "node-a"]
 
 
 @pytest.mark.parametrize(("terms", "expressions"), [(33, 1), (1, 129)], ids=["terms", "expressions"])
-async def test_an_affinity_beyond_all_reason_is_refused_before_any_node_is_asked(
-    house: House, terms: int, expressions: int
-) -> None:
+async def test_oversized_affinity_is_denied_before_the_search(house: House, terms: int, expressions: int) -> None:
     one = builders.term(*(builders.expression("zone", "NotIn", str(n)) for n in range(expressions)))
     raw = gpu_pod(affinity=builders.required_affinity(*[one] * terms))
     assert refusal(await house.mutate(raw)) == (403, "InvalidPod")
 
 
-async def test_a_vendors_cdi_annotation_is_a_way_to_a_gpu_too(house: House) -> None:
+async def test_vendor_cdi_annotation_counts_as_access_to_a_gpu(house: House) -> None:
     raw = raw_pod(annotations={"nvidia.cdi.k8s.io/x": "nvidia.com/gpu=all"})
     assert refusal(await house.validate(builders.validating_create(raw))) == (403, "GpuWithoutClaim")
 
 
-async def test_with_another_alias_set_the_old_one_is_still_heard(build: Build) -> None:
+async def test_default_alias_still_works_if_another_is_configured(build: Build) -> None:
     house = await build(required_hash_alias="acme.io/hash")
     for key in ("acme.io/hash", "attestation-hash.my-company.com/required-hash", "gpuwarden.io/required-hash"):
         assert pinned_nodes(await house.dress(raw_pod(annotations={key: HASH}), key)) == ["node-a"]
 
 
-async def test_a_hash_alone_holds_the_pod_to_proven_nodes_and_reserves_nothing(house: House) -> None:
+async def test_hash_alone_pins_the_pod_to_proven_nodes_and_reserves_nothing(house: House) -> None:
     raw = raw_pod(annotations=hashed(HASH, OTHER_HASH))
     dressed = await house.dress(raw)
     assert pinned_nodes(dressed) == ["node-a", "node-b"]
     assert dressed["spec"]["containers"] == [{**raw["spec"]["containers"][0], "env": [VOID]}]
     assert house.held == []
     assert (await house.validate(builders.validating_create(dressed)))["allowed"]
-    # An older version left its containers as they were.
+    # An older version left these containers as they were.
     older = {**dressed, "spec": {**dressed["spec"], "containers": raw["spec"]["containers"]}}
     assert (await house.validate(builders.validating_create(older)))["allowed"]
 
 
-async def test_a_reinvocation_of_a_pod_held_to_proven_nodes_changes_nothing(house: House) -> None:
+async def test_reinvocation_of_a_pod_pinned_to_proven_nodes_changes_nothing(house: House) -> None:
     dressed = await house.dress(raw_pod(annotations=hashed(HASH)))
     again = await house.mutate(dressed, "another-review")
     assert patched(dressed, again) == dressed
     assert "warnings" not in again
 
 
-async def test_with_evidence_always_required_an_unproven_gpu_is_not_given(build: Build) -> None:
+async def test_unproven_gpu_is_not_given_if_evidence_is_always_required(build: Build) -> None:
     house = await build(require_evidence="all")
     sharing = {"gpuwarden.io/gpu-count": "1", "gpuwarden.io/shared": "true"}
     assert refusal(await house.mutate(raw_pod(annotations=sharing, nodeName="node-c"))) == (403, "NoProvenNode")
 
 
-async def test_shares_go_to_those_who_ask_to_share_and_to_no_one_else(house: House) -> None:
+async def test_shared_gpus_are_given_only_to_claims_that_share(house: House) -> None:
     sharing = raw_pod(annotations={"gpuwarden.io/gpu-count": "1", "gpuwarden.io/shared": "true"})
     pods = [await house.dress(sharing, f"r{number}") for number in range(2)]
     assert [pod["metadata"]["annotations"][GPU_UUID] for pod in pods] == ["GPU-c0", "GPU-c0"]
@@ -562,7 +558,7 @@ async def test_shares_go_to_those_who_ask_to_share_and_to_no_one_else(house: Hou
     assert refusal(await house.mutate(alone, "r3")) == (429, "NoMatchingDevice")
 
 
-async def test_a_users_gpu_variable_gives_way_with_a_warning(house: House) -> None:
+async def test_users_gpu_variable_is_replaced_with_a_warning(house: House) -> None:
     raw = raw_pod(raw_container(gpus=1, env=[*raw_env(A="1"), *raw_env(NVIDIA_VISIBLE_DEVICES="all"), *raw_env(B="2")]))
     response = await house.mutate(raw)
     assert patched(raw, response)["spec"]["containers"][0]["env"] == raw_env(
@@ -573,19 +569,19 @@ async def test_a_users_gpu_variable_gives_way_with_a_warning(house: House) -> No
     ]
 
 
-async def test_a_misspelt_wish_is_warned_of(house: House) -> None:
+async def test_misspelt_request_causes_a_warning(house: House) -> None:
     response = await house.mutate(gpu_pod(annotations={"gpuwarden.io/requird-hash": HASH}))
     assert response["warnings"] == ["gpuwarden.io/requird-hash means nothing to gpuwarden: is it misspelt?"]
 
 
-async def test_in_cuda_mode_one_variable_is_set_and_nothing_taken_off(build: Build) -> None:
+async def test_cuda_mode_sets_one_variable_and_removes_nothing(build: Build) -> None:
     house = await build(injection="cuda")
     container = (await house.dress(raw_pod(annotations={"gpuwarden.io/gpu-count": "1"})))["spec"]["containers"][0]
     assert env_of(container) == {"CUDA_VISIBLE_DEVICES": "GPU-b0"}
     assert refusal(await house.mutate(gpu_pod(), "another")) == (403, "InjectionConflict")
 
 
-async def test_a_pod_with_gpus_that_names_no_runtime_class_gets_the_one_that_is_set(build: Build) -> None:
+async def test_gpu_pod_without_a_runtime_class_gets_the_configured_one(build: Build) -> None:
     house = await build(runtime_class="nvidia")
     assert (await house.create(gpu_pod()))["spec"]["runtimeClassName"] == "nvidia"
     response = await house.mutate(gpu_pod(name="other", runtimeClassName="kata"), "another")
@@ -603,8 +599,8 @@ async def test_only_pods_that_are_given_gpus_get_a_runtime_class(build: Build) -
     assert "runtimeClassName" not in (await (await build()).create(gpu_pod()))["spec"]
 
 
-async def test_a_pod_that_was_dressed_before_the_runtime_class_was_set_is_as_good(build: Build) -> None:
-    """In a rolling update one replica dresses, another looks."""
+async def test_pod_dressed_before_the_runtime_class_was_configured_is_admitted(build: Build) -> None:
+    """During a rolling update one replica mutates and another validates."""
     before, after = await build(), await build(runtime_class="nvidia")
     outfit = await after.dress(gpu_pod())
     outfit["spec"].pop("runtimeClassName")
@@ -623,14 +619,14 @@ async def test_without_aliases_only_our_own_keys_are_written(build: Build) -> No
 
 
 @pytest.mark.parametrize("timeout", ["0s", "1ms", "300ms"])
-async def test_nothing_is_reserved_once_the_api_server_has_stopped_waiting(house: House, timeout: str) -> None:
+async def test_nothing_is_reserved_after_the_reviews_deadline(house: House, timeout: str) -> None:
     response = await house.ask("/mutate", builders.mutating_create(gpu_pod()), timeout)
     assert refusal(response) == (503, "DeadlinePassed")
     assert house.held == []
 
 
 @pytest.mark.parametrize("timeout", ["1s", "30s", "1m0s", "nonsense", ""])
-async def test_within_its_time_a_review_is_served(house: House, timeout: str) -> None:
+async def test_review_within_its_deadline_is_served(house: House, timeout: str) -> None:
     assert (await house.ask("/mutate", builders.mutating_create(gpu_pod()), timeout))["allowed"]
 
 
@@ -641,7 +637,7 @@ async def test_an_update_is_never_patched(house: House) -> None:
 
 
 @pytest.mark.defect("S4-17")
-async def test_several_gpus_are_found_whichever_are_taken(build: Build) -> None:
+async def test_several_gpus_are_found_beside_held_ones(build: Build) -> None:
     devices = [{"uuid": f"GPU-{number}"} for number in range(8)]
     house = await build({"nodes": [{"name": "node-a", "devices": devices}]})
     await house.dress(gpu_pod(1), "r1")
@@ -650,7 +646,7 @@ async def test_several_gpus_are_found_whichever_are_taken(build: Build) -> None:
 
 
 @pytest.mark.defect("S4-4")
-async def test_of_many_pods_at_once_each_gpu_goes_to_one(build: Build) -> None:
+async def test_concurrent_pods_never_share_a_gpu(build: Build) -> None:
     devices = [{"uuid": f"GPU-{number}"} for number in range(8)]
     house = await build({"nodes": [{"name": "node-a", "devices": devices}]})
     responses = await asyncio.gather(*(house.mutate(gpu_pod(name=f"p{number}"), f"r{number}") for number in range(200)))
@@ -659,51 +655,51 @@ async def test_of_many_pods_at_once_each_gpu_goes_to_one(build: Build) -> None:
     assert {refusal(one) for one in responses if not one["allowed"]} == {(429, "NoFreeDevice")}
 
 
-# The validating door, at CREATE.
+# The validating webhook: CREATE.
 
 
-async def test_the_final_pod_binds_its_uid_and_is_finalized(house: House) -> None:
+async def test_validation_binds_the_reservation_to_the_pods_uid(house: House) -> None:
     await house.create(gpu_pod())
     held = house.parts.ledger.of_pod(POD_UID)
     assert held is not None
     assert (held.phase, held.uid, held.pod_name, held.deadline) == (Phase.FINALIZED, POD_UID, "train-0", None)
 
 
-async def test_validating_again_is_the_same(house: House) -> None:
+async def test_repeated_validation_gives_the_same_answer(house: House) -> None:
     final = await house.create(gpu_pod())
     assert (await house.validate(builders.review("CREATE", new=final)))["allowed"]
 
 
-async def test_one_reservation_is_not_good_for_two_pods(house: House) -> None:
+async def test_second_pod_with_the_same_reservation_is_denied(house: House) -> None:
     final = await house.create(raw_pod(raw_container(gpus=1), name=None, generate_name="train-"))
     twin = builders.created(final, uid="uid-of-a-twin", name="train-twin")
     assert refusal(await house.validate(builders.review("CREATE", new=twin))) == (409, "ReservationConflict")
 
 
-async def test_a_claim_that_the_mutating_door_did_not_see_is_refused(house: House) -> None:
+async def test_pod_that_the_mutating_webhook_did_not_see_is_denied(house: House) -> None:
     assert refusal(await house.validate(builders.validating_create(gpu_pod()))) == (403, "NotReserved")
 
 
-async def test_an_invented_reservation_is_refused(house: House) -> None:
+async def test_invented_reservation_is_denied(house: House) -> None:
     dressed = await house.dress(gpu_pod())
     house.wait(100)
     await house.parts.ledger.collect(house.now)
     assert refusal(await house.validate(builders.validating_create(dressed))) == (403, "NotReserved")
 
 
-async def test_a_reservation_near_its_end_is_not_counted_on(house: House) -> None:
+async def test_expired_reservation_is_not_relied_on(house: House) -> None:
     dressed = await house.dress(gpu_pod())
     house.wait(86)
     assert refusal(await house.validate(builders.validating_create(dressed))) == (409, "ReservationExpired")
 
 
-async def test_a_pod_of_another_namespace_cannot_use_it(house: House) -> None:
+async def test_pod_of_another_namespace_cannot_use_the_reservation(house: House) -> None:
     dressed = await house.dress(gpu_pod())
     elsewhere = {**dressed, "metadata": {**dressed["metadata"], "namespace": "other"}}
     assert refusal(await house.validate(builders.validating_create(elsewhere))) == (409, "ReservationConflict")
 
 
-async def test_evidence_that_ended_in_between_is_noticed(build: Build) -> None:
+async def test_evidence_that_ends_between_the_webhooks_denies_the_pod(build: Build) -> None:
     node = {**INVENTORY["nodes"][0], "evidence": {"hash": HASH, "until": "2026-03-02T12:00:30Z"}}
     house = await build({"nodes": [node]})
     dressed = await house.dress(gpu_pod(annotations=hashed(HASH)))
@@ -762,7 +758,7 @@ FORGERIES: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("forgery", FORGERIES)
-async def test_what_was_changed_after_us_is_refused_by_field(house: House, forgery: str) -> None:
+async def test_changes_after_mutation_are_denied_with_their_field(house: House, forgery: str) -> None:
     forge, field = FORGERIES[forgery]
     final = builders.created(await house.dress(gpu_pod(annotations=hashed(HASH))))
     forge(final)
@@ -785,12 +781,12 @@ async def test_what_was_changed_after_us_is_refused_by_field(house: House, forge
         pytest.param(raw_pod(resourceClaims=[{"name": "gpu"}]), id="a resource claim"),
     ],
 )
-async def test_a_gpu_by_another_way_is_refused(house: House, raw: Raw) -> None:
+async def test_access_to_a_gpu_without_the_reservation_is_denied(house: House, raw: Raw) -> None:
     assert refusal(await house.validate(builders.validating_create(raw))) == (403, "GpuWithoutClaim")
 
 
 @pytest.mark.parametrize("value", ["void", "none", ""])
-async def test_a_variable_that_hides_all_gpus_is_anybodys_to_set(house: House, value: str) -> None:
+async def test_variable_that_hides_all_gpus_is_allowed(house: House, value: str) -> None:
     raw = raw_pod(raw_container(env=raw_env(NVIDIA_VISIBLE_DEVICES=value)))
     assert (await house.validate(builders.validating_create(raw)))["allowed"]
 
@@ -800,19 +796,19 @@ async def test_forged_annotations_without_a_claim_are_refused(house: House) -> N
     assert refusal(await house.validate(builders.validating_create(forged))) == (403, "Forged")
 
 
-async def test_a_pod_held_to_proven_nodes_cannot_be_let_loose(house: House) -> None:
+async def test_pinning_to_proven_nodes_cannot_be_removed(house: House) -> None:
     dressed = await house.dress(raw_pod(annotations=hashed(HASH)))
     del dressed["spec"]["affinity"]
     assert refusal(await house.validate(builders.validating_create(dressed))) == (403, "NotReserved")
 
 
-async def test_a_pod_held_to_proven_nodes_cannot_be_held_to_others(house: House) -> None:
+async def test_pinning_to_proven_nodes_cannot_be_changed(house: House) -> None:
     dressed = await house.dress(raw_pod(annotations=hashed(HASH)))
     dressed["spec"]["affinity"] = builders.required_affinity(builders.on_node("node-b"))
     assert refusal(await house.validate(builders.validating_create(dressed))) == (403, "NoProvenNode")
 
 
-# The validating door, later.
+# The validating webhook: UPDATE and others.
 
 
 @pytest.mark.parametrize("subresource", [None, "status", "ephemeralcontainers", "resize"])
@@ -826,7 +822,7 @@ async def test_reservation_annotations_cannot_change(house: House, key: str, sub
     assert f"metadata.annotations[{key}]" in response["status"]["message"]
 
 
-async def test_reservation_annotations_cannot_be_taken_off(house: House) -> None:
+async def test_reservation_annotations_cannot_be_removed(house: House) -> None:
     final = await house.create(gpu_pod())
     bare = {**final, "metadata": {**final["metadata"], "annotations": {}}}
     assert refusal(await house.validate(builders.update(bare, final))) == (403, "Immutable")
@@ -839,7 +835,7 @@ async def test_ordinary_updates_pass(house: House) -> None:
 
 
 async def test_an_old_pod_with_a_gpu_variable_can_still_be_updated(house: House) -> None:
-    """It was there before we were; refusing its updates would keep its finalizers for ever."""
+    """It is older than gpuwarden. Denying its updates would keep its finalizers for ever."""
     old = builders.created(raw_pod(raw_container(env=raw_env(NVIDIA_VISIBLE_DEVICES="all"))))
     new = {**old, "metadata": {**old["metadata"], "labels": {"a": "b"}}}
     assert (await house.validate(builders.update(new, old)))["allowed"]
@@ -850,7 +846,7 @@ async def test_an_old_pod_with_a_gpu_variable_can_still_be_updated(house: House)
     [("all", False), ("GPU-b0", True), ("GPU-a0", False), ("void", True)],
     ids=["all", "its own", "another's", "none"],
 )
-async def test_a_debug_container_sees_the_pods_own_gpus_at_most(house: House, value: str, is_allowed: bool) -> None:
+async def test_debug_container_sees_at_most_its_pods_gpus(house: House, value: str, is_allowed: bool) -> None:
     final = await house.create(gpu_pod())
     debug = raw_container("debugger", env=raw_env(NVIDIA_VISIBLE_DEVICES=value))
     new = {**final, "spec": {**final["spec"], "ephemeralContainers": [debug]}}
@@ -879,11 +875,11 @@ async def test_a_debug_container_is_not_shown_the_gpus_of_another_pod(house: Hou
     assert refusal(response) == (403, "Immutable")
 
 
-# A pod put on a node.
+# Bindings.
 
 
 @pytest.mark.parametrize("uid", [POD_UID, None], ids=["with-a-uid", "without"])
-async def test_a_binding_has_to_lead_where_the_gpus_are(house: House, uid: str | None) -> None:
+async def test_binding_to_another_node_than_reserved_is_denied(house: House, uid: str | None) -> None:
     await house.create(gpu_pod())
     assert (await house.validate(binding("node-b", uid=uid)))["allowed"]
     refused = await house.validate(binding("node-a", uid=uid))
@@ -911,21 +907,21 @@ async def test_a_binding_plants_nothing_that_only_we_may_write(
     assert is_allowed or refusal(response) == (403, "Forged")
 
 
-async def test_a_binding_of_a_pod_without_a_reservation_passes_if_it_plants_nothing(house: House) -> None:
+async def test_binding_of_a_pod_without_a_reservation_is_allowed_without_our_annotations(house: House) -> None:
     assert (await house.validate(binding("node-c")))["allowed"]
     assert refusal(await house.validate(binding("node-c", annotations={GPU_UUID: "GPU-c0"}))) == (403, "Forged")
 
 
-# The end.
+# The end of a pod.
 
 
-async def test_a_delete_review_ends_the_pod(house: House) -> None:
+async def test_delete_review_releases_the_pods_gpus(house: House) -> None:
     final = await house.create(gpu_pod())
     assert (await house.validate(builders.delete(final)))["allowed"]
     assert house.held == []
 
 
-async def test_the_end_of_a_pod_frees_all_that_its_uid_was_ever_given(house: House) -> None:
+async def test_delete_review_releases_all_reservations_of_the_uid(house: House) -> None:
     final = await house.create(gpu_pod())
     other = await house.dress(gpu_pod(name=None, generate_name="train-"), "r2")
     assert (await house.validate(builders.validating_create(other, name="train-0")))["allowed"]
@@ -935,19 +931,19 @@ async def test_the_end_of_a_pod_frees_all_that_its_uid_was_ever_given(house: Hou
 
 
 @pytest.mark.parametrize("old", [None, {"metadata": {"namespace": "ml", "name": "train-0"}}], ids=["null", "no uid"])
-async def test_a_delete_review_that_has_no_uid_ends_the_pod_of_that_name(house: House, old: Raw | None) -> None:
+async def test_delete_review_without_a_uid_refers_to_the_pod_of_that_name(house: House, old: Raw | None) -> None:
     await house.create(gpu_pod())
     assert (await house.validate(builders.review("DELETE", old=old, name="train-0")))["allowed"]
     assert house.held == []
 
 
-async def test_a_dry_run_delete_ends_nothing(house: House) -> None:
+async def test_dry_run_delete_releases_nothing(house: House) -> None:
     final = await house.create(gpu_pod())
     assert (await house.validate(builders.delete(final, dry_run=True)))["allowed"]
     assert house.held == ["GPU-b0"]
 
 
-async def test_deleting_another_pod_of_the_name_ends_nothing(house: House) -> None:
+async def test_deleting_another_pod_of_the_name_releases_nothing(house: House) -> None:
     final = await house.create(gpu_pod())
     other = {**final, "metadata": {**final["metadata"], "uid": "uid-of-another"}}
     assert (await house.validate(builders.delete(other)))["allowed"]
@@ -955,7 +951,7 @@ async def test_deleting_another_pod_of_the_name_ends_nothing(house: House) -> No
 
 
 @pytest.mark.defect("X-4")
-async def test_a_pod_that_never_comes_holds_its_gpu_until_the_deadline_only(house: House) -> None:
+async def test_reservation_without_a_pod_ends_at_its_deadline(house: House) -> None:
     await house.dress(gpu_pod(annotations=hashed(OTHER_HASH)), "r1")
     house.wait(90)
     assert (await house.states())["GPU-b0"] == "expired"
@@ -964,13 +960,11 @@ async def test_a_pod_that_never_comes_holds_its_gpu_until_the_deadline_only(hous
     assert (await house.mutate(gpu_pod(annotations=hashed(OTHER_HASH)), "r3"))["allowed"]
 
 
-# The ledger away.
+# A ledger that fails.
 
 
 @pytest.mark.parametrize("error", [LedgerUnavailableError, DeadlinePassedError, SlotsTakenError])
-async def test_a_ledger_that_fails_is_a_denial_and_never_an_error_of_ours(
-    house: House, error: type[LedgerError]
-) -> None:
+async def test_failing_ledger_causes_a_denial_not_an_error(house: House, error: type[LedgerError]) -> None:
     final = builders.created(await house.dress(gpu_pod()))
 
     async def fail(*_: Any, **__: Any) -> None:
@@ -981,7 +975,7 @@ async def test_a_ledger_that_fails_is_a_denial_and_never_an_error_of_ours(
     assert refusal(await house.validate(builders.review("CREATE", new=final))) == (503, "LedgerAway")
 
 
-# What is not ours.
+# Reviews of other kinds.
 
 
 @pytest.mark.parametrize("path", ["/mutate", "/validate"])
@@ -995,7 +989,7 @@ async def test_a_ledger_that_fails_is_a_denial_and_never_an_error_of_ours(
     ],
     ids=["a Deployment", "no kind", "an unknown operation", "no operation"],
 )
-async def test_what_is_not_a_pods_review_is_refused_with_a_reason(
+async def test_review_of_another_kind_is_denied_with_a_reason(
     house: House, path: str, operation: str | None, kind: Raw | None
 ) -> None:
     raw_review = builders.mutating_create(gpu_pod())

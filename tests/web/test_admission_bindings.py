@@ -1,4 +1,4 @@
-"""A pod on its way to a node, in a cluster: the replica that is asked need not be the one that reserved."""
+"""Reviews of Bindings in a cluster, where another replica may have made the reservation."""
 
 from typing import Any
 
@@ -31,18 +31,18 @@ def shared() -> Shared:
 
 @pytest.fixture
 async def first(build: Build, shared: Shared) -> House:
-    """The replica that has seen the pod created."""
+    """The replica that reviewed the pod's creation."""
     return await build(assemble=sharing(shared))
 
 
 @pytest.fixture
 async def second(build: Build, shared: Shared) -> House:
-    """One that has seen nothing at all, and is asked about the Binding."""
+    """A replica that saw nothing of it and reviews the Binding."""
     return await build(assemble=sharing(shared))
 
 
 async def reserved(house: House, shared: Shared, raw: Raw) -> Raw:
-    """The pod through the mutating door alone, and into the cluster: nobody has bound its uid."""
+    """Passes the mutating webhook only and is stored in the cluster: its reservation has no uid."""
     final = builders.created(await house.dress(raw))
     shared.has(final)
     return final
@@ -56,7 +56,7 @@ async def created(house: House, shared: Shared, raw: Raw) -> Raw:
 
 @pytest.mark.parametrize("uid", [POD_UID, None], ids=["with-a-uid", "without"])
 @pytest.mark.parametrize("who", ["first", "second"])
-async def test_a_binding_has_to_lead_where_the_gpus_are_whoever_is_asked(
+async def test_every_replica_denies_a_binding_to_another_node_than_reserved(
     first: House, second: House, shared: Shared, who: str, uid: str | None
 ) -> None:
     await created(first, shared, gpu_pod())
@@ -76,7 +76,7 @@ async def test_a_binding_costs_one_read_of_its_pod(first: House, second: House, 
 
 
 @pytest.mark.parametrize("dry_run", [False, True], ids=["for real", "dry run"])
-async def test_a_binding_of_another_pod_of_the_name_is_refused(
+async def test_binding_of_another_pod_of_the_name_is_denied(
     first: House, second: House, shared: Shared, dry_run: bool
 ) -> None:
     await created(first, shared, gpu_pod())
@@ -85,12 +85,12 @@ async def test_a_binding_of_another_pod_of_the_name_is_refused(
 
 
 @pytest.mark.parametrize("uid", [POD_UID, None], ids=["with-a-uid", "without"])
-async def test_a_pod_that_is_not_there_is_put_nowhere(second: House, uid: str | None) -> None:
+async def test_binding_of_a_missing_pod_is_denied(second: House, uid: str | None) -> None:
     assert refusal(await second.validate(binding("node-b", uid=uid))) == (409, "ReservationConflict")
 
 
-async def test_a_pod_whose_reservation_is_gone_is_put_nowhere(first: House, second: House, shared: Shared) -> None:
-    """Its containers would see GPUs that may be somebody else's by now."""
+async def test_binding_is_denied_if_the_reservation_is_gone(first: House, second: House, shared: Shared) -> None:
+    """Its containers could see GPUs that another pod may hold by now."""
     await created(first, shared, gpu_pod())
     shared.change("node-b")
     refused = await second.validate(binding("node-b"))
@@ -110,7 +110,7 @@ async def test_a_pod_whose_reservation_is_gone_is_put_nowhere(first: House, seco
     ids=["being released", "another pod's", "another namespace's", "another claim's", "another reservation"],
 )
 @pytest.mark.parametrize("dry_run", [False, True], ids=["for real", "dry run"])
-async def test_a_reservation_that_is_not_the_pods_does_not_carry_it(
+async def test_binding_is_denied_with_another_pods_reservation(
     first: House, second: House, shared: Shared, members: Raw, dry_run: bool
 ) -> None:
     await created(first, shared, gpu_pod())
@@ -118,14 +118,16 @@ async def test_a_reservation_that_is_not_the_pods_does_not_carry_it(
     assert refusal(await second.validate(binding("node-b", dry_run=dry_run))) == (403, "NotReserved")
 
 
-async def test_a_record_without_a_reservation_id_carries_no_pod(first: House, second: House, shared: Shared) -> None:
+async def test_binding_is_denied_for_a_record_without_a_reservation_id(
+    first: House, second: House, shared: Shared
+) -> None:
     final = await created(first, shared, gpu_pod())
     for name in ("gpuwarden.io/reservation-id", "fudo.org/gpu.reservation-id"):
         del final["metadata"]["annotations"][name]
     assert refusal(await second.validate(binding("node-b"))) == (403, "NotReserved")
 
 
-async def test_a_record_that_nobody_of_us_has_written_is_refused(second: House, shared: Shared) -> None:
+async def test_binding_is_denied_for_a_malformed_record(second: House, shared: Shared) -> None:
     shared.has(builders.created(raw_pod(annotations={"gpuwarden.io/claim": "[]"})))
     assert refusal(await second.validate(binding("node-b"))) == (403, "InvalidPod")
 
@@ -138,23 +140,23 @@ async def test_a_record_that_nobody_of_us_has_written_is_refused(second: House, 
         (f'{{"hashes":["{OTHER_HASH}"]}}', {"node-a": "Forged", "node-b": "Forged"}),
     ],
 )
-async def test_a_record_that_nobody_vouches_for_takes_nothing_back(
+async def test_forged_record_does_not_waive_the_pods_request(
     second: House, shared: Shared, record: str, reasons: dict[str, str | None]
 ) -> None:
-    """Let in where no review of ours was asked: whoever wrote the pod has written its record."""
+    """Admitted without a review: the pod's author wrote its record."""
     shared.has(builders.created(raw_pod(annotations={**attested(HASH), "gpuwarden.io/claim": record})))
     for node, reason in reasons.items():
         answer = await second.validate(binding(node))
         assert answer["allowed"] if reason is None else refusal(answer) == (403, reason)
 
 
-async def test_a_record_that_was_emptied_leaves_a_pod_held_to_its_gpus(first: House, shared: Shared) -> None:
+async def test_emptied_record_does_not_free_the_pod_from_its_reserved_node(first: House, shared: Shared) -> None:
     final = await created(first, shared, gpu_pod())
     shared.has({**final, "metadata": {**final["metadata"], "annotations": {"gpuwarden.io/claim": "{}"}}})
     assert refusal(await first.validate(binding("node-a"))) == (403, "NotReserved")
 
 
-async def test_a_living_pod_becomes_its_reservations_owner_here_at_the_latest(
+async def test_binding_review_binds_a_pending_reservation_to_the_pod(
     first: House, second: House, shared: Shared
 ) -> None:
     await reserved(first, shared, gpu_pod())
@@ -166,22 +168,20 @@ async def test_a_living_pod_becomes_its_reservations_owner_here_at_the_latest(
     assert (entry["phase"], entry["uid"]) == ("finalized", POD_UID)
 
 
-async def test_a_binding_that_is_refused_names_nobody(first: House, second: House, shared: Shared) -> None:
+async def test_denied_binding_leaves_the_reservation_unbound(first: House, second: House, shared: Shared) -> None:
     await reserved(first, shared, gpu_pod())
     assert refusal(await second.validate(binding("node-a"))) == (403, "NotReserved")
     assert "uid" not in shared.held["GPU-b0/0"]
 
 
-async def test_a_reservation_that_went_while_its_pod_was_being_named_carries_nobody(
-    first: House, shared: Shared
-) -> None:
-    """Known here, and gone in the store: what is known here is behind."""
+async def test_binding_is_denied_if_the_reservation_vanishes_during_the_check(first: House, shared: Shared) -> None:
+    """This replica knows it, but it is gone from the store: the replica lags behind."""
     await reserved(first, shared, gpu_pod())
     shared.change("node-b")
     assert refusal(await first.validate(binding("node-b"))) == (403, "NotReserved")
 
 
-async def test_a_reservation_past_its_deadline_is_still_its_living_pods(
+async def test_binding_uses_a_reservation_past_its_deadline_if_the_pod_exists(
     first: House, second: House, shared: Shared
 ) -> None:
     await reserved(first, shared, gpu_pod())
@@ -191,7 +191,7 @@ async def test_a_reservation_past_its_deadline_is_still_its_living_pods(
 
 
 def unproven() -> Raw:
-    """The inventory when every node's evidence has gone."""
+    """The inventory after every node has lost its evidence."""
     bare = [{key: value for key, value in node.items() if key != "evidence"} for node in INVENTORY["nodes"]]
     return {"nodes": bare}
 
@@ -206,7 +206,7 @@ def unproven() -> Raw:
     ids=["a hash", "always required", "a hash and no GPU"],
 )
 @pytest.mark.parametrize("dry_run", [False, True], ids=["for real", "dry run"])
-async def test_the_evidence_has_to_hold_when_the_pod_is_put_on_its_node(
+async def test_binding_is_denied_without_valid_evidence(
     build: Build, shared: Shared, raw: Raw, node: str, settings: Raw, dry_run: bool
 ) -> None:
     house = await build(assemble=sharing(shared), **settings)
@@ -219,7 +219,7 @@ async def test_the_evidence_has_to_hold_when_the_pod_is_put_on_its_node(
     assert f"node {node}: no evidence" in refused["status"]["message"]
 
 
-async def test_gpus_without_any_wish_for_evidence_need_none(first: House, shared: Shared) -> None:
+async def test_binding_needs_no_evidence_if_none_is_requested(first: House, shared: Shared) -> None:
     await created(first, shared, gpu_pod())
     first.file.write_text(builders.body(unproven()).decode())
     await first.fleet_source.refresh()
@@ -231,7 +231,7 @@ async def test_gpus_without_any_wish_for_evidence_need_none(first: House, shared
     [("node-b", "NoProvenNode"), ("node-c", "NoProvenNode"), ("node-nowhere", "NoSuitableNode")],
     ids=["another hash", "no evidence", "not known"],
 )
-async def test_a_pod_held_to_proven_nodes_is_put_on_no_other(
+async def test_pod_with_a_hash_is_not_bound_to_an_unproven_node(
     first: House, second: House, shared: Shared, node: str, reason: str
 ) -> None:
     await created(first, shared, raw_pod(annotations=attested(HASH)))
@@ -253,20 +253,18 @@ async def test_a_binding_plants_nothing_that_only_we_may_write(
     assert (await second.validate(binding(node, annotations={"team": "x"})))["allowed"]
 
 
-async def test_a_pod_without_a_record_goes_anywhere(second: House, shared: Shared) -> None:
+async def test_pod_without_a_record_may_be_bound_to_any_node(second: House, shared: Shared) -> None:
     shared.has(builders.created(raw_pod()))
     assert (await second.validate(binding("node-c")))["allowed"]
 
 
-async def test_a_pod_whose_record_was_taken_off_is_still_held_to_its_gpus(first: House, shared: Shared) -> None:
+async def test_removed_record_does_not_free_the_pod_from_its_reserved_node(first: House, shared: Shared) -> None:
     final = await created(first, shared, gpu_pod())
     shared.has({**final, "metadata": {**final["metadata"], "annotations": {}}})
     assert refusal(await first.validate(binding("node-a"))) == (403, "NotReserved")
 
 
-async def test_while_the_pod_cannot_be_asked_for_nothing_is_put_anywhere(
-    first: House, second: House, shared: Shared
-) -> None:
+async def test_bindings_are_denied_while_pods_cannot_be_read(first: House, second: House, shared: Shared) -> None:
     await created(first, shared, gpu_pod())
     shared.is_away = True
     assert refusal(await first.validate(binding("node-b"))) == (503, "LedgerAway")
@@ -277,8 +275,8 @@ async def test_while_the_pod_cannot_be_asked_for_nothing_is_put_anywhere(
     assert (await second.validate(binding("node-b")))["allowed"]
 
 
-async def test_a_pod_that_waited_too_long_is_put_nowhere_any_more(first: House, second: House, shared: Shared) -> None:
-    """Its GPUs are given up a little later: no binding may be under way then."""
+async def test_binding_is_denied_past_the_bind_deadline(first: House, second: House, shared: Shared) -> None:
+    """Its GPUs are released a little later; no binding may be under way then."""
     final = await created(first, shared, gpu_pod())
     final["metadata"]["creationTimestamp"] = NOW.strftime("%Y-%m-%dT%H:%M:%SZ")
     second.wait(299)
@@ -287,17 +285,17 @@ async def test_a_pod_that_waited_too_long_is_put_nowhere_any_more(first: House, 
     assert refusal(await second.validate(binding("node-b"))) == (409, "ReservationExpired")
 
 
-async def test_a_hold_that_a_hand_dropped_carries_nobody_though_it_is_known_here(first: House, shared: Shared) -> None:
+async def test_binding_is_denied_if_the_stored_reservation_was_deleted(first: House, shared: Shared) -> None:
     await created(first, shared, gpu_pod())
     shared.change("node-b")
     assert refusal(await first.validate(binding("node-b"))) == (403, "NotReserved")
 
 
-# The door of schedulers.
+# The mutating webhook for Bindings.
 
 
-async def test_a_schedulers_binding_is_marked_for_its_node_when_it_is_reviewed(first: House, shared: Shared) -> None:
-    """For the policy that decides where no review was to be had."""
+async def test_reviewed_binding_is_marked_with_its_node(first: House, shared: Shared) -> None:
+    """The policy that decides without a review reads the mark."""
     await created(first, shared, gpu_pod())
     asked = binding("node-b")
     final = patched(asked["request"]["object"], await first.ask("/mutate-binding", asked))
@@ -305,7 +303,7 @@ async def test_a_schedulers_binding_is_marked_for_its_node_when_it_is_reviewed(f
     assert refusal(await first.ask("/mutate-binding", binding("node-a"))) == (403, "NotReserved")
 
 
-async def test_a_mark_that_was_there_before_is_not_believed(first: House, shared: Shared) -> None:
+async def test_existing_mark_on_a_binding_is_replaced(first: House, shared: Shared) -> None:
     await created(first, shared, gpu_pod())
     asked = binding("node-b")
     asked["request"]["object"]["metadata"]["finalizers"] = ["a", "gpuwarden.io/reviewed-for-node-a"]
@@ -315,5 +313,5 @@ async def test_a_mark_that_was_there_before_is_not_believed(first: House, shared
     assert refusal(await first.ask("/mutate-binding", asked)) == (403, "InvalidPod")
 
 
-async def test_the_door_of_bindings_is_for_nothing_else(first: House) -> None:
+async def test_binding_webhook_denies_other_kinds(first: House) -> None:
     assert refusal(await first.ask("/mutate-binding", builders.mutating_create(gpu_pod()))) == (403, "NotReviewed")

@@ -1,4 +1,4 @@
-"""Pods that nothing can be had for now: what waiting heals is created and gated, the rest is denied as ever."""
+"""Pods whose claims cannot be served yet: they are created behind a gate if waiting can help, and denied otherwise."""
 
 import json
 from pathlib import Path
@@ -33,8 +33,8 @@ def late(**members: Any) -> Raw:
     return raw_pod(raw_container(gpus=1), labels=A100, **members)
 
 
-async def test_a_pod_that_waits_has_its_runtime_class_from_the_start(build: Build) -> None:
-    """A pod that exists cannot be given one; of one that was created before it was set, none is asked."""
+async def test_queued_pod_gets_its_runtime_class_at_creation(build: Build) -> None:
+    """An existing pod cannot get one, so none is required of pods from before the setting."""
     house = await build(when_unavailable="queue", runtime_class="nvidia")
     await house.create(raw_pod(raw_container(gpus=1), name="first", labels=A100), "first", "uid-first")
     made = patched(late(), await house.mutate(late()))
@@ -48,7 +48,7 @@ async def validated(house: House, raw: Raw) -> Raw:
     return await house.validate(builders.review("CREATE", new=builders.created(raw), uid="validate"))
 
 
-async def test_a_pod_that_no_gpu_is_free_for_is_created_and_waits(house: House) -> None:
+async def test_pod_without_a_free_gpu_is_created_and_queued(house: House) -> None:
     raw = raw_pod(
         raw_container(gpus=1, env=raw_env(CUDA_VISIBLE_DEVICES="3", OTHER="x")),
         raw_container("helper"),
@@ -78,8 +78,8 @@ async def test_a_pod_that_no_gpu_is_free_for_is_created_and_waits(house: House) 
     assert (await house.mutate(made, "again")).get("patch") is None
 
 
-async def test_once_a_gpu_is_free_the_same_creation_has_it(house: House) -> None:
-    """Another webhook's change brings the gated pod back to us."""
+async def test_reinvocation_of_a_queued_creation_gets_a_freed_gpu(house: House) -> None:
+    """Another webhook changes the gated pod, and the API server sends it again."""
     raw = late()
     gated = await house.dress(raw)
     first = next(iter(house.parts.ledger.reservations()))
@@ -97,7 +97,7 @@ async def test_once_a_gpu_is_free_the_same_creation_has_it(house: House) -> None
         pytest.param({"labels": {"gpuwarden.io/gpu.model": "b200"}}, "NoMatchingDevice", id="no-such-device-yet"),
     ],
 )
-async def test_what_waiting_may_heal_is_waited_for(house: House, members: Any, reason: str) -> None:
+async def test_denials_that_may_pass_queue_the_pod(house: House, members: Any, reason: str) -> None:
     response = await house.mutate(raw_pod(raw_container(gpus=1), **members))
     assert response["auditAnnotations"]["waits-for"] == reason
 
@@ -112,19 +112,19 @@ async def test_what_waiting_may_heal_is_waited_for(house: House, members: Any, r
         pytest.param(late(annotations={"gpuwarden.io/gpu-map": "x\n0=node-a"}), "InvalidPod", id="bad-lines-of-a-map"),
     ],
 )
-async def test_what_waiting_cannot_heal_is_said_at_once(house: House, raw: Raw, reason: str) -> None:
+async def test_denials_that_cannot_pass_deny_the_pod_at_once(house: House, raw: Raw, reason: str) -> None:
     response = await house.mutate(raw)
     assert (response["allowed"], response["status"]["reason"]) == (False, reason)
 
 
-async def test_a_claim_without_gpus_waits_only_where_its_nodes_can_be_written_later(house: House) -> None:
+async def test_claim_without_gpus_is_queued_only_if_its_nodes_can_be_added_later(house: House) -> None:
     asked = {"gpuwarden.io/required-hash": "sha256:none"}
     assert (await house.mutate(raw_pod(annotations=asked)))["auditAnnotations"]["reason"] == "Queued"
     own = builders.required_affinity(builders.term(builders.expression("zone", "Exists")))
     assert not (await house.mutate(raw_pod(annotations=asked, affinity=own)))["allowed"]
 
 
-async def test_a_request_added_to_a_pod_that_waits_does_not_take_the_place_of_its_own(house: House) -> None:
+async def test_request_added_to_a_queued_pod_does_not_replace_its_record(house: House) -> None:
     waiting = await house.dress(late())
     containers = [*waiting["spec"]["containers"], raw_container("helper", gpus=1)]
     changed = {**waiting, "spec": {**waiting["spec"], "containers": containers}}
@@ -164,7 +164,7 @@ def with_env(raw: Raw, env: list[Raw]) -> Raw:
         ),
     ],
 )
-async def test_a_pod_that_waits_otherwise_than_we_made_it_is_refused(house: House, change: Any, words: str) -> None:
+async def test_changed_queued_pod_is_denied(house: House, change: Any, words: str) -> None:
     raw = change(await house.dress(late()))
     response = await validated(house, raw)
     assert not response["allowed"]
@@ -182,38 +182,38 @@ UNPROVEN = {"gpuwarden.io/required-hash": "sha256:none"}
         pytest.param(lambda raw: annotated(raw, **{GPU_UUID: "GPU-c0"}), "Forged", id="a-gpu-of-ones-own"),
     ],
 )
-async def test_a_pod_that_waits_for_a_proven_node_alone_is_shown_no_gpu(house: House, change: Any, reason: str) -> None:
+async def test_queued_pod_without_gpus_is_blinded(house: House, change: Any, reason: str) -> None:
     gated = await house.dress(raw_pod(annotations=UNPROVEN))
     assert (await validated(house, gated))["allowed"]
     assert (await validated(house, change(gated)))["status"]["reason"] == reason
 
 
 @pytest.mark.parametrize("uid", ["pod-uid-first", "pod-"])
-async def test_a_review_does_not_name_the_reservation_of_a_pod_that_waits(house: House, uid: str) -> None:
+async def test_review_uid_of_a_queued_pods_reservation_is_denied(house: House, uid: str) -> None:
     response = await house.mutate(raw_pod(raw_container(gpus=1)), uid)
     assert (response["allowed"], response["status"]["reason"]) == (False, "NotReviewed")
     assert house.held == ["GPU-b0"]
 
 
-async def test_more_than_any_node_has_is_not_waited_for(house: House) -> None:
+async def test_claim_larger_than_any_node_is_denied_at_once(house: House) -> None:
     response = await house.mutate(raw_pod(raw_container(gpus=3)))
     assert response["status"]["reason"] == "NoMatchingDevice"
     assert "no node has more than 2 GPUs" in response["status"]["message"]
     assert (await house.mutate(raw_pod(raw_container(gpus=2), labels=A100)))["auditAnnotations"]["reason"] == "Queued"
 
 
-async def test_of_a_fleet_without_gpus_nobody_knows_what_it_will_have(build: Build) -> None:
+async def test_claim_is_queued_while_the_fleet_has_no_gpus(build: Build) -> None:
     house = await build({"nodes": []}, when_unavailable="queue")
     assert (await house.mutate(raw_pod(raw_container(gpus=3))))["auditAnnotations"]["reason"] == "Queued"
 
 
-async def test_our_gate_alone_is_refused_and_taken_off(house: House) -> None:
+async def test_our_gate_without_a_claim_is_denied_and_removed(house: House) -> None:
     raw = raw_pod(schedulingGates=[GATE])
     assert (await validated(house, raw))["status"]["reason"] == "Forged"
     assert "schedulingGates" not in (await house.dress(raw))["spec"]
 
 
-async def test_a_dry_run_shows_that_it_would_wait(house: House) -> None:
+async def test_dry_run_shows_that_the_pod_would_be_queued(house: House) -> None:
     raw = late()
     made = patched(raw, await house.mutate(raw, dry_run=True))
     assert made["spec"]["schedulingGates"] == [GATE]
@@ -221,10 +221,10 @@ async def test_a_dry_run_shows_that_it_would_wait(house: House) -> None:
     assert (await house.validate(review))["allowed"]
 
 
-# The gate is gone.
+# The gate is removed.
 
 
-async def test_the_gate_is_opened_only_with_the_reservation_in_the_same_change(house: House) -> None:
+async def test_gate_may_be_removed_only_together_with_the_reservation(house: House) -> None:
     old = builders.created(await house.dress(late()))
     response = await house.validate(builders.review("UPDATE", new=without_gate(old), old=old, uid="open"))
     assert response["status"]["reason"] == "NotReserved"
@@ -249,7 +249,7 @@ MADE_UP = {GPU_UUID: "GPU-c0", "gpuwarden.io/node": "node-c", "gpuwarden.io/rese
         pytest.param({"fudo.org/gpu.uuid": "GPU-c0"}, "Forged", id="a-gpu-by-its-alias"),
     ],
 )
-async def test_with_the_gate_of_a_pod_without_gpus_nothing_else_is_let_in(
+async def test_opening_the_gate_of_a_pod_without_gpus_allows_no_other_change(
     house: House, planted: dict[str, str], reason: str | None
 ) -> None:
     old = builders.created(await house.dress(raw_pod(annotations=UNPROVEN)))
@@ -277,7 +277,7 @@ async def replica(tmp_path: Path) -> House:
 
 
 @pytest.mark.defect("S1-3")
-async def test_in_a_cluster_a_mapped_pod_waits_whatever_is_said_of_others(replica: House) -> None:
+async def test_mapped_pod_is_queued_in_a_cluster_regardless_of_the_queue_setting(replica: House) -> None:
     await replica.create(mapped(0, "0=node-a:1"), "first", "uid-first")
     gated = await replica.mutate(mapped(1, "1=node-a:1"), "second")
     many = ",".join(f"GPU-{k}" for k in range(9))
@@ -287,7 +287,7 @@ async def test_in_a_cluster_a_mapped_pod_waits_whatever_is_said_of_others(replic
 
 
 @pytest.mark.defect("S1-2")
-async def test_in_a_cluster_an_ordinal_without_a_line_waits_and_is_named(replica: House) -> None:
+async def test_pod_whose_ordinal_is_not_in_the_map_is_queued_in_a_cluster(replica: House) -> None:
     raw = mapped(7, "0=node-a:1")
     response = await replica.mutate(raw)
     assert "no line for ordinal 7" in response["warnings"][0]
@@ -303,7 +303,7 @@ async def test_in_a_cluster_an_ordinal_without_a_line_waits_and_is_named(replica
     ],
     ids=["no-such-node", "not-selected"],
 )
-async def test_in_a_cluster_a_mapped_pod_waits_for_a_node_that_is_labelled_later(
+async def test_mapped_pod_is_queued_until_its_node_is_labelled(
     replica: House, text: str, members: Raw, words: str
 ) -> None:
     raw = mapped(0, text, **members)
@@ -314,14 +314,14 @@ async def test_in_a_cluster_a_mapped_pod_waits_for_a_node_that_is_labelled_later
 
 
 @pytest.mark.defect("S1-2")
-async def test_without_a_cluster_it_is_denied_and_the_ordinal_is_named(build: Build) -> None:
+async def test_pod_whose_ordinal_is_not_in_the_map_is_denied_without_a_cluster(build: Build) -> None:
     response = await (await build()).mutate(mapped(7, "0=node-a:1"))
     assert response["status"]["reason"] == "NotInMap"
     assert "no line for ordinal 7" in response["status"]["message"]
 
 
 @pytest.mark.defect("S1-2")
-async def test_every_bad_line_is_named_in_one_denial(build: Build) -> None:
+async def test_denial_names_every_invalid_line_of_the_map(build: Build) -> None:
     lines = "\n".join(f"{n}=node-a:0" if n % 2 else f"{n}=node-a" for n in range(80))
     response = await (await build()).mutate(mapped(1, lines))
     assert response["status"]["reason"] == "InvalidPod"
@@ -330,7 +330,7 @@ async def test_every_bad_line_is_named_in_one_denial(build: Build) -> None:
 
 
 @pytest.mark.defect("S1-3")
-async def test_a_gpu_of_two_ordinals_is_for_pods_that_share_it(build: Build) -> None:
+async def test_gpu_of_two_ordinals_requires_shared_claims(build: Build) -> None:
     house = await build()
     text = "3=node-a:0\n4=node-a:0"
     await house.create(mapped(3, text), "first", "uid-first")
@@ -344,7 +344,7 @@ async def test_a_gpu_of_two_ordinals_is_for_pods_that_share_it(build: Build) -> 
 
 
 @pytest.mark.defect("S1-4")
-async def test_a_name_that_ends_in_digits_is_no_ordinal(build: Build) -> None:
+async def test_pod_name_that_ends_in_digits_is_not_an_ordinal(build: Build) -> None:
     replica_set = {**builders.stateful_set("app-7c9d"), "kind": "ReplicaSet"}
     raw = raw_pod(name="app-7c9d-12345", annotations={"gpu-scheduling-map": "12345=node-a:0"}, owners=[replica_set])
     response = await (await build()).mutate(raw)
@@ -352,14 +352,14 @@ async def test_a_name_that_ends_in_digits_is_no_ordinal(build: Build) -> None:
 
 
 @pytest.mark.defect("S1-5")
-async def test_a_pod_without_a_name_yet_has_no_ordinal_and_is_refused(build: Build) -> None:
+async def test_mapped_pod_with_a_generated_name_is_denied(build: Build) -> None:
     raw = raw_pod(name=None, generate_name="train-", annotations={"gpu-scheduling-map": "0=node-a:0"})
     response = await (await build()).mutate(raw)
     assert "has no ordinal" in response["status"]["message"]
 
 
 @pytest.mark.defect("S1-12")
-async def test_a_node_goes_by_its_label_or_its_own_name_and_never_by_two(build: Build) -> None:
+async def test_map_refers_to_a_node_by_label_or_name_and_never_to_two(build: Build) -> None:
     nodes = [{**one, "labels": {"gpu-node-name": "rack-1"}} for one in INVENTORY["nodes"][1:]]
     house = await build({"nodes": [INVENTORY["nodes"][0], *nodes]})
     assert (await house.dress(mapped(0, "0=node-a:1")))["metadata"]["annotations"][GPU_UUID] == "GPU-a1"
@@ -370,7 +370,7 @@ async def test_a_node_goes_by_its_label_or_its_own_name_and_never_by_two(build: 
 
 @pytest.mark.defect("S1-13")
 @pytest.mark.defect("S1-14")
-async def test_the_variable_is_written_once_in_every_container_whatever_stood_there(build: Build) -> None:
+async def test_variable_is_written_once_in_every_container(build: Build) -> None:
     old = {"name": "CUDA_VISIBLE_DEVICES", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}}
     raw = mapped(
         0,
@@ -385,7 +385,7 @@ async def test_the_variable_is_written_once_in_every_container_whatever_stood_th
         assert found == [{"name": "CUDA_VISIBLE_DEVICES", "value": "GPU-a1,GPU-a0"}]
 
 
-# CUDA numbers devices as they are listed.
+# CUDA numbers devices in the order in which they are listed.
 
 
 ORDERED = {
@@ -403,7 +403,7 @@ ORDERED = {
 
 
 def shown_in(raw: Raw) -> set[str]:
-    """What is said of GPUs in the annotation and in every variable."""
+    """The GPUs in the annotation and in every variable."""
     env = [one for container in raw["spec"]["containers"] for one in container["env"]]
     return {raw["metadata"]["annotations"][GPU_UUID], *(one["value"] for one in env if "value" in one)}
 
@@ -417,7 +417,7 @@ def shown_in(raw: Raw) -> set[str]:
         pytest.param("0=node-a:1650321,0,GPU-aa", "GPU-mm,GPU-zz,GPU-aa", id="serial-index-uuid"),
     ],
 )
-async def test_gpus_stand_in_the_order_of_the_maps_line(build: Build, text: str, shown: str) -> None:
+async def test_gpus_are_listed_in_the_order_of_the_map(build: Build, text: str, shown: str) -> None:
     house = await build(ORDERED)
     assert shown_in(patched(mapped(0, text), await house.mutate(mapped(0, text), dry_run=True))) == {shown}
     first = await house.dress(mapped(0, text))
@@ -426,7 +426,7 @@ async def test_gpus_stand_in_the_order_of_the_maps_line(build: Build, text: str,
     assert shown_in(await house.create(mapped(0, text))) == {shown}
 
 
-async def test_a_pod_keeps_its_order_when_indices_change(build: Build) -> None:
+async def test_gpu_order_is_kept_when_indices_change(build: Build) -> None:
     house = await build(ORDERED)
     made = await house.dress(mapped(0, "0=node-a:0,1"))
     house.parts.fleet.put(
@@ -438,7 +438,7 @@ async def test_a_pod_keeps_its_order_when_indices_change(build: Build) -> None:
 
 
 @pytest.mark.parametrize(("said", "is_allowed"), [("GPU-zz,GPU-aa", True), ("GPU-zz", False), ("GPU-zz,GPU-zz", False)])
-async def test_a_pod_may_name_its_own_gpus_and_each_once(build: Build, said: str, is_allowed: bool) -> None:
+async def test_pod_may_name_each_of_its_gpus_once(build: Build, said: str, is_allowed: bool) -> None:
     house = await build(ORDERED)
     made = await house.dress(mapped(0, "0=node-a:0,1"))
     forged = json.loads(json.dumps(made).replace("GPU-zz,GPU-aa", said))
@@ -466,13 +466,13 @@ async def test_a_binding_may_repeat_what_the_pod_says(build: Build, said: str, i
 
 
 @pytest.mark.parametrize(("text", "shown"), [("0=node-a: 1 , 0", "1,0"), ("0=node-a:GPU-a1", "GPU-a1")])
-async def test_by_setting_containers_are_shown_what_the_map_says(build: Build, text: str, shown: str) -> None:
+async def test_setting_shows_containers_the_names_of_the_map(build: Build, text: str, shown: str) -> None:
     house = await build(injection="cuda", map_visible="index")
     made = await house.create(mapped(0, text))
     assert made["spec"]["containers"][0]["env"] == raw_env(CUDA_VISIBLE_DEVICES=shown)
 
 
-async def test_a_serial_number_cannot_be_shown_as_an_index(build: Build) -> None:
+async def test_serial_number_cannot_be_used_as_an_index(build: Build) -> None:
     house = await build(injection="cuda", map_visible="index")
     response = await house.mutate(mapped(0, "0=node-a:1650321"))
     assert "not a list of indices" in response["status"]["message"]

@@ -201,9 +201,10 @@ async def test_an_inventory_that_cannot_be_used_is_told_with_what_counts_instead
     answer = await house.plain.get("/devices")
     assert (answer.status_code, "GPU-a0" in answer.json()) == (200, True)
     assert re.fullmatch(
-        r'110 gpuwarden "[ !#-~]+ cannot be used, its last good content counts: [ !#-~]+"', answer.headers["warning"]
+        r'110 gpuwarden "[ !#-~]+ cannot be used, its last valid content is in force: [ !#-~]+"',
+        answer.headers["warning"],
     )
-    assert "cannot be used, its last good content counts" in (await house.plain.get("/", headers=BROWSER)).text
+    assert "cannot be used, its last valid content is in force" in (await house.plain.get("/", headers=BROWSER)).text
     house.file.write_text(json.dumps({**json.loads(good), "nodes": json.loads(good)["nodes"][:1]}))
     await house.fleet_source.refresh()
     answer = await house.plain.get("/devices")

@@ -177,7 +177,7 @@ async def test_nodes_of_the_map_alone_are_known(build: Build) -> None:
 
 async def test_embedded_nothing_is_bound(client: httpx.AsyncClient) -> None:
     wish = {"PodName": "train-0", "PodNamespace": "ml", "PodUID": builders.POD_UID, "Node": "node-a"}
-    assert (await asked(client, "/bind", wish))["Error"].startswith("there is no cluster here")
+    assert (await asked(client, "/bind", wish))["Error"].startswith("gpuwarden runs without a cluster")
 
 
 @pytest.mark.defect("S0-8")
@@ -286,7 +286,7 @@ async def test_the_plain_listener_has_s0s_two_routes(house: House) -> None:
 @pytest.mark.parametrize(
     ("token", "namespace", "said"),
     [
-        pytest.param("jane", "ml", "there is no cluster here", id="may"),
+        pytest.param("jane", "ml", "gpuwarden runs without a cluster", id="may"),
         pytest.param("jane", "other", "the token's user may not", id="elsewhere"),
         pytest.param("joe", "ml", "the token's user may not", id="somebody-else"),
     ],

@@ -1,4 +1,4 @@
-"""A validating review that comes after its hold has expired, and pods that a hold was not made for."""
+"""Validating reviews that come after their reservation has expired, and pods that the reservation was not made for."""
 
 from collections.abc import Awaitable, Callable
 from datetime import timedelta
@@ -42,7 +42,7 @@ async def dressed(house: House, raw: Raw | None = None, uid: str = "r1") -> Raw:
 
 
 async def cleared(house: House) -> None:
-    """As the reconciler clears away what has expired."""
+    """Removes expired reservations, as the reconciler does."""
     ledger = house.parts.ledger
     await ledger.collect(house.now)
     for one in ledger.given_up(house.now):  # type: ignore[attr-defined]  # a cluster's ledger
@@ -57,7 +57,7 @@ ITS_OWN = {"GPU-b0/0": ("r1", builders.POD_UID)}
 
 
 @pytest.mark.parametrize("seconds", [11, 16, 21], ids=["late for its holder", "past its deadline", "past the skew"])
-async def test_a_hold_that_still_stands_is_the_pods(replica: Open, shared: Shared, seconds: float) -> None:
+async def test_pending_reservation_is_bound_by_a_late_review(replica: Open, shared: Shared, seconds: float) -> None:
     house = await replica()
     review = await dressed(house)
     house.wait(seconds)
@@ -67,7 +67,7 @@ async def test_a_hold_that_still_stands_is_the_pods(replica: Open, shared: Share
     assert refusal(await house.mutate(wanted("other"), "r2")) == (429, "NoFreeDevice")
 
 
-async def test_a_hold_that_was_cleared_away_is_made_again_as_it_was(replica: Open, shared: Shared) -> None:
+async def test_expired_reservation_is_renewed_unchanged(replica: Open, shared: Shared) -> None:
     house = await replica()
     review = await dressed(house)
     house.wait(DEADLINE + SKEW)
@@ -78,7 +78,7 @@ async def test_a_hold_that_was_cleared_away_is_made_again_as_it_was(replica: Ope
     assert slots(shared) == ITS_OWN
 
 
-async def test_what_another_has_meanwhile_is_not_taken_from_him(replica: Open, shared: Shared) -> None:
+async def test_expired_reservation_is_not_renewed_if_its_gpu_is_taken(replica: Open, shared: Shared) -> None:
     house = await replica()
     review = await dressed(house)
     house.wait(DEADLINE + SKEW)
@@ -89,7 +89,7 @@ async def test_what_another_has_meanwhile_is_not_taken_from_him(replica: Open, s
     assert slots(shared) == {"GPU-b0/0": ("r2", "uid-2")}
 
 
-async def test_of_two_gpus_one_that_is_taken_costs_both(replica: Open, shared: Shared) -> None:
+async def test_expired_reservation_is_not_renewed_if_one_of_its_gpus_is_taken(replica: Open, shared: Shared) -> None:
     house = await replica()
     review = await dressed(house, wanted(node="node-a", gpus=2))
     house.wait(DEADLINE + SKEW)
@@ -98,7 +98,7 @@ async def test_of_two_gpus_one_that_is_taken_costs_both(replica: Open, shared: S
     assert [one for one, _ in slots(shared).values()] == ["r2"]
 
 
-async def test_nothing_is_made_again_when_no_review_can_come_any_more(replica: Open, shared: Shared) -> None:
+async def test_expired_reservation_is_not_renewed_after_the_longest_review(replica: Open, shared: Shared) -> None:
     house = await replica()
     review = await dressed(house)
     house.wait(DEADLINE + SKEW)
@@ -108,7 +108,7 @@ async def test_nothing_is_made_again_when_no_review_can_come_any_more(replica: O
     assert slots(shared) == {}
 
 
-async def test_nothing_is_made_again_for_a_dry_run(replica: Open, shared: Shared) -> None:
+async def test_dry_run_renews_no_reservation(replica: Open, shared: Shared) -> None:
     house = await replica()
     review = await dressed(house)
     house.wait(DEADLINE + SKEW)
@@ -118,7 +118,7 @@ async def test_nothing_is_made_again_for_a_dry_run(replica: Open, shared: Shared
     assert slots(shared) == {}
 
 
-async def test_a_gpu_that_is_broken_by_now_is_not_taken_again(replica: Open, shared: Shared) -> None:
+async def test_expired_reservation_is_not_renewed_on_an_unhealthy_gpu(replica: Open, shared: Shared) -> None:
     house = await replica()
     review = await dressed(house)
     house.wait(DEADLINE + SKEW)
@@ -129,7 +129,7 @@ async def test_a_gpu_that_is_broken_by_now_is_not_taken_again(replica: Open, sha
     assert slots(shared) == {}
 
 
-async def test_evidence_that_ended_meanwhile_counts(replica: Open, shared: Shared) -> None:
+async def test_expired_reservation_is_not_renewed_without_evidence(replica: Open, shared: Shared) -> None:
     house = await replica()
     review = await dressed(house, wanted(annotations={"gpuwarden.io/required-hash": builders.OTHER_HASH}))
     house.wait(DEADLINE + SKEW)
@@ -158,7 +158,7 @@ def annotated(key: str, value: str) -> Change:
     ],
     ids=["another GPU", "another node", "another id", "another claim", "another name", "another namespace"],
 )
-async def test_only_what_was_promised_is_taken_again(
+async def test_only_the_original_reservation_is_renewed(
     replica: Open, shared: Shared, change: Change, reason: str
 ) -> None:
     house = await replica()
@@ -172,8 +172,8 @@ async def test_only_what_was_promised_is_taken_again(
     assert slots(shared) == {}
 
 
-async def test_a_replica_that_never_saw_the_hold_makes_up_none(replica: Open, shared: Shared) -> None:
-    """An id that is only in the annotations is anybody's."""
+async def test_replica_that_never_saw_the_reservation_renews_none(replica: Open, shared: Shared) -> None:
+    """An id in annotations alone proves nothing."""
     first, second = await replica(), await replica()
     review = await dressed(first)
     for one in (first, second):
@@ -183,7 +183,7 @@ async def test_a_replica_that_never_saw_the_hold_makes_up_none(replica: Open, sh
     assert slots(shared) == {}
 
 
-async def test_a_name_that_is_made_up_later_begins_as_the_creation_said(replica: Open, shared: Shared) -> None:
+async def test_generated_name_must_start_with_the_reserved_prefix(replica: Open, shared: Shared) -> None:
     house = await replica()
     raw = await house.dress(wanted(None, generate_name="train-"), "r1")
     stolen = builders.created(raw, name="stolen", uid="uid-of-a-thief")
@@ -194,7 +194,7 @@ async def test_a_name_that_is_made_up_later_begins_as_the_creation_said(replica:
     assert slots(shared) == ITS_OWN
 
 
-async def test_a_long_prefix_is_cut_as_the_api_server_cuts_it(replica: Open, shared: Shared) -> None:
+async def test_long_name_prefix_is_cut_like_the_api_server_does(replica: Open, shared: Shared) -> None:
     house = await replica()
     prefix = "a" * 70 + "-"
     raw = await house.dress(wanted(None, generate_name=prefix), "r1")
@@ -203,7 +203,7 @@ async def test_a_long_prefix_is_cut_as_the_api_server_cuts_it(replica: Open, sha
     assert slots(shared) == ITS_OWN
 
 
-async def test_a_prefix_that_no_name_can_begin_with_is_refused(replica: Open, shared: Shared) -> None:
+async def test_invalid_name_prefix_is_denied(replica: Open, shared: Shared) -> None:
     house = await replica()
     answer = await house.mutate(wanted(None, generate_name="\x1b[2J"), "r1")
     assert refusal(answer) == (403, "InvalidPod")

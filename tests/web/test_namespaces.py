@@ -162,7 +162,7 @@ async def replica(build: Build, shared: Shared, namespaces: WatchedNamespaces) -
 
 async def passed(replica: House, shared: Shared, raw: Raw) -> list[str]:
     offer = ExtenderArgs(Pod.parse(raw), OfferedNodes(("node-a", "node-b", "node-c")))
-    return list((await Extender(replica.parts, FakeBindings(shared)).sift(offer)).passed)
+    return list((await Extender(replica.parts, FakeBindings(shared)).filter(offer)).passed)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from tests import builders
 from tests.builders import HASH, OTHER_HASH, Raw, raw_container, raw_pod
 from tests.conftest import Build
 from tests.running import serving
-from tests.scoring.doubles import BAD, GOOD, Double, good, scoring
+from tests.scoring.doubles import BAD, GOOD, FakeScorer, good, scoring
 from tests.web.house import House, patched
 from tests.web.test_admission import pinned_nodes, refusal
 from webhook.admission.parts import Parts
@@ -47,7 +47,7 @@ def job(job_type: str = "train-bert", gpus: int | None = 1, **members: Any) -> R
 
 
 @asynccontextmanager
-async def scored(build: Build, inventory: Raw = FLEET, **members: Any) -> AsyncIterator[tuple[House, Double]]:
+async def scored(build: Build, inventory: Raw = FLEET, **members: Any) -> AsyncIterator[tuple[House, FakeScorer]]:
     settings = {
         name: members.pop(name)
         for name in (
@@ -321,7 +321,9 @@ async def test_a_class_that_does_not_exist_is_left_out_and_said(build: Build) ->
 async def test_a_bad_answer_costs_the_pod_nothing_but_hints(build: Build, body: bytes) -> None:
     async with scored(build, body=body) as (house, _):
         response = await house.mutate(job())
-        assert "makes no sense: the pod goes on without hints" in warnings(response) or "too long" in warnings(response)
+        assert "is malformed: the pod is admitted without hints" in warnings(response) or "too long" in warnings(
+            response
+        )
         final = patched(job(), response)
         assert len(house.held) == 1
         assert "priorityClassName" not in final["spec"]
@@ -334,7 +336,7 @@ async def test_a_bad_answer_costs_the_pod_nothing_but_hints(build: Build, body: 
 async def test_where_no_node_names_its_gpus_nobody_is_asked_and_nothing_made_up(build: Build) -> None:
     async with scored(build, BARE) as (house, double):
         response = await house.mutate(job())
-        assert "which GPUs it has, so the scorer was not asked" in warnings(response)
+        assert "with its GPU type, so the scorer was not asked" in warnings(response)
         assert "nodeSelector" not in patched(job(), response)["spec"]
         text = house.parts.metrics.render()[0].decode()
         assert 'gpuwarden_scoring_total{outcome="no-candidates"} 1.0' in text
@@ -347,7 +349,7 @@ async def test_a_dead_scorer_is_said_in_the_words_people_search_for(build: Build
             await house.create(job(), "answered")
             double.hangs_up = True
             response = await house.mutate(job("other"), "unanswered")
-        assert "cannot be reached: the pod goes on without hints" in warnings(response)
+        assert "cannot be reached: the pod is admitted without hints" in warnings(response)
         events = [line["event"] for line in lines]
         assert "Mutated pod" in events
         assert "Scheduler unavailable" in events

@@ -8,7 +8,7 @@ from webhook.kube.requests import REQUEST_ERRORS, request_json
 
 
 class ApiNamespaces:
-    """The namespaces of the API server."""
+    """Reads namespaces from the API server."""
 
     def __init__(self, api: ApiClient) -> None:
         self._api = api

@@ -1,4 +1,4 @@
-"""What runs and would be refused today, and where pods, ledger and evidence do not fit: pure, on what was read."""
+"""Finds running pods that would be refused today, and contradictions between pods, ledger and evidence. No I/O."""
 
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
@@ -22,13 +22,13 @@ from webhook.core.raw import Raw
 from webhook.core.reservation import Phase, Reservation
 from webhook.ledger.reserved_pod import ENDED, ReservedPod, ReservedPodWire
 
-# A pod may be created this long after its reservation, and be heard of later still.
-SETTLED = timedelta(minutes=2)
+# The pod may be created this long after its reservation, and its event takes time too.
+CREATION_MARGIN = timedelta(minutes=2)
 MOST_FIELDS = 4
 
 
 class FindingKind(StrEnum):
-    """What can be found, in the order of the report."""
+    """The kinds of findings, in the order of the report."""
 
     GPU_TWICE = "GpuTwice"
     UNKNOWN_RESERVATION = "UnknownReservation"
@@ -44,7 +44,7 @@ class FindingKind(StrEnum):
 
 @frozen
 class Finding:
-    """One thing that somebody should look at."""
+    """One problem for an administrator to look at."""
 
     kind: FindingKind
     object: str
@@ -55,7 +55,7 @@ class Finding:
 
 @frozen
 class AuditedPod:
-    """What matters of a pod that has not ended."""
+    """What the audit needs of a pod that has not ended."""
 
     namespace: str
     name: str
@@ -63,13 +63,13 @@ class AuditedPod:
     node: str
     reserved_pod: ReservedPod | None = None
     hashes: tuple[str, ...] = ()
-    # What it asks for without having been given it, as a sentence; empty if there is nothing.
+    # A sentence on GPUs that the pod asks for and has not been given; empty if there are none.
     asks: str = ""
-    # The containers that `CUDA_VERSION` shows all GPUs.
+    # The containers that see all GPUs of the node through `CUDA_VERSION`.
     unblinded: tuple[str, ...] = ()
-    # What would let it open devices of its node by itself, in the words of the policy.
+    # What lets the pod open devices of its node by itself, in the words of the policy.
     exposed: tuple[str, ...] = ()
-    # Of a pod with GPUs: that its containers may take longer to stop than any may.
+    # Why a pod with GPUs may take too long to stop; empty if it does not.
     slow: str = ""
 
     @property
@@ -79,17 +79,17 @@ class AuditedPod:
 
 @frozen
 class AuditRules:
-    """How pods are read in this installation."""
+    """How the audit reads pods in this installation."""
 
     claims: ClaimRules
     dress: DressRules
-    # Directories of nodes that administrators let pods mount.
+    # Directories of the node that administrators allow pods to mount.
     host_paths: Collection[str] = ()
-    # Paths of the node behind claims whose PersistentVolumes no tenant could make.
+    # Paths of the node behind PersistentVolumes that no tenant could create, by claim.
     volumes: Mapping[ClaimName, str] = field(factory=dict)
 
     def pod(self, raw: Raw) -> AuditedPod | None:
-        """None if it has ended, or there is nothing to be said of it whatever else is known."""
+        """None if the pod has ended, or if there is nothing to report of it."""
         try:
             wire, pod = msgspec.convert(raw, ReservedPodWire), Pod.parse(raw)
             exposed = refusals(raw, self.host_paths, self.volumes)
@@ -118,59 +118,62 @@ class AuditRules:
         return refused.message if refused else ""
 
     def _asks(self, pod: Pod, recorded: Claim | None, reserved_pod: ReservedPod | None) -> str:
-        """What was read before is served, waits, or asks for no GPU."""
+        """Empty for a pod that has its GPUs, waits in the queue, or has a record without GPUs."""
         if reserved_pod is not None or (recorded is not None and (pod.is_gated or not recorded.count)):
             return ""
         try:
             claim = claim_of(pod, self.claims)
         except InvalidPodError as exc:
-            return "asks in a way that cannot be read: " + "; ".join(exc.mistakes[:MOST_FIELDS])
+            return "has a request that cannot be read: " + "; ".join(exc.mistakes[:MOST_FIELDS])
         if claim is not None:
-            return f"asks for {claim.sentence}, and nothing was reserved for it"
+            return f"asks for {claim.sentence}, but has no reservation"
         fields = sorted(set(markers(pod, self.dress)))
-        return f"{', '.join(fields[:MOST_FIELDS])} would show it a GPU, and it has no claim" if fields else ""
+        return f"{', '.join(fields[:MOST_FIELDS])} would show it a GPU, but it has no claim" if fields else ""
 
 
 @frozen
 class Facts:
-    """What was read, nearly at one moment. `held` was held before the pods were read, and after."""
+    """What was read from the cluster. The reservations in `held` existed both before and after the pods were read."""
 
     pods: Collection[AuditedPod]
     held: Collection[Reservation]
     opted_in: Collection[str]
-    # Of these, the namespaces that administrators have not exempted from the policy on isolation.
+    # The namespaces in `opted_in` that administrators have not exempted from the policy on isolation.
     isolated: Collection[str] = ()
-    # Of pods that carry one of these nothing is said: it has come or gone meanwhile.
+    # Reservations that appeared or disappeared while the facts were read. Their pods are not reported.
     unsettled: Collection[str] = ()
     evidence: Mapping[str, Evidence | None] = field(factory=dict)
-    # StatefulSets with a placement map, as namespace and name, where the namespace lets no map keep GPUs.
-    unkept_maps: Collection[tuple[str, str]] = ()
+    # StatefulSets with a placement map in namespaces whose maps reserve no GPUs, as namespace and name.
+    maps_without_label: Collection[tuple[str, str]] = ()
     unreadable: Collection[str] = ()
 
 
 def findings(facts: Facts, now: datetime, *, needs_evidence: bool) -> list[Finding]:
-    """Everything, in the order of kinds and names. `needs_evidence`: claims without a hash need a proven node too."""
+    """All findings, ordered by kind and name. `needs_evidence`: claims without a hash need a proven node too."""
     found = [
-        *twice(facts),
-        *unknown(facts),
-        *unreserved(facts),
-        *not_isolated(facts),
+        *shared_devices(facts),
+        *unknown_reservations(facts),
+        *pods_without_reservation(facts),
+        *pods_not_isolated(facts),
         *(
             Finding(FindingKind.GRACE_TOO_LONG, one.title, one.slow, one.namespace, one.node)
             for one in facts.pods
             if one.slow
         ),
-        *unproven(facts, now, needs_evidence=needs_evidence),
-        *without_pods(facts, now),
-        *unkept(facts),
-        *(Finding(FindingKind.UNREADABLE, one, "no version of gpuwarden has written this") for one in facts.unreadable),
+        *pods_without_evidence(facts, now, needs_evidence=needs_evidence),
+        *reservations_without_pod(facts, now),
+        *maps_without_namespace_label(facts),
+        *(
+            Finding(FindingKind.UNREADABLE, one, "was not written by any version of gpuwarden")
+            for one in facts.unreadable
+        ),
     ]
     order = {kind: number for number, kind in enumerate(FindingKind)}
     return sorted(found, key=lambda one: (order[one.kind], one.namespace, one.object, one.message))
 
 
-def twice(facts: Facts) -> Iterator[Finding]:
-    """Two pods on one node that were both told of a GPU which is nobody's to share."""
+def shared_devices(facts: Facts) -> Iterator[Finding]:
+    """GPUs that two pods on one node were given, although they are not shared."""
     carrying: dict[tuple[str, DeviceUuid], list[AuditedPod]] = defaultdict(list)
     for pod in facts.pods:
         if pod.reserved_pod is not None and pod.node:
@@ -180,10 +183,12 @@ def twice(facts: Facts) -> Iterator[Finding]:
         if len(pods) > 1 and not all(pod.reserved_pod is not None and pod.reserved_pod.is_shared for pod in pods):
             first, *others = sorted(pods, key=lambda pod: pod.title)
             names = ", ".join(pod.title for pod in others)
-            yield Finding(FindingKind.GPU_TWICE, first.title, f"has {uuid}, and so has {names}", first.namespace, node)
+            yield Finding(
+                FindingKind.GPU_TWICE, first.title, f"has {uuid}, which {names} has too", first.namespace, node
+            )
 
 
-def unknown(facts: Facts) -> Iterator[Finding]:
+def unknown_reservations(facts: Facts) -> Iterator[Finding]:
     held = {(one.id, str(one.node), uuid) for one in facts.held for uuid in one.uuids}
     for pod in facts.pods:
         reserved_pod = pod.reserved_pod
@@ -193,11 +198,11 @@ def unknown(facts: Facts) -> Iterator[Finding]:
             uuid for uuid in reserved_pod.uuids if (reserved_pod.reservation_id, reserved_pod.node, uuid) not in held
         ]
         if missing:
-            message = f"carries {', '.join(missing)}, which no GPUNode holds for it"
+            message = f"was given {', '.join(missing)}, which no GPUNode holds for it"
             yield Finding(FindingKind.UNKNOWN_RESERVATION, pod.title, message, pod.namespace, pod.node)
 
 
-def unreserved(facts: Facts) -> Iterator[Finding]:
+def pods_without_reservation(facts: Facts) -> Iterator[Finding]:
     for pod in facts.pods:
         if pod.namespace not in facts.opted_in:
             continue
@@ -205,55 +210,55 @@ def unreserved(facts: Facts) -> Iterator[Finding]:
             yield Finding(FindingKind.GPU_WITHOUT_RESERVATION, pod.title, pod.asks, pod.namespace, pod.node)
         if pod.unblinded:
             fields = ", ".join(f"{path}.env[{keys.CUDA_VERSION}]" for path in pod.unblinded[:MOST_FIELDS])
-            message = f"{fields} shows it all GPUs of its node; a pod that is created today is blinded"
+            message = f"{fields} shows it all GPUs of its node; gpuwarden hides them from pods that are created today"
             yield Finding(FindingKind.CONTAINER_NOT_BLINDED, pod.title, message, pod.namespace, pod.node)
 
 
-def not_isolated(facts: Facts) -> Iterator[Finding]:
+def pods_not_isolated(facts: Facts) -> Iterator[Finding]:
     for pod in facts.pods:
         if pod.exposed and pod.namespace in facts.isolated:
             message = f"could reach GPUs that are not its own: {'; '.join(pod.exposed)}"
             yield Finding(FindingKind.POD_NOT_ISOLATED, pod.title, message, pod.namespace, pod.node)
 
 
-def unproven(facts: Facts, now: datetime, *, needs_evidence: bool) -> Iterator[Finding]:
+def pods_without_evidence(facts: Facts, now: datetime, *, needs_evidence: bool) -> Iterator[Finding]:
     for pod in facts.pods:
         is_held_to_it = bool(pod.hashes) or (needs_evidence and pod.reserved_pod is not None)
         if not pod.node or not is_held_to_it:
             continue
-        word = facts.evidence.get(pod.node)
-        state = state_of(word, now)
+        evidence = facts.evidence.get(pod.node)
+        state = state_of(evidence, now)
         if state is not EvidenceState.FRESH:
             message = f"the evidence of node {pod.node} is {state}"
-        elif pod.hashes and word is not None and word.hash not in pod.hashes:
-            message = f"node {pod.node} has proven {word.hash}, and the pod asks for {' or '.join(pod.hashes)}"
+        elif pod.hashes and evidence is not None and evidence.hash not in pod.hashes:
+            message = f"node {pod.node} has proven {evidence.hash}, but the pod requires {' or '.join(pod.hashes)}"
         else:
             continue
         yield Finding(FindingKind.NODE_WITHOUT_EVIDENCE, pod.title, message, pod.namespace, pod.node)
 
 
-def without_pods(facts: Facts, now: datetime) -> Iterator[Finding]:
-    """By uid where one is known; else the reservation waits for its pod, until its deadline."""
+def reservations_without_pod(facts: Facts, now: datetime) -> Iterator[Finding]:
+    """A reservation with a uid needs a pod of that uid. Without a uid it may wait for its pod until its deadline."""
     uids = {pod.uid for pod in facts.pods}
     carried = {pod.reserved_pod.reservation_id for pod in facts.pods if pod.reserved_pod is not None}
     for one in facts.held:
         if one.id in facts.unsettled or one.id in carried or (one.uid is not None and one.uid in uids):
             continue
-        if one.phase is Phase.PENDING and one.deadline is not None and now < one.deadline + SETTLED:
+        if one.phase is Phase.PENDING and one.deadline is not None and now < one.deadline + CREATION_MARGIN:
             continue
-        if now < one.since + SETTLED:
+        if now < one.since + CREATION_MARGIN:
             continue
         pod = f"pod {one.namespace}/{one.pod_name}" if one.pod_name else f"a pod of {one.namespace}"
         state = one.phase.value if one.orphan is None else "orphaned"
-        message = f"is {state} and holds {', '.join(one.uuids)} of node {one.node} for {pod}, which is not there"
+        message = f"is {state} and holds {', '.join(one.uuids)} of node {one.node} for {pod}, which does not exist"
         yield Finding(FindingKind.RESERVATION_WITHOUT_POD, f"reservation {one.id}", message, one.namespace, one.node)
 
 
-def unkept(facts: Facts) -> Iterator[Finding]:
-    for namespace, name in facts.unkept_maps:
+def maps_without_namespace_label(facts: Facts) -> Iterator[Finding]:
+    for namespace, name in facts.maps_without_label:
         yield Finding(
             FindingKind.MAP_WITHOUT_LABEL,
             f"statefulset {namespace}/{name}",
-            f"has a placement map, and its namespace has no label {keys.MAPS_LABEL}=true: its GPUs are not kept for it",
+            f"has a placement map, but its namespace has no label {keys.MAPS_LABEL}=true: no GPUs are reserved for it",
             namespace,
         )

@@ -1,4 +1,4 @@
-"""The audit of a process that watches all of it anyway: counted when somebody looks at the metrics."""
+"""The audit in a process that watches everything already: findings are counted when the metrics are read."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -7,7 +7,7 @@ from functools import partial
 from attrs import frozen
 
 from webhook.admission.audit import AuditedPod, AuditRules, Facts, FindingKind, findings
-from webhook.admission.placement_maps import map_of, may_keep, opted_in
+from webhook.admission.placement_maps import map_of, may_reserve_by_map, opted_in
 from webhook.core.fleet import Fleet
 from webhook.core.isolation import is_isolated
 from webhook.core.raw import Raw
@@ -18,7 +18,7 @@ from webhook.runtime.clock import Clock
 
 
 class AuditedPods:
-    """Hears of pods, and keeps what an audit may say something of."""
+    """Listener of the watch of pods. Keeps the pods that an audit could report."""
 
     def __init__(self, read: Callable[[Raw], AuditedPod | None]) -> None:
         self._read = read
@@ -41,7 +41,7 @@ class AuditedPods:
 
 
 class MappedSetNames:
-    """Hears of StatefulSets, and keeps the names of those with a placement map."""
+    """Listener of the watch of StatefulSets. Keeps the names of those with a placement map."""
 
     def __init__(self) -> None:
         self.names: set[tuple[str, str]] = set()
@@ -67,15 +67,15 @@ def name_of(raw: Raw) -> tuple[str, str]:
 
 @frozen
 class AuditedNamespace:
-    """What matters of a namespace: whether its pods are looked at, isolated, and whether its maps keep GPUs."""
+    """What the audit needs of a namespace."""
 
     is_ours: bool = False
     isolates: bool = False
-    keeps: bool = False
+    reserves_by_map: bool = False
 
 
 class AuditWatch:
-    """`pods`, `sets` and `namespaces` are listeners for the process's own watches."""
+    """The audit on the process's own watches: `pods`, `sets` and `namespaces` are their listeners."""
 
     def __init__(
         self,
@@ -99,23 +99,23 @@ class AuditWatch:
         self._needs_evidence = needs_evidence
 
     def counts(self) -> dict[str, int]:
-        """Findings by kind, all kinds."""
+        """The number of findings of each kind, zeros included."""
         found = Counter(one.kind for one in findings(self._facts(), self._clock(), needs_evidence=self._needs_evidence))
         return {kind.value: found[kind] for kind in FindingKind}
 
     def _facts(self) -> Facts:
         namespaces = {name: self.namespaces.get(name) or AuditedNamespace() for name in self.namespaces.names()}
-        unkept = {name for name, one in namespaces.items() if one.is_ours and not one.keeps}
+        unkept = {name for name, one in namespaces.items() if one.is_ours and not one.reserves_by_map}
         return Facts(
             pods=self.pods.kept.values(),
             held=self._ledger.reservations(),
             opted_in={name for name, one in namespaces.items() if one.is_ours},
             isolated={name for name, one in namespaces.items() if one.isolates},
             evidence={name: indexed.evidence for name, indexed in self._fleet.indexed_nodes.items()},
-            unkept_maps=[one for one in self.sets.names if one[0] in unkept],
+            maps_without_label=[one for one in self.sets.names if one[0] in unkept],
         )
 
 
 def asked(raw: Raw, opt_in: str, own_namespace: str) -> AuditedNamespace:
     is_ours = opted_in(raw, opt_in)
-    return AuditedNamespace(is_ours, is_ours and is_isolated(raw, own_namespace), may_keep(raw, opt_in))
+    return AuditedNamespace(is_ours, is_ours and is_isolated(raw, own_namespace), may_reserve_by_map(raw, opt_in))

@@ -1,4 +1,4 @@
-"""Whether a pod may be put on a node at this moment: shared by the reviews of Bindings and by our own binding."""
+"""Checks whether a pod may be bound to a node. Used by the reviews of Bindings and by our own binding."""
 
 from datetime import timedelta
 
@@ -18,7 +18,7 @@ from webhook.runtime.clock import Clock
 
 
 class BindingCheck:
-    """The last look before a pod is on a node. May raise InvalidPodError, LedgerError, PodsUnavailableError and
+    """The last check before a pod is bound. Raises InvalidPodError, LedgerError, PodsUnavailableError and
     NamespacesUnavailableError."""
 
     def __init__(
@@ -32,7 +32,8 @@ class BindingCheck:
         self._clock = clock
 
     async def refusal(self, binding: Binding, *, is_dry_run: bool = False) -> Deny | None:
-        """What speaks against a Binding, whoever sends it; one that names no uid is of the living pod."""
+        """Why the Binding is refused; None if it is allowed. A Binding without a uid refers to the current pod of that
+        name."""
         uid = binding.pod.uid
         if not self._pods.trusts_reviews:
             living = await self._pods.find(binding.pod.namespace, binding.pod.name)
@@ -41,20 +42,20 @@ class BindingCheck:
         return check.bound_as_reserved(binding, self._ledger.of_pod(uid) if uid else None)
 
     async def refusal_of(self, living: Pod | None, binding: Binding, *, is_dry_run: bool = False) -> Deny | None:
-        """The same, for the pod as it has just been read."""
+        """The same for a pod that was just read; None stands for a pod that does not exist."""
         if living is None or binding.pod.uid not in ("", living.meta.uid):
             return no_such_pod(binding)
         claim = recorded_claim(living)
         if claim is not None and claim.count:
-            return await self._dressed(binding, living, claim, is_dry_run=is_dry_run)
+            return await self._check_reserved(binding, living, claim, is_dry_run=is_dry_run)
         known = self._ledger.of_pod(living.meta.uid) if living.meta.uid else None
         refused = check.bound_as_reserved(binding, known)
         if refused is not None or claim is None:
-            return refused or await self._undressed(binding, living)
-        return await self._without_gpus(binding, living, claim)
+            return refused or await self._check_unreviewed(binding, living)
+        return await self._check_without_gpus(binding, living, claim)
 
-    async def _dressed(self, binding: Binding, living: Pod, claim: Claim, *, is_dry_run: bool) -> Deny | None:
-        """What a pod was promised at its creation holds at this moment too."""
+    async def _check_reserved(self, binding: Binding, living: Pod, claim: Claim, *, is_dry_run: bool) -> Deny | None:
+        """Checks that the reservation and the evidence of a pod with GPUs still hold."""
         held = await recorded_reservation(self._ledger, living, is_fresh=True)
         fleet, policy = self._reserver.fleet, self._reserver.policy
         fleet.advance(self._clock())
@@ -64,25 +65,25 @@ class BindingCheck:
             or check.bound_as_reserved(binding, held, living)
             or check.still_proven(claim, binding.node, fleet, policy)
         )
-        # From here on it may run: that its reservation was only pending would be taken for proof that it never did.
+        # The pod may run from now on. A pending reservation would count as proof that it never ran.
         if refused is None and held is not None and held.phase is Phase.PENDING and not is_dry_run:
             refused = await bind_to_pod(self._ledger, PodProof.CONFIRMED, held, check.identity_of(living))
         return refused
 
-    async def _without_gpus(self, binding: Binding, living: Pod, recorded: Claim) -> Deny | None:
-        """Held to evidence alone, by its record and by what it asks itself."""
+    async def _check_without_gpus(self, binding: Binding, living: Pod, recorded: Claim) -> Deny | None:
+        """Checks a pod without GPUs for evidence, by its record and by its own request."""
         claim = believed(recorded, claim_of(living, await self._claims.within(binding.pod.namespace)))
         if claim is None:
             return Deny(
                 Reason.FORGED,
-                f"metadata.annotations[{keys.CLAIM.name}]: names none of the hashes that the pod has to have",
+                f"metadata.annotations[{keys.CLAIM.name}]: contains none of the hashes that the pod requires",
                 hint="create the pod anew",
             )
         self._reserver.fleet.advance(self._clock())
         return check.still_proven(claim, binding.node, self._reserver.fleet, self._reserver.policy)
 
-    async def _undressed(self, binding: Binding, living: Pod) -> Deny | None:
-        """A pod that no review of ours has seen, and that asks for evidence all the same."""
+    async def _check_unreviewed(self, binding: Binding, living: Pod) -> Deny | None:
+        """Checks a pod without a record, if it needs evidence nevertheless."""
         claim = claim_of(living, await self._claims.within(binding.pod.namespace))
         policy = self._reserver.policy
         if claim is None or not (claim.hashes or policy.is_always_required):
@@ -92,7 +93,7 @@ class BindingCheck:
 
 
 async def recorded_reservation(ledger: Ledger, pod: Pod, *, is_fresh: bool = False) -> Reservation | None:
-    """The reservation that a pod's own annotations lead to; whether it is the pod's is another question."""
+    """The reservation that the pod's annotations name. It may belong to another pod."""
     reservation_id = ReservationId(pod.annotations.get(keys.RESERVATION_ID.name) or "")
     node = pod.annotations.get(keys.NODE.name) or None
     return await ledger.find(reservation_id, node=node, is_fresh=is_fresh) if reservation_id else None
@@ -101,7 +102,7 @@ async def recorded_reservation(ledger: Ledger, pod: Pod, *, is_fresh: bool = Fal
 async def bind_to_pod(
     ledger: Ledger, proof: PodProof, held: Reservation, pod: PodIdentity, grace: timedelta | None = None
 ) -> Deny | None:
-    """Tell the ledger whose a reservation is, and what the pod's grace period is, if it is on no node yet."""
+    """Binds the reservation to the pod. `grace` is the pod's grace period, if the pod is on no node yet."""
     reservation_id = held.id
     try:
         await ledger.bind_to_pod(proof, reservation_id, pod, node=held.node, grace=grace)
@@ -118,13 +119,13 @@ def no_reservation(reservation_id: str) -> Deny:
     return Deny(
         Reason.NOT_RESERVED,
         f"metadata.annotations[{keys.RESERVATION_ID.name}]: there is no reservation {reservation_id!r}",
-        hint="take the gpuwarden.io/ annotations off a copied manifest, or create the pod anew",
+        hint="remove the gpuwarden.io/ annotations from a copied manifest, or create the pod anew",
     )
 
 
 def no_such_pod(binding: Binding) -> Deny:
-    of_uid = f" of uid {binding.pod.uid}" if binding.pod.uid else ""
+    with_uid = f" with uid {binding.pod.uid}" if binding.pod.uid else ""
     return Deny(
         Reason.RESERVATION_CONFLICT,
-        f"there is no pod {binding.pod.namespace}/{binding.pod.name}{of_uid} at this moment",
+        f"pod {binding.pod.namespace}/{binding.pod.name}{with_uid} does not exist",
     )

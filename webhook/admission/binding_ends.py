@@ -1,9 +1,11 @@
-"""Until when pods may be bound without a review, for the policy that decides while no replica answers (binding.yaml).
+"""Writes until when pods may be bound without a review, for the policy that decides while no replica answers
+(binding.yaml).
 
-The policy sees a Binding and not its pod. So two kinds of moments are kept in one object: by node, when its evidence
-ends, which holds for every pod that is bound there; by pod, when its own time ends. A node without evidence is not in
-it, unless a pod with a claim may still be on its way there. A namespace with more pods than there is room for is in it
-in place of its pods: it is closed, and others go on.
+The policy sees a Binding, but not its pod. So one BindingEnds object lists two kinds of times: for each node, when its
+evidence ends, which applies to every pod that is bound there; for each pod, when it may no longer be bound. A node
+without evidence is not listed, unless a pod with a claim may still be on its way to it. If the pods of a namespace do
+not fit into the object, the namespace is listed instead and none of its pods is bound; other namespaces are not
+affected.
 """
 
 from collections import defaultdict
@@ -40,20 +42,20 @@ Ends = dict[tuple[str, str], datetime]
 
 NAME = "gpuwarden"
 NODE, NAMESPACE, POD = "node", "namespace", "pod"
-# It is looked this often whether something cannot wait, and what can is written this often.
+# Urgent changes are checked for and written at the first interval, the others at the second.
 AT_ONCE, ROUTINE = timedelta(seconds=1), timedelta(seconds=10)
-# An end that is nearer than this cannot wait.
+# An end is urgent if it is nearer than this.
 NEAR = timedelta(seconds=30)
-# After its evidence has ended a node is closed for so long in any case: a pod that was let in may be on its way.
-LINGERS = timedelta(minutes=1)
-# In JSON, where etcd takes 1.5 MiB.
-LARGEST = 1_400_000
-# Of one entry, beside its name: the moment, quotes, colon and comma.
-OF_AN_ENTRY = 26
+# A node stays closed for at least this long after its evidence has ended: an admitted pod may be on its way to it.
+CLOSED_FOR = timedelta(minutes=1)
+# The most bytes of JSON in the object; etcd takes 1.5 MiB.
+MAX_BYTES = 1_400_000
+# Bytes of an entry beside its name: the time, quotes, colon and comma.
+ENTRY_BYTES = 26
 
 
 class StoredEnds(msgspec.Struct, frozen=True):
-    """What is written. An end that nobody of ours has written is over."""
+    """The spec of the BindingEnds object. A time that cannot be parsed counts as past."""
 
     kept: str = ""
     nodes: dict[str, str] = {}
@@ -74,17 +76,17 @@ class StoredEnds(msgspec.Struct, frozen=True):
 
 @frozen
 class Unbound:
-    """A pod on no node that a scheduler may bind."""
+    """A pod without a node that a scheduler may bind."""
 
     pod: Pod
     reserved_pod: ReservedPod | None
-    # None among them if its affinity leaves it open.
+    # The nodes that its affinity pins it to; contains None if it pins none.
     nodes: frozenset[str | None]
     recorded: Claim | None
 
     @classmethod
     def of(cls, raw: Raw) -> "Unbound | None":
-        """None if it is on a node, has ended, or waits behind our gate, which nobody opens without us."""
+        """None if the pod is on a node, has ended, or waits behind our gate, which only we open."""
         try:
             wire, pod = msgspec.convert(raw, ReservedPodWire), Pod.parse(raw)
         except (msgspec.ValidationError, InvalidPodError):
@@ -104,7 +106,7 @@ class Unbound:
 
 
 class BindingEnds:
-    """Hears of pods and namespaces from watches, goes by fleet and ledger, and writes in `step`."""
+    """Listener of the watches of pods and namespaces. `step` writes the object, from the fleet and the ledger."""
 
     def __init__(
         self,
@@ -118,8 +120,8 @@ class BindingEnds:
         is_current: Callable[[], bool],
         opt_in: str = keys.OPT_IN.name,
     ) -> None:
-        """`carried`: the reservation that a ledger knows of what a pod says it carries."""
-        # Whether the policy judges Bindings there.
+        """`carried` returns the reservation of the ledger that a pod's annotations name."""
+        # Whether the policy judges the Bindings of the namespace.
         self.namespaces: ObjectView[bool] = ObjectView(partial(opted_in, opt_in=opt_in))
         self._objects = objects
         self._fleet = fleet
@@ -130,21 +132,21 @@ class BindingEnds:
         self._clock = clock
         self._is_current = is_current
         self._unbound: dict[str, Unbound] = {}
-        self._read_of: dict[str, tuple[ClaimRules, Claim | InvalidPodError | None]] = {}
+        self._parsed_claims: dict[str, tuple[ClaimRules, Claim | InvalidPodError | None]] = {}
         self._raw: Raw | None = None
-        self._written: Ends | None = None  # None: to be read first
-        self._is_kept = False
-        self._is_told = False  # that the list is not stored whole
-        self._looked_at = self._wrote_at = LONG_AGO
+        self._written: Ends | None = None  # None: must be read first
+        self._is_in_force = False
+        self._is_cut_reported = False  # that the API server drops fields of the object
+        self._checked_at = self._wrote_at = LONG_AGO
         self._were_fresh: set[str] = set()
-        self._closed_at: dict[str, datetime] = {}  # nodes that had evidence, since when they have none
+        self._closed_at: dict[str, datetime] = {}  # nodes that have lost their evidence, and since when
 
-    # What the watch tells.
+    # The listener of the watch of pods.
 
     def replaced(self, objects: Mapping[str, Raw]) -> None:
         found = ((uid_of(raw), Unbound.of(raw)) for raw in objects.values())
         self._unbound = {uid: one for uid, one in found if one is not None}
-        self._read_of.clear()
+        self._parsed_claims.clear()
 
     def changed(self, raw: Raw) -> None:
         one = Unbound.of(raw)
@@ -154,57 +156,57 @@ class BindingEnds:
 
     def deleted(self, raw: Raw) -> None:
         self._unbound.pop(uid_of(raw), None)
-        self._read_of.pop(uid_of(raw), None)
+        self._parsed_claims.pop(uid_of(raw), None)
 
-    # What others ask.
+    # For the reconciler.
 
     def is_closed(self, uid: str) -> bool:
-        """Whether it is written that this pod may be bound no more, replica or no replica. Where Bindings are not
-        judged, because the namespace has opted out since, it may be bound at any time."""
+        """Whether the written object forbids binding this pod while no replica answers. False where the policy does not
+        judge Bindings because the namespace has opted out."""
         one = self._unbound.get(uid)
         if one is not None and not self._is_judged(one):
             return False
         written, now = self._written or {}, self._clock()
         places = ((POD, uid), (NAMESPACE, "" if one is None else one.namespace))
-        return self._is_kept and any(written[place] <= now for place in places if place in written)
+        return self._is_in_force and any(written[place] <= now for place in places if place in written)
 
-    # What is written.
+    # Writing.
 
     def begin(self) -> None:
-        """Elected: another leader has written since."""
+        """Called when this process is elected: another leader may have written."""
         self._written = None
 
     async def step(self) -> None:
-        """One pass. What cannot be written now is tried again in the next one."""
+        """One pass. A failed write is tried again in the next pass."""
         now = self._clock()
-        if not self._is_current() or now - self._looked_at < AT_ONCE:
+        if not self._is_current() or now - self._checked_at < AT_ONCE:
             return
-        self._looked_at = now
+        self._checked_at = now
         try:
             if self._written is None or now - self._wrote_at >= ROUTINE:
                 await self._read()
-            await self._settle(now)
+            await self._update(now)
         except LedgerError as exc:
             self._written = None
-            log.warning("ends of evidence not written for the time without us", problem=str(exc))
+            log.warning("BindingEnds not written", problem=str(exc))
 
     async def _read(self) -> None:
-        """It may have been deleted, or written by another leader."""
+        """Another leader may have written the object, or it may have been deleted."""
         self._raw = await self._objects.get(NAME)
         kept = StoredEnds.of(self._raw)
-        self._written, self._is_kept = kept.ends(), bool(kept.kept)
+        self._written, self._is_in_force = kept.ends(), bool(kept.kept)
 
-    async def _settle(self, now: datetime) -> None:
+    async def _update(self, now: datetime) -> None:
         written = self._written or {}
         self._fleet.advance(now)
         judged = [one for one in self._unbound.values() if self._is_judged(one)]
         wanted = within_the_limit(self._nodes(written, now, judged), self._pods(judged))
-        is_due = now - self._wrote_at >= ROUTINE and (wanted != written or not self._is_kept)
+        is_due = now - self._wrote_at >= ROUTINE and (wanted != written or not self._is_in_force)
         if is_due or any(self._is_urgent(written, wanted, now)):
             await self._write(wanted, now)
 
     def _is_urgent(self, written: Ends, wanted: Ends, now: datetime) -> Iterator[bool]:
-        """What would let a pod through that may be too late."""
+        """Changes without which the policy could let a pod through too late."""
         for key, end in wanted.items():
             yield end < written.get(key, end + NEAR) and (end - now < NEAR or self._is_new_node(written, key))
 
@@ -212,48 +214,50 @@ class BindingEnds:
         return key not in written and key[0] == NODE
 
     async def _write(self, wanted: Ends, now: datetime) -> None:
-        """A list that is not kept so far is stored without `kept` first: nothing may go by one that is cut."""
+        """If the stored list is not in force, it is stored without `kept` first: a list that the API server has cut
+        must not take effect."""
         self._wrote_at = now
         raw = raw_of(wanted, now)
-        unkept = {**raw, "spec": {part: said for part, said in raw["spec"].items() if part != "kept"}}
-        if len(msgspec.json.encode(raw)) > LARGEST:
-            log.error("too many ends of evidence: no pod is bound while no replica answers", entries=len(wanted))
-            await self._stores(raw_of({}, None))
-            is_kept = False
+        not_in_force = {**raw, "spec": {part: text for part, text in raw["spec"].items() if part != "kept"}}
+        if len(msgspec.json.encode(raw)) > MAX_BYTES:
+            log.error("BindingEnds too large: no pod is bound while no replica answers", entries=len(wanted))
+            await self._store(raw_of({}, None))
+            is_in_force = False
         else:
-            is_kept = (self._is_kept or await self._stores(unkept)) and await self._stores(raw)
-            if is_kept:
-                self._tell_closed(wanted)
+            is_in_force = (self._is_in_force or await self._store(not_in_force)) and await self._store(raw)
+            if is_in_force:
+                self._warn_of_closed(wanted)
             elif StoredEnds.of(self._raw).kept:
-                await self._stores(unkept)
-        self._written, self._is_kept = wanted, is_kept
+                await self._store(not_in_force)
+        self._written, self._is_in_force = wanted, is_in_force
 
-    async def _stores(self, raw: Raw) -> bool:
-        """Whether it is stored as it was sent: what its definition does not have, the API server leaves out."""
+    async def _store(self, raw: Raw) -> bool:
+        """Whether the API server stored all that was sent. It drops fields that its CRD does not define."""
         if self._raw is None:
             self._raw = await self._objects.create(raw)
         else:
             self._raw = await self._objects.replace({**self._raw, "spec": raw["spec"]})
         sent, stored = StoredEnds.of(raw), StoredEnds.of(self._raw)
-        if sent != stored and not self._is_told:
+        if sent != stored and not self._is_cut_reported:
             parts = [part for part in StoredEnds.__struct_fields__ if getattr(sent, part) != getattr(stored, part)]
             log.error(
-                "ends of evidence are not stored whole, so no pod is bound while no replica answers: "
+                "the API server drops fields of BindingEnds, so no pod is bound while no replica answers: "
                 "apply the CRDs of this version",
                 parts=parts,
             )
-        self._is_told = sent != stored
+        self._is_cut_reported = sent != stored
         return sent == stored
 
-    def _tell_closed(self, wanted: Ends) -> None:
+    def _warn_of_closed(self, wanted: Ends) -> None:
         closed = sorted(name for kind, name in wanted if kind == NAMESPACE)
         if closed and any((NAMESPACE, name) not in (self._written or {}) for name in closed):
             log.warning(
-                "too many pods with a claim: none of these is bound while no replica answers", namespaces=closed
+                "too many pods with a claim: no pod of these namespaces is bound while no replica answers",
+                namespaces=closed,
             )
 
     def _is_judged(self, one: Unbound) -> bool:
-        """A namespace that nobody has told of may have come with its first pods."""
+        """A namespace that is not known counts as judged: it may be as new as its pods."""
         return self.namespaces.get(one.namespace) is not False
 
     def _nodes(self, written: Ends, now: datetime, judged: Iterable[Unbound]) -> Ends:
@@ -266,14 +270,14 @@ class BindingEnds:
         self._closed_at = {
             name: since
             for name, since in closed.items()
-            if now - since < LINGERS or any(one.may_go_to(name) for one in on_their_way)
+            if now - since < CLOSED_FOR or any(one.may_go_to(name) for one in on_their_way)
         }
-        said = {name: indexed_nodes[name].evidence for name in fresh}
-        ends = {name: one.until for name, one in said.items() if one is not None and one.until is not None}
+        proven = {name: indexed_nodes[name].evidence for name in fresh}
+        ends = {name: one.until for name, one in proven.items() if one is not None and one.until is not None}
         return {(NODE, name): whole(end) for name, end in (ends | dict.fromkeys(self._closed_at, LONG_AGO)).items()}
 
     def _pods(self, judged: Iterable[Unbound]) -> dict[str, Ends]:
-        """By namespace."""
+        """The ends of pods by namespace."""
         found = defaultdict[str, Ends](dict)
         for one in judged:
             end = self._end_of(one)
@@ -288,21 +292,22 @@ class BindingEnds:
             return True
 
     def _asked(self, one: Unbound) -> Claim | None:
-        """What it asks for itself, read once for as long as it is read alike. Raises InvalidPodError."""
+        """The claim by the pod's own request. Parsed once, and again if the namespace's rules change. Raises
+        InvalidPodError."""
         rules, uid = self._claims.known_within(one.namespace), one.pod.meta.uid or ""
-        known = self._read_of.get(uid)
+        known = self._parsed_claims.get(uid)
         if known is None or known[0] != rules:
             try:
                 known = rules, claim_of(one.pod, rules)
             except InvalidPodError as exc:
                 known = rules, exc
-            self._read_of[uid] = known
+            self._parsed_claims[uid] = known
         if isinstance(known[1], InvalidPodError):
             raise known[1].with_traceback(None)
         return known[1]
 
     def _end_of(self, one: Unbound) -> datetime | None:
-        """None for a pod that its node alone decides about: one without a claim, or held to proven nodes."""
+        """None if only the node decides: for a pod without a claim, or pinned to proven nodes."""
         recorded = one.recorded
         try:
             if recorded is not None and recorded.count:
@@ -336,10 +341,11 @@ def uid_of(raw: Raw) -> str:
 
 
 def within_the_limit(nodes: Ends, pods: Mapping[str, Ends]) -> Ends:
-    """Pods that are not listed may be bound. So where there is no room for all of a namespace's, it is closed whole.
-    Those with the fewest come first: of N namespaces none is closed whose pods take an Nth of the room, or less."""
+    """The ends that fit into the object. A pod that is not listed may be bound, so a namespace whose pods do not all
+    fit is closed as a whole. Namespaces with the fewest pods come first: with N namespaces, none that needs at most an
+    Nth of the room is closed."""
     found = dict(nodes)
-    room = LARGEST - len(msgspec.json.encode(raw_of(nodes, LONG_AGO))) - sum(map(size_of, pods))
+    room = MAX_BYTES - len(msgspec.json.encode(raw_of(nodes, LONG_AGO))) - sum(map(size_of, pods))
     for namespace, ends in sorted(pods.items(), key=lambda one: (len(one[1]), one[0])):
         room -= sum(size_of(uid) for _, uid in ends)
         found |= ends if room >= 0 else {(NAMESPACE, namespace): LONG_AGO}
@@ -347,11 +353,11 @@ def within_the_limit(nodes: Ends, pods: Mapping[str, Ends]) -> Ends:
 
 
 def size_of(name: str) -> int:
-    return len(name) + OF_AN_ENTRY
+    return len(name) + ENTRY_BYTES
 
 
 def raw_of(ends: Ends, kept: datetime | None) -> Raw:
-    """An object without `kept` is none that anybody keeps."""
+    """The object. Without `kept` the policy does not apply it."""
     spec: Raw = {} if kept is None else {"kept": stamp(kept), "nodes": {}, "namespaces": {}, "pods": {}}
     for (kind, name), end in ends.items():
         spec[f"{kind}s"][name] = stamp(end)
@@ -359,16 +365,17 @@ def raw_of(ends: Ends, kept: datetime | None) -> Raw:
 
 
 async def ensure_binding_ends(objects: ObjectClient) -> None:
-    """The policy refuses every Binding of a scheduler while there is no such object, reviewed or not."""
+    """Creates the object if it is missing: without it the policy refuses every Binding of a scheduler, reviewed or
+    not."""
     try:
         await objects.create(raw_of({}, None))
     except LedgerError as exc:
-        if not isinstance(exc, StaleError):  # there is one
-            log.warning("no ends of evidence could be written", problem=str(exc))
+        if not isinstance(exc, StaleError):  # it exists
+            log.warning("BindingEnds not created", problem=str(exc))
 
 
 def whole(moment: datetime) -> datetime:
-    """The second before, if it is within one: too early is safe."""
+    """Rounded down to the second: too early is safe."""
     return moment.replace(microsecond=0)
 
 
@@ -377,7 +384,7 @@ def stamp(moment: datetime) -> str:
 
 
 def moment_of(text: str) -> datetime:
-    """What nobody of ours has written is over."""
+    """A time that cannot be parsed counts as past."""
     try:
         found = datetime.fromisoformat(text)
     except ValueError:

@@ -19,9 +19,9 @@ log = structlog.get_logger(__name__)
 
 
 class ClusterFleet:
-    """Tells the fleet of nodes with their devices, from two watches that know nothing of each other.
+    """Combines the watches of Nodes and of GPUNodes into the fleet.
 
-    A node whose object cannot be read stays as it was known, and the others are served on.
+    A Node that cannot be read keeps its last state. The other nodes are not affected.
     """
 
     def __init__(self, fleet: Fleet, clock: Clock, proven: Callable[[str], Evidence | None]) -> None:
@@ -32,40 +32,40 @@ class ClusterFleet:
         self._devices: dict[str, tuple[Device, ...]] = {}
         self._born: dict[str, datetime | None] = {}
 
-    def know_node(self, raw: Raw) -> None:
+    def put_node(self, raw: Raw) -> None:
         try:
             node, born = node_of(raw), creation_time_of(raw)
         except msgspec.ValidationError as exc:
-            log.warning("Node left as it was known", exc_info=exc)
+            log.warning("Node cannot be read, its last state is kept", exc_info=exc)
             return
         self._nodes[node.name], self._born[node.name] = node, born
-        self._show(node.name)
+        self._update(node.name)
 
-    def forget_node(self, name: str) -> None:
+    def remove_node(self, name: str) -> None:
         self._nodes.pop(name, None)
         self._born.pop(name, None)
-        self._show(name)
+        self._update(name)
 
-    def know_devices(self, name: str, devices: tuple[Device, ...]) -> None:
+    def put_devices(self, name: str, devices: tuple[Device, ...]) -> None:
         self._devices[name] = devices
-        self._show(name)
+        self._update(name)
 
     def quarantine(self, name: str) -> None:
-        """They are there, and nobody can say who has them."""
+        """Marks the node's devices as unhealthy: it is unknown which pods hold them."""
         self._devices[name] = tuple(evolve(one, is_healthy=False) for one in self._devices.get(name, ()))
-        self._show(name)
+        self._update(name)
 
-    def forget_devices(self, name: str) -> None:
+    def remove_devices(self, name: str) -> None:
         self._devices.pop(name, None)
-        self._show(name)
+        self._update(name)
 
     def prove(self, name: str) -> None:
-        """The word on a node's evidence may have changed."""
-        word = self._proven(name)
-        is_of_another = word is not None and is_older(word, self._born.get(name))
-        self._fleet.prove(name, None if is_of_another else word, self._clock())
+        """Reads the node's evidence again."""
+        evidence = self._proven(name)
+        is_of_another = evidence is not None and is_older(evidence, self._born.get(name))
+        self._fleet.prove(name, None if is_of_another else evidence, self._clock())
 
-    def _show(self, name: str) -> None:
+    def _update(self, name: str) -> None:
         node = self._nodes.get(name)
         if node is None:
             self._fleet.remove(name)
@@ -83,7 +83,7 @@ class ClusterFleet:
 
 
 class NodesListener:
-    """Hears of Node objects."""
+    """Listener of the watch of Nodes."""
 
     def __init__(self, inventory: ClusterFleet) -> None:
         self._inventory = inventory
@@ -91,19 +91,19 @@ class NodesListener:
     def replaced(self, objects: Mapping[str, Raw]) -> None:
         names = {raw["metadata"]["name"] for raw in objects.values()}
         for name in self._inventory.node_names - names:
-            self._inventory.forget_node(name)
+            self._inventory.remove_node(name)
         for raw in objects.values():
-            self._inventory.know_node(raw)
+            self._inventory.put_node(raw)
 
     def changed(self, raw: Raw) -> None:
-        self._inventory.know_node(raw)
+        self._inventory.put_node(raw)
 
     def deleted(self, raw: Raw) -> None:
-        self._inventory.forget_node(raw["metadata"]["name"])
+        self._inventory.remove_node(raw["metadata"]["name"])
 
 
 class GpuNodesListener:
-    """Hears of GPUNode objects: devices for the inventory, reservations for the ledger."""
+    """Listener of the watch of GPUNodes: devices go to the fleet, reservations to the ledger."""
 
     def __init__(self, inventory: ClusterFleet, *, learn: Callable[[Raw], None], forget: Callable[[str], None]) -> None:
         self._inventory = inventory
@@ -121,16 +121,16 @@ class GpuNodesListener:
         try:
             node = GpuNode.parse(raw)
         except UnreadableGpuNodeError as exc:
-            log.warning("GPUNode cannot be read, its devices are offered to nobody", problem=str(exc))
+            log.warning("GPUNode cannot be read, its devices are not offered", problem=str(exc))
             self._inventory.quarantine(raw["metadata"]["name"])
             self._forget(raw["metadata"]["name"])
             return
-        self._learn(raw)  # before its devices are offered: what is held of them has to be known first
-        self._inventory.know_devices(node.name, node.devices)
+        self._learn(raw)  # the reservations must be known before the devices are offered
+        self._inventory.put_devices(node.name, node.devices)
 
     def deleted(self, raw: Raw) -> None:
         self._gone(raw["metadata"]["name"])
 
     def _gone(self, name: str) -> None:
-        self._inventory.forget_devices(name)
+        self._inventory.remove_devices(name)
         self._forget(name)

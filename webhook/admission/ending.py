@@ -1,4 +1,4 @@
-"""The end of a pod, where reviews are all that tells of it."""
+"""Handles the end of a pod in embedded mode, where reviews are the only source."""
 
 import structlog
 
@@ -23,8 +23,8 @@ class PodEnding:
         self._pods = pods
         self._hinting = hinting
 
-    async def ended(self, review: Review) -> Verdict:
-        """Embedded, a DELETE review is all we shall hear of a pod's end; in a cluster only the watch ends pods."""
+    async def release_gpus(self, review: Review) -> Verdict:
+        """Releases the pod's GPUs in embedded mode. In a cluster only the pod watch ends pods."""
         if review.is_dry_run or review.subresource or not self._pods.trusts_reviews:
             return NOT_ASKED
         old = Pod.parse(review.raw_old or {})
@@ -34,13 +34,14 @@ class PodEnding:
         uid = old.meta.uid or await self._pods.uid_of(review.namespace, name)
         pod = PodIdentity(review.namespace, name, uid)
         carried = ReservationId(old.annotations.get(keys.RESERVATION_ID.name) or "")
-        for reservation_id in await self._freed(pod, carried):
+        for reservation_id in await self._release_all(pod, carried):
             self._pods.ended(pod)
             log.info("pod ended", reservation=reservation_id, namespace=pod.namespace, name=pod.name)
         return NOT_ASKED
 
-    async def _freed(self, pod: PodIdentity, carried: ReservationId) -> list[ReservationId]:
-        """All that is held under the pod's uid; if nothing is, what it carries: its uid may never have been told."""
+    async def _release_all(self, pod: PodIdentity, carried: ReservationId) -> list[ReservationId]:
+        """Releases all reservations of the pod's uid. If there are none, releases the one named in its annotation: the
+        uid may never have been recorded."""
         freed = []
         while (held := self._ledger.of_pod(pod.uid) if pod.uid else None) is not None:
             if not await self._ledger.release(held.id, pod, node=held.node):

@@ -1,4 +1,4 @@
-"""What is done in the API server to nodes and pods whose evidence has ended: a taint, an eviction."""
+"""Taints nodes and evicts pods in the API server when evidence has ended."""
 
 from collections.abc import Mapping
 
@@ -20,13 +20,13 @@ GONE, CONFLICT = 404, 409
 
 
 class ApiEvictor:
-    """By the API server, and so within what its disruption budgets allow."""
+    """Uses the eviction API, so disruption budgets apply."""
 
     def __init__(self, api: ApiClient) -> None:
         self._api = api
 
     async def taint(self, node: str, *, wanted: bool) -> None:
-        """Taints are one list, so it is written under the version that was read."""
+        """Writes the list of taints under the resourceVersion that it was read with."""
         ours = {"key": keys.EVIDENCE_LOST_TAINT, "effect": "NoSchedule"}
         found = await self._read(node)
         was = [] if found is None else found["spec"].get("taints") or []
@@ -37,7 +37,7 @@ class ApiEvictor:
         taints = [*others, *([ours] if wanted else [])]
         patch = {"metadata": {"resourceVersion": version}, "spec": {"taints": taints}}
         await self._answered("PATCH", NODE_PATH, {"name": node}, patch, kind=MERGE_PATCH)
-        log.info("taint put on" if wanted else "taint taken off", node=node, taint=keys.EVIDENCE_LOST_TAINT)
+        log.info("taint added" if wanted else "taint removed", node=node, taint=keys.EVIDENCE_LOST_TAINT)
 
     async def _read(self, node: str) -> Raw | None:
         body = await self._answered("GET", NODE_PATH, {"name": node}, fine=(GONE,))
@@ -56,19 +56,21 @@ class ApiEvictor:
         kind: str = JSON,
         fine: tuple[int, ...] = (),
     ) -> bytes | None:
-        """What the API server says; None where it refuses in a way that is no mistake."""
+        """The body of the answer; None for the statuses in `fine`. Raises EvictionError."""
         try:
-            status, said = await request_json(self._api, method, path, names, body, seconds=REQUEST_TIMEOUT, kind=kind)
+            status, answer = await request_json(
+                self._api, method, path, names, body, seconds=REQUEST_TIMEOUT, kind=kind
+            )
         except REQUEST_ERRORS as exc:
             raise EvictionError("the API server cannot be reached") from exc
         if status in fine:
             return None
         if status >= 400:
-            raise EvictionError(error_message(status, said))
-        return said
+            raise EvictionError(error_message(status, answer))
+        return answer
 
     async def evict(self, pod: PodIdentity) -> None:
-        """Under the pod's uid: whoever has come by its name since is left alone."""
+        """The uid is a precondition, so a newer pod of the same name is not evicted."""
         body = {
             "apiVersion": "policy/v1",
             "kind": "Eviction",

@@ -1,7 +1,7 @@
-"""Evidence while pods run: every change of a node's evidence is told, and what becomes of pods that lose it is policy.
+"""Reports every change of a node's evidence while pods run, and applies the configured policy to pods that lose it.
 
-Nothing is done about what is only glimpsed: while a watch is interrupted, right after, or about evidence whose newest
-word is still to be written down.
+Acts only on settled facts: not while a watch is interrupted or right after, and not on evidence whose newest state is
+still to be written.
 """
 
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
@@ -37,22 +37,22 @@ from webhook.runtime.telemetry import EvidenceCounts
 log = structlog.get_logger(__name__)
 
 
-# What the watches say has to stay so for as long before anybody acts: they catch up with what was missed after an
-# interruption, and a word that was taken away by hand is written anew.
+# A loss must last this long before anything is done. Watches catch up after an interruption, and evidence that was
+# deleted by hand is written again.
 SETTLED = timedelta(seconds=2)
-# Between two tries at one pod or node: doubling, up to a minute.
+# Between two tries for one pod or node.
 BACKOFF = Backoff(timedelta(seconds=2), timedelta(minutes=1))
-# What one pass does: more would keep other work of the process waiting.
+# Actions per pass, so that the process's other work is not held up.
 AT_A_TIME = 50
-# Classes of nodes that the metrics tell apart.
+# The number of node classes in the metrics.
 MAX_CLASSES = 30
 OTHER_CLASS = "other"
-# An API server that does not answer is not asked fifty times a pass.
+# A pass ends after this many failures: the API server may be down.
 MAX_FAILURES = 3
 
 
 class OnEvidenceLost(StrEnum):
-    """What becomes of pods on a node whose evidence has ended; they are reported in any case."""
+    """What happens to pods on a node whose evidence has ended. They are reported in any case."""
 
     REPORT = "report"
     TAINT = "taint"
@@ -60,25 +60,25 @@ class OnEvidenceLost(StrEnum):
 
 
 class EvictionError(GpuwardenError):
-    """It could not be done now; the text says why."""
+    """The action failed; the text says why. It may be tried again."""
 
 
 class Evictor(Protocol):
-    """What can be done to nodes and pods. Both raise MeasureError."""
+    """Acts on nodes and pods in the API server. Both methods raise EvictionError."""
 
     async def taint(self, node: str, *, wanted: bool) -> None:
-        """Our taint, put on the node or taken off; those of others stay. A node that is gone is no mistake."""
+        """Adds or removes our taint and keeps all others. Does nothing if the node is gone."""
 
     async def evict(self, pod: PodIdentity) -> None:
-        """This very pod, as far as disruption budgets allow it; one that is gone is no mistake."""
+        """Evicts the pod of this uid within its disruption budgets. Does nothing if it is gone."""
 
 
 @frozen
 class BoundPod:
-    """A pod that is on a node and was let there by its claim, as the pod says itself.
+    """A pod on a node, with the claim that it is checked against.
 
-    A record of GPUs that are reserved is what it was let in by. Without one, where no review of ours was asked, it is
-    held to what it asks itself, and to what its namespace demands: `is_bound`.
+    That is the claim of its reservation, if it has one. A pod without one was not reviewed by us. It is checked against
+    its own request and its namespace's policy (`is_bound`).
     """
 
     pod: PodIdentity
@@ -90,7 +90,7 @@ class BoundPod:
 
     @classmethod
     def of(cls, raw: Raw, rules: ClaimRules) -> "BoundPod | None":
-        """None if it is on no node, has ended, or has no claim."""
+        """None if the pod is on no node, has ended, or has no claim."""
         try:
             wire = msgspec.convert(raw, ReservedPodWire)
             meta = wire.metadata or ReservedPodMetaWire()
@@ -101,7 +101,7 @@ class BoundPod:
             pod = Pod.parse(raw)
             recorded = recorded_or_none(pod)
             is_reserved = recorded and recorded.count and pod.annotations.get(keys.RESERVATION_ID.name)
-            claim = recorded if is_reserved else unvouched(recorded, asked_of(pod, rules))
+            claim = recorded if is_reserved else unreserved_claim(recorded, asked_of(pod, rules))
         except (msgspec.ValidationError, InvalidPodError):
             return None
         if claim is None:
@@ -111,27 +111,27 @@ class BoundPod:
             node=node,
             claim=claim,
             is_bound=not is_reserved,
-            owner=owner_in(meta.owner_references or (), meta.namespace or ""),
+            owner=controller_of(meta.owner_references or (), meta.namespace or ""),
             is_leaving=meta.deletion_timestamp is not None,
         )
 
 
 def asked_of(pod: Pod, rules: ClaimRules) -> Claim | None:
-    """A claim that cannot be read takes the pod out of nobody's sight: it asks for nothing more than its namespace
-    demands."""
+    """The claim by the pod's own request. A claim that cannot be read counts as one that requires what the namespace
+    requires."""
     try:
         return claim_of(pod, rules)
     except InvalidPodError:
         return Claim(ClaimRecord())
 
 
-def unvouched(recorded: Claim | None, asked: Claim | None) -> Claim | None:
-    """Of a pod that no ledger knows of. A record that contradicts the pod says nothing."""
+def unreserved_claim(recorded: Claim | None, asked: Claim | None) -> Claim | None:
+    """The claim of a pod without a reservation. A record that contradicts the pod's request is ignored."""
     return asked if recorded is None else believed(recorded, asked) or asked
 
 
-def owner_in(references: Iterable[OwnerReference], namespace: str) -> Subject | None:
-    """The controller that has made the pod: its author looks there first."""
+def controller_of(references: Iterable[OwnerReference], namespace: str) -> Subject | None:
+    """The controller that created the pod; it receives the Event too."""
     for one in references:
         if one.controller:
             return Subject(one.kind, one.name, namespace, one.uid, one.api_version)
@@ -140,82 +140,85 @@ def owner_in(references: Iterable[OwnerReference], namespace: str) -> Subject | 
 
 @define
 class LostEvidence:
-    """A pod without the evidence that it needs."""
+    """A pod that lacks the evidence that it needs, since when and why."""
 
-    resident: BoundPod
+    pod_on_node: BoundPod
     text: str
     since: datetime
-    is_told: bool = False
+    is_reported: bool = False
 
 
 class EvidenceLoss:
-    """Hears of pods from a watch, goes by the fleet, and acts in `step`."""
+    """Listener of the watch of pods. `step` compares them with the fleet, reports, and acts."""
 
     def __init__(
         self,
         fleet: Fleet,
         policy: EvidencePolicy,
         on_lost: OnEvidenceLost,
-        measures: Evictor,
+        evictor: Evictor,
         events: Events,
         clock: Clock,
         claims: ClaimReader,
         *,
         is_current: Callable[[], bool],
-        is_update_pending: Callable[[str], bool],
-        is_vouched: Callable[[BoundPod], bool],
+        is_write_pending: Callable[[str], bool],
+        is_claim_known: Callable[[BoundPod], bool],
         count_change: Callable[[str], None],
     ) -> None:
-        """`is_update_pending`: newer evidence of a node awaits its write. `is_vouched`: a ledger knows the claim."""
+        """`is_write_pending`: the node's evidence has a newer state that is not written yet.
+
+        `is_claim_known`: the ledger has the pod's claim."""
         self._fleet = fleet
         self._policy = policy
         self._on_lost = on_lost
-        self._measures = measures
+        self._evictor = evictor
         self._events = events
         self._clock = clock
         self._claims = claims
         self._is_current = is_current
-        self._is_update_pending = is_update_pending
-        self._is_vouched = is_vouched
+        self._is_write_pending = is_write_pending
+        self._is_claim_known = is_claim_known
         self._changes = Changes(fleet, count_change)
         self._current_since: datetime | None = None
-        self._residents: dict[str, BoundPod] = {}
+        self._bound_pods: dict[str, BoundPod] = {}
         self._losses: dict[str, LostEvidence] = {}
-        # Pods whose node was seen to suit what they ask: who asks for something else later has not lost it.
+        # Uids and hashes of pods whose node has been seen to match. A pod that changes its request has not lost
+        # evidence.
         self._were_proven: set[tuple[str, frozenset[str]]] = set()
         self._tries: dict[str, Retry] = {}
 
-    # What the watch tells.
+    # The listener of the watch of pods.
 
     def replaced(self, objects: Mapping[str, Raw]) -> None:
         found = (BoundPod.of(raw, self._claims.rules) for raw in objects.values())
-        self._residents = {one.pod.uid: one for one in found if one is not None}
+        self._bound_pods = {one.pod.uid: one for one in found if one is not None}
 
     def changed(self, raw: Raw) -> None:
         one = BoundPod.of(raw, self._claims.rules)
         if one is None:
             self.deleted(raw)
         else:
-            self._residents[one.pod.uid] = one
+            self._bound_pods[one.pod.uid] = one
 
     def deleted(self, raw: Raw) -> None:
-        self._residents.pop(str(raw["metadata"].get("uid")), None)
+        self._bound_pods.pop(str(raw["metadata"].get("uid")), None)
 
-    # What is shown to whoever looks, in whatever process.
+    # For the metrics, in any process.
 
     def counts(self) -> EvidenceCounts:
         self._fleet.advance(self._clock())
-        return EvidenceCounts(pods_without=sum(self._objection(one) is not None for one in self._residents.values()))
+        return EvidenceCounts(pods_without=sum(self._objection(one) is not None for one in self._bound_pods.values()))
 
-    # What is done about it.
+    # Reports and actions.
 
     def begin(self) -> None:
-        """Elected: what was glimpsed before may have come and gone since."""
+        """Called when this process is elected: earlier observations may be out of date."""
         self._current_since = None
         self._losses.clear()
 
     async def step(self) -> None:
-        """One pass. What cannot be done now is tried again later."""
+        """One pass. A failed action is tried again later."""
         now = self._clock()
         if not self._is_current():
             self._current_since = None
@@ -224,52 +227,53 @@ class EvidenceLoss:
         if now - self._current_since < SETTLED:
             return
         self._fleet.advance(now)
-        self._tell_changes(now)
-        self._look(now)
+        self._report_changes(now)
+        self._update_losses(now)
         lost = [
             one
             for one in self._losses.values()
-            if now - one.since >= SETTLED and not self._is_update_pending(one.resident.node)
+            if now - one.since >= SETTLED and not self._is_write_pending(one.pod_on_node.node)
         ]
-        self._tell_losses(lost, now)
+        self._report_losses(lost, now)
         await self._act(lost, now)
 
-    def _tell_changes(self, now: datetime) -> None:
+    def _report_changes(self, now: datetime) -> None:
         if not self._changes.has_begun:
             log.info("evidence watched", nodes=len(self._fleet.indexed_nodes), policy=self._on_lost)
-        for one in self._changes.since_last(self._is_update_pending):
-            # The moment tells it from the same change of another day, which is told as well.
+        for one in self._changes.since_last(self._is_write_pending):
+            # The time makes it differ from an equal change at another time, which is reported too.
             text = f"evidence was {one.was}, is {one.word}; {moment(now)}, by {one.source}"
             self._events.record(Subject.of_node(one.node), Reason.EVIDENCE_CHANGED, text, is_warning=one.is_worse)
 
-    def _look(self, now: datetime) -> None:
-        """Which pods are without evidence, and since when. News that is still to be written down may say otherwise."""
+    def _update_losses(self, now: datetime) -> None:
+        """Updates which pods lack evidence, and since when. Evidence that is still to be written is not counted as
+        lost."""
         losses: dict[str, LostEvidence] = {}
         were_proven = self._were_proven
-        for uid, one in self._residents.items():
+        for uid, one in self._bound_pods.items():
             objection = self._objection(one)
             if objection is None:
                 were_proven.add((uid, self._claim(one).hashes))
             elif uid in self._losses:
-                losses[uid] = evolve(self._losses[uid], resident=one, text=objection)
-            elif not self._is_update_pending(one.node):
+                losses[uid] = evolve(self._losses[uid], pod_on_node=one, text=objection)
+            elif not self._is_write_pending(one.node):
                 losses[uid] = LostEvidence(one, objection, now)
         self._losses = losses
-        self._were_proven = {known for known in were_proven if known[0] in self._residents}
+        self._were_proven = {known for known in were_proven if known[0] in self._bound_pods}
 
     def _objection(self, one: BoundPod) -> str | None:
-        """What speaks against the pod's being where it is; a node that is gone takes its pods with it."""
+        """Why the pod may not be on its node. None for a node that is gone: its pods go with it."""
         indexed, claim = self._fleet.indexed_nodes.get(one.node), self._claim(one)
         if indexed is None or suits(indexed, claim):
             return None
-        # Nobody knows of a pod without a record whether we have let it in, unless it asks for evidence itself.
+        # It is unknown whether a pod without a record was admitted by us, unless it asks for evidence itself.
         if one.is_bound and not claim.hashes:
             return None
         denial = check.still_proven(claim, one.node, self._fleet, self._policy)
         return None if denial is None else denial.message
 
     def _claim(self, one: BoundPod) -> Claim:
-        """Within its namespace, as it is known by now: pods are heard of before their namespaces too."""
+        """The claim, with what the namespace requires by now: the pod's event may come before its namespace's."""
         bond = self._claims.namespaces.known(one.pod.namespace) if one.is_bound else None
         if not bond or not bond.hashes:
             return one.claim
@@ -277,15 +281,15 @@ class EvidenceLoss:
         hashes = bond.held_to(record.hashes) or record.hashes
         return Claim(msgspec.structs.replace(record, hashes=hashes), one.claim.nodes)
 
-    def _tell_losses(self, lost: Iterable[LostEvidence], now: datetime) -> None:
+    def _report_losses(self, lost: Iterable[LostEvidence], now: datetime) -> None:
         for one in lost:
-            if one.is_told:
+            if one.is_reported:
                 continue
-            one.is_told, resident = True, one.resident
-            self._events.record(Subject.of_pod(resident.pod), Reason.EVIDENCE_LOST, f"{one.text}; {moment(now)}")
-            if resident.owner is not None:
-                text = f"pod {resident.pod.name}: {one.text}; {moment(now)}"
-                self._events.record(resident.owner, Reason.EVIDENCE_LOST, text)
+            one.is_reported, pod_on_node = True, one.pod_on_node
+            self._events.record(Subject.of_pod(pod_on_node.pod), Reason.EVIDENCE_LOST, f"{one.text}; {moment(now)}")
+            if pod_on_node.owner is not None:
+                text = f"pod {pod_on_node.pod.name}: {one.text}; {moment(now)}"
+                self._events.record(pod_on_node.owner, Reason.EVIDENCE_LOST, text)
 
     async def _act(self, lost: list[LostEvidence], now: datetime) -> None:
         wanted = dict(self._wanted(lost))
@@ -293,57 +297,59 @@ class EvidenceLoss:
         due = [what for what in wanted if what not in self._tries or self._tries[what].not_before <= now]
         failures = 0
         for what in due[:AT_A_TIME]:
-            # After a success too: the watch needs its time to tell.
+            # After a success too: the watch needs time to show it.
             self._tries.setdefault(what, Retry(now)).postpone(now, BACKOFF)
             try:
                 await wanted[what]()
             except EvictionError as exc:
-                log.warning("left for a later pass", what=what, policy=self._on_lost, problem=str(exc))
+                log.warning("action failed, it is tried again later", what=what, policy=self._on_lost, problem=str(exc))
                 failures += 1
                 if failures >= MAX_FAILURES:
                     return
 
     def _wanted(self, lost: Iterable[LostEvidence]) -> Iterator[tuple[str, Callable[[], Awaitable[None]]]]:
-        """What is to be done by policy, under a name for each."""
+        """The actions that the policy requires, each with a name."""
         for name, wanted in self._taints_due(lost):
-            yield f"node {name}", partial(self._measures.taint, name, wanted=wanted)
+            yield f"node {name}", partial(self._evictor.taint, name, wanted=wanted)
         if self._on_lost is OnEvidenceLost.EVICT:
-            for one in (one.resident for one in lost):
+            for one in (one.pod_on_node for one in lost):
                 if not one.is_leaving:
                     yield f"pod {one.pod.namespace}/{one.pod.name} {one.pod.uid}", partial(self._evict, one.pod)
 
     def _taints_due(self, lost: Iterable[LostEvidence]) -> Iterator[tuple[str, bool]]:
-        """Nodes that lack our taint, or bear it for nothing.
+        """The nodes whose taint must be added or removed.
 
-        What a pod says of its own claim taints no node: anybody may write that where we do not review. A ledger has to
-        know the claim, or the node has to have suited it before our eyes.
+        A pod's own annotations are no reason to taint a node: where we do not review, anyone can write them. The ledger
+        must know the claim, or the node must have been seen to match it.
         """
-        nodes = {one.resident.node for one in self._losses.values()}  # the newest included: no taint comes off for them
-        believed = {one.resident.node for one in lost if self._is_believed(one.resident)}
+        nodes = {
+            one.pod_on_node.node for one in self._losses.values()
+        }  # the newest losses included: they keep a taint in place
+        believed = {one.pod_on_node.node for one in lost if self._may_taint(one.pod_on_node)}
         for name, indexed in self._fleet.indexed_nodes.items():
             is_tainted = has_our_taint(indexed.node)
             is_back = name not in nodes and indexed.state is EvidenceState.FRESH
             wanted = self._on_lost is OnEvidenceLost.TAINT and (name in believed or (is_tainted and not is_back))
-            if wanted != is_tainted and not self._is_update_pending(name):
+            if wanted != is_tainted and not self._is_write_pending(name):
                 yield name, wanted
 
-    def _is_believed(self, one: BoundPod) -> bool:
-        return (one.pod.uid, self._claim(one).hashes) in self._were_proven or self._is_vouched(one)
+    def _may_taint(self, one: BoundPod) -> bool:
+        return (one.pod.uid, self._claim(one).hashes) in self._were_proven or self._is_claim_known(one)
 
     async def _evict(self, pod: PodIdentity) -> None:
-        await self._measures.evict(pod)
+        await self._evictor.evict(pod)
         log.info("pod evicted, its node's evidence has ended", namespace=pod.namespace, name=pod.name)
 
 
 def evidence_ages(fleet: Fleet, now: datetime) -> dict[tuple[str, str], float]:
-    """In seconds, of the oldest evidence by state and class of nodes. Labels are others' words: past a number of them
+    """Seconds since the oldest evidence, by state and node class. Classes come from labels, so their number is limited;
     the rest is one class."""
     fleet.advance(now)
     found: dict[tuple[str, str], float] = {}
     classes: set[str] = set()
     for indexed in fleet.indexed_nodes.values():
-        said = indexed.evidence
-        since = None if said is None else said.oldest or said.since
+        evidence = indexed.evidence
+        since = None if evidence is None else evidence.oldest or evidence.since
         if since is None:
             continue
         own = class_of(indexed.node)
@@ -354,19 +360,19 @@ def evidence_ages(fleet: Fleet, now: datetime) -> dict[tuple[str, str], float]:
 
 
 def class_of(node: Node) -> str:
-    """What its GPUs are, by its labels."""
+    """The GPU type by the node's labels; empty if they do not name one."""
     return next((node.labels[key] for key in keys.GPU_TYPE_LABELS if key in node.labels), "")
 
 
 def suits(indexed: IndexedNode, claim: Claim) -> bool:
-    """The usual case, without the work of a decision."""
+    """A cheap check that covers nearly all pods."""
     if indexed.state is not EvidenceState.FRESH or indexed.evidence is None:
         return False
     return not claim.hashes or indexed.evidence.hash in claim.hashes
 
 
-def is_vouched(held: Reservation | None, one: BoundPod) -> bool:
-    """Whether the pod holds what it holds by that very claim."""
+def is_claim_known(held: Reservation | None, one: BoundPod) -> bool:
+    """Whether the reservation that the pod holds was made for this claim."""
     return held is not None and held.claim_digest == one.claim.digest
 
 

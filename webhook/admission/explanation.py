@@ -1,4 +1,4 @@
-"""What would become of a pod: the answers of both webhooks to a dry run of its creation, node by node, and what helps.
+"""Explains what would become of a pod: the answers of both webhooks to a dry run, the verdict on each node, and hints.
 
 The verdict comes from the code that answers reviews, so the two cannot differ.
 """
@@ -22,30 +22,30 @@ from webhook.core.reservation import Phase, Reservation
 from webhook.core.verdict import Admit, Deny, Rehearsal, Verdict
 
 DEFAULT_NAMESPACE = "default"
-# The status code of denials that a part of ours is the reason of, and not the pod.
+# The status code of denials that are our fault, not the pod's.
 UNAVAILABLE = 503
 
 
 class CannotExplainError(GpuwardenError):
-    """What the verdict depends on cannot be looked up at this moment: the same creation may succeed in a moment."""
+    """Something that the verdict depends on cannot be looked up now. A later try may succeed."""
 
 
 class DryRunner(Protocol):
-    """Answers dry runs, as the API server would ask them."""
+    """Answers dry runs as the API server would send them."""
 
-    async def rehearsed(self, raw: Raw, namespace: str) -> Rehearsal:
-        """Nothing is reserved and nothing is counted."""
+    async def dry_run_create(self, raw: Raw, namespace: str) -> Rehearsal:
+        """Reserves nothing and counts nothing in the metrics."""
 
 
 class Explainer:
-    """Explains pods with the parts of one process."""
+    """Explains pods, with the objects of one process."""
 
-    def __init__(self, parts: Parts, rehearsing: DryRunner) -> None:
+    def __init__(self, parts: Parts, dry_runner: DryRunner) -> None:
         self._parts = parts
-        self._rehearsing = rehearsing
+        self._dry_runner = dry_runner
 
-    async def explained(self, raw: Raw) -> Raw:
-        """Of a pod that exists and has its GPUs, which those are; of any other, what would become of its creation.
+    async def explain(self, raw: Raw) -> Raw:
+        """For a pod that has its GPUs, which ones; for any other, what would become of its creation.
 
         Raises CannotExplainError.
         """
@@ -53,15 +53,15 @@ class Explainer:
         held = self._held(raw, namespace)
         if held is not None:
             return result(Admit(), sentence_of(held))
-        done = await self._rehearsing.rehearsed(raw, namespace)
+        done = await self._dry_runner.dry_run_create(raw, namespace)
         if isinstance(done.verdict, Deny) and STATUS_CODES[done.verdict.reason] == UNAVAILABLE:
             raise CannotExplainError(done.verdict.message)
         pod, claim = await self._read(raw, namespace)
         hints = () if pod is None else tuple(near_misses(pod, claim, self._parts.fleet))
-        told = result(done.verdict, message(done, claim), done.warnings, hints, done.patch)
+        explanation = result(done.verdict, message(done, claim), done.warnings, hints, done.patch)
         if pod is not None and claim is not None and refused_at_once(pod, claim, self._parts.rules.dress) is None:
-            told["nodes"] = self._nodes(claim)
-        return told
+            explanation["nodes"] = self._nodes(claim)
+        return explanation
 
     def _held(self, raw: Raw, namespace: str) -> Reservation | None:
         uid = mapping(raw, "metadata").get("uid")
@@ -71,7 +71,7 @@ class Explainer:
         return found
 
     async def _read(self, raw: Raw, namespace: str) -> tuple[Pod | None, Claim | None]:
-        """As far as it can be read: what is wrong with it has been said."""
+        """The pod and its claim, as far as they can be read. The verdict names the mistakes already."""
         pod: Pod | None = None
         try:
             pod = Pod.parse(raw)
@@ -87,7 +87,7 @@ class Explainer:
         return [self._node(fit, claim) for fit in explain(claim, fleet, policy)]
 
     def _node(self, fit: NodeFit, claim: Claim) -> Raw:
-        told: Raw = {
+        explanation: Raw = {
             "name": fit.name,
             "fits": fit.fits,
             "reasons": [] if fit.objection is None else [fit.objection.said_of(claim)],
@@ -95,12 +95,12 @@ class Explainer:
         }
         if fit.objection is Objection.OTHER_HASH:
             evidence = self._parts.fleet.indexed_nodes[fit.name].evidence
-            told["hash"] = evidence.hash if evidence else ""
-        return told
+            explanation["hash"] = evidence.hash if evidence else ""
+        return explanation
 
 
 def sentence_of(held: Reservation) -> str:
-    return f"the pod has {', '.join(held.uuids)} of node {held.node} ({held.phase.value})"
+    return f"the pod has {', '.join(held.uuids)} on node {held.node} ({held.phase.value})"
 
 
 def result(
@@ -125,7 +125,7 @@ def message(done: Rehearsal, claim: Claim | None) -> str:
     if isinstance(done.verdict, Deny):
         return done.verdict.sentence
     if done.verdict.reason is Reason.NOT_ASKED or claim is None:
-        return "the pod asks for nothing of gpuwarden"
+        return "the pod requests nothing from gpuwarden"
     if done.verdict.reason is Reason.QUEUED:
         return next(iter(done.warnings), "the pod waits")
     node = done.verdict.audit.get("node", "").partition(",")[0]

@@ -1,4 +1,4 @@
-"""Keeps the fleet up to date with what the inventory and the evidence providers say."""
+"""Keeps the fleet up to date from the inventory file and the evidence providers."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -21,24 +21,24 @@ from webhook.runtime.telemetry import Metrics
 
 log = structlog.get_logger(__name__)
 
-# How many nodes are taken in before reviews get their turn again.
+# Nodes that are processed before reviews get their turn.
 NODES_AT_A_TIME = 200
-# Between two looks for a first answer, and how many of them pass between two words about it.
+# Seconds between two polls for a first answer, and polls between two warnings about it.
 FIRST_PAUSE = 0.5
-LOOKS_A_WORD = 60
+LOOKS_PER_WARNING = 60
 
 
 @frozen
 class Staleness:
-    """Why what is known may not be what there is, as a sentence. `is_blind`: changes are missed while this lasts; else
-    it is known what is wrong, and decisions go by what was known before."""
+    """Why the fleet may be out of date, as a sentence. `is_blind`: changes are missed while this lasts. Otherwise the
+    cause is known, and decisions use the last good state."""
 
     why: str
     is_blind: bool
 
 
 class FleetUpdater:
-    """Polls, and tells the fleet what is new. A provider that fails changes nothing."""
+    """Polls the inventory and the providers and updates the fleet. A provider that fails changes nothing."""
 
     def __init__(
         self,
@@ -55,31 +55,31 @@ class FleetUpdater:
         self._metrics = metrics
         self._round = ProviderPoll(providers, metrics.count_provider_error)
         self._changes = Changes(fleet, metrics.count_evidence_change)
-        self._said: dict[str, Mapping[str, Evidence]] = {}
+        self._answers: dict[str, Mapping[str, Evidence]] = {}
         self._listed: frozenset[str] = frozenset()
-        # Whether the fleet knows all that was said.
-        self._is_told = False
-        # Sources that have said something newer while the providers were asked.
-        self._newer: set[str] = set()
+        # Whether the fleet has all answers.
+        self._is_applied = False
+        # Sources that reported something newer while the providers were polled.
+        self._newer_sources: set[str] = set()
         self.outdated: Staleness | None = None
 
     async def load(self) -> None:
-        """The first reading; what cannot be read stops the start."""
-        await self._take_in(await self._inventory.poll() or {})
+        """Reads everything once. Raises if the inventory cannot be read."""
+        await self._apply_inventory(await self._inventory.poll() or {})
         await self._poll_evidence()
 
-    async def first_answers(self, sleep: Callable[[float], Awaitable[object]] = asyncio.sleep) -> None:
-        """Until every provider has answered once: who has not been asked yet would have pods refused for nothing."""
+    async def wait_for_first_answers(self, sleep: Callable[[float], Awaitable[object]] = asyncio.sleep) -> None:
+        """Returns when every provider has answered once. Before that, pods would be denied for nothing."""
         looks = 0
         while self._round.unanswered:
-            if looks % LOOKS_A_WORD == 0:
+            if looks % LOOKS_PER_WARNING == 0:
                 log.warning(
-                    "not ready: the first answer of a provider is waited for", providers=sorted(self._round.unanswered)
+                    "not ready: waiting for the first answer of a provider", providers=sorted(self._round.unanswered)
                 )
             looks += 1
             await sleep(FIRST_PAUSE)
             await self._poll_evidence()
-        self._changes.since_last()  # from here on
+        self._changes.since_last()  # changes are reported from here on
 
     async def run(self, interval: float) -> None:
         while True:
@@ -87,30 +87,31 @@ class FleetUpdater:
             await self.refresh()
 
     async def refresh(self) -> None:
-        """One look at everything."""
+        """One poll of the inventory and the providers."""
         inventory = await self._new_inventory()
         if inventory is not None:
-            await self._take_in(inventory)
+            await self._apply_inventory(inventory)
             self._metrics.count_file_reload("inventory", "reloaded")
             log.info("inventory reloaded", nodes=len(inventory), file=str(self._inventory.path))
         await self._poll_evidence()
-        self._tell_changes()
+        self._report_changes()
 
-    def _tell_changes(self) -> None:
-        """Those that time alone has made too. In a cluster the reconciler tells of them, with an Event on the Node."""
+    def _report_changes(self) -> None:
+        """Logs changes of evidence, including those by the passage of time. In a cluster the reconciler reports them,
+        with an Event on the Node."""
         self._fleet.advance(self._clock())
         for one in self._changes.since_last():
             tell = log.warning if one.is_worse else log.info
             tell("evidence changed", node=one.node, was=str(one.was), now=str(one.word), by=one.source)
 
     async def _new_inventory(self) -> Inventory | None:
-        """None if nothing is new, or what is new cannot be used: evidence is asked for all the same."""
+        """None if the file is unchanged or cannot be used. Evidence is polled in both cases."""
         try:
             inventory = await self._inventory.poll()
         except InventoryUnavailableError as exc:
             mistakes = "; ".join(exc.mistakes)
             self.outdated = Staleness(
-                f"{self._inventory.path} cannot be used, its last good content counts: {mistakes}", False
+                f"{self._inventory.path} cannot be used, its last valid content is in force: {mistakes}", False
             )
             self._metrics.count_file_reload("inventory", "refused")
             log.warning(
@@ -123,32 +124,34 @@ class FleetUpdater:
             self.outdated = None
         return inventory
 
-    async def _take_in(self, inventory: Inventory) -> None:
-        inventory = {name: Node(name) for name in self._mapped()} | dict(inventory)
+    async def _apply_inventory(self, inventory: Inventory) -> None:
+        inventory = {name: Node(name) for name in self._nodes_in_hash_map()} | dict(inventory)
         self._listed = frozenset(inventory)
-        inventory = {name: Node(name) for name in self._named()} | inventory
+        inventory = {name: Node(name) for name in self._nodes_named_by_providers()} | inventory
         for name in [name for name in self._fleet.indexed_nodes if name not in inventory]:
             self._fleet.remove(name)
         for number, node in enumerate(inventory.values()):
             self._fleet.put(node, self._clock())
-            await breathe(number)
+            await yield_to_reviews(number)
         for provider in self._providers:
             if isinstance(provider, StaticEvidence):
                 provider.read_from_file(self._inventory.evidence)
-        self._is_told = False
+        self._is_applied = False
 
-    def _mapped(self) -> set[str]:
-        """Nodes that are known by a map of hashes alone."""
+    def _nodes_in_hash_map(self) -> set[str]:
+        """Nodes that only a map of hashes names."""
         return {name for one in self._providers if isinstance(one, StaticEvidence) for name in one.mapped}
 
-    def _named(self) -> set[str]:
-        """Nodes that a provider names which we ask. A proof was sent by the node itself, and would keep it for ever."""
-        asked = [said for source, said in self._said.items() if source not in (StaticEvidence.name, JWT_SVID)]
-        return {name for said in asked for name in said}
+    def _nodes_named_by_providers(self) -> set[str]:
+        """Nodes named by a polled provider. JWT-SVID proofs do not count: nodes send them themselves, and would stay in
+        the fleet for ever."""
+        asked = [by_node for source, by_node in self._answers.items() if source not in (StaticEvidence.name, JWT_SVID)]
+        return {name for by_node in asked for name in by_node}
 
-    def _know_named(self) -> None:
-        """Who is named no more goes with the next news: before, it is told that there is no evidence of it."""
-        named, now = self._named(), self._clock()
+    def _update_named_nodes(self) -> None:
+        """Adds nodes that providers name. Removes nodes that no provider names any more, one poll late: first the fleet
+        learns that they have no evidence."""
+        named, now = self._nodes_named_by_providers(), self._clock()
         known = self._listed | named
         for name in [
             name for name, one in self._fleet.indexed_nodes.items() if name not in known and one.evidence is None
@@ -158,35 +161,35 @@ class FleetUpdater:
             self._fleet.put(Node(name), now)
 
     async def _poll_evidence(self) -> None:
-        self._newer.clear()
+        self._newer_sources.clear()
         answers = await self._round.answers()
-        for name, said in answers.items():
-            if name in self._newer:
+        for source, by_node in answers.items():
+            if source in self._newer_sources:
                 continue
-            self._is_told = self._is_told and said is self._said.get(name)
-            self._said[name] = said
-        if not self._is_told:
-            await self._take_evidence_in()
-            self._is_told = True
+            self._is_applied = self._is_applied and by_node is self._answers.get(source)
+            self._answers[source] = by_node
+        if not self._is_applied:
+            await self._apply_evidence()
+            self._is_applied = True
 
-    async def _take_evidence_in(self) -> None:
-        self._know_named()
+    async def _apply_evidence(self) -> None:
+        self._update_named_nodes()
         for number, name in enumerate(list(self._fleet.indexed_nodes)):
-            self._prove(name)
-            await breathe(number)
+            self._update_evidence(name)
+            await yield_to_reviews(number)
 
-    def prove(self, source: str, name: str, said: Mapping[str, Evidence]) -> None:
-        """`source` has news of one node: the next decision uses it, without waiting for the next poll."""
-        self._said[source] = said
-        self._newer.add(source)
-        self._prove(name)
+    def prove(self, source: str, name: str, by_node: Mapping[str, Evidence]) -> None:
+        """Applies news of one node from `source`, without waiting for the next poll."""
+        self._answers[source] = by_node
+        self._newer_sources.add(source)
+        self._update_evidence(name)
 
-    def _prove(self, name: str) -> None:
-        word = combined([said[name] for said in self._said.values() if name in said], self._round.names)
-        self._fleet.prove(name, word, self._clock())
+    def _update_evidence(self, name: str) -> None:
+        evidence = combined([one[name] for one in self._answers.values() if name in one], self._round.names)
+        self._fleet.prove(name, evidence, self._clock())
 
 
-async def breathe(number: int) -> None:
-    """Let reviews have their turn now and then."""
+async def yield_to_reviews(number: int) -> None:
+    """Lets reviews run now and then."""
     if number % NODES_AT_A_TIME == NODES_AT_A_TIME - 1:
         await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""The pods of a manifest, and those that its controllers would make."""
+"""The pods of a manifest, and those that its controllers would create."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -10,26 +10,26 @@ from webhook.core.keys import POD_INDEX_LABEL
 from webhook.core.raw import Raw
 
 PLURALS = ("List", "PodList")
-# More pods of one StatefulSet tell nobody anything new.
+# More pods of one StatefulSet add nothing to an explanation.
 MOST_ORDINALS = 100
 
 
 class UnreadableManifestError(GpuwardenError):
-    """There is nothing in the text that could be explained."""
+    """The text contains nothing that could be explained."""
 
 
 def namespace_of(raw: Raw) -> str:
-    """Where the pod would be created; empty if it does not say."""
+    """The namespace of the object; empty if it names none."""
     found = mapping(raw, "metadata").get("namespace")
     return found if isinstance(found, str) else ""
 
 
 def pods_of(text: str) -> list[Raw]:
-    """The pods of a manifest, and those that its controllers would make."""
+    """The pods of a manifest, and those that its controllers would create."""
     pods: list[Raw] = []
     try:
         documents = list(yaml.safe_load_all(text))
-    except (yaml.YAMLError, ValueError) as exc:  # a date that is none is a ValueError
+    except (yaml.YAMLError, ValueError) as exc:  # an invalid date raises ValueError
         raise UnreadableManifestError(f"not YAML: {exc}") from exc
     except RecursionError as exc:
         raise UnreadableManifestError("nested too deeply") from exc
@@ -40,12 +40,13 @@ def pods_of(text: str) -> list[Raw]:
 
 
 def pods_in(item: Raw) -> list[Raw]:
-    """The pod itself, which need not say that it is one, or those that its controller would make."""
+    """The pod itself, even without `kind`, or the pods that its controller would create."""
     return [item] if "kind" not in item and mapping(item, "spec") else pods_made_by(item)
 
 
 def pods_made_by(item: Any) -> list[Raw]:
-    """One where all are alike; of a StatefulSet each, for a map says something else of each."""
+    """One pod for a controller whose pods are all alike; each pod of a StatefulSet, because a map differs by
+    ordinal."""
     template = template_of(item)
     if template is None:
         return []
@@ -69,7 +70,7 @@ def named_after(item: Raw, template: Raw) -> Raw:
 
 
 def pods_of_set(item: Raw, template: Raw) -> Iterator[Raw]:
-    """A set that is scaled to none is asked about its first pod."""
+    """The pods of a StatefulSet. One that is scaled to zero yields its first pod."""
     spec, meta = mapping(item, "spec"), mapping(item, "metadata")
     name, uid = meta.get("name") or "", meta.get("uid") or ""
     owner = {"apiVersion": "apps/v1", "kind": "StatefulSet", "name": name, "uid": uid, "controller": True}
@@ -109,7 +110,7 @@ def template_of(item: Any) -> Raw | None:
 
 
 def mapping(whole: Raw, *steps: str) -> Raw:
-    """What stands there if it is a mapping."""
+    """The mapping at this path; empty if there is none."""
     found: Any = whole
     for step in steps:
         found = found.get(step) if isinstance(found, dict) else None

@@ -44,22 +44,22 @@ from webhook.scoring.hints import NOT_SCORED, HintResult, HintService
 
 log = structlog.get_logger(__name__)
 
-# A pod that may wait behind the gate does not wait long for room.
+# Limits how long a pod that may be queued waits for room.
 BEFORE_IT_IS_QUEUED = timedelta(seconds=1)
 
-# It would be the id of a reservation that another pod waits for.
+# The queue uses such ids for the reservations of pods that wait.
 NOT_A_REVIEWS_UID = Deny(
     Reason.NOT_REVIEWED,
-    f"request.uid: no API server's review has a uid that begins with {OWN_IDS!r}",
-    hint="send reviews with uids of their own",
+    f"request.uid: must not begin with {OWN_IDS!r}",
+    hint="send each review with a random uid",
 )
 
-# What a scorer could add to the pod heals none of these.
-HARDER_THAN_HINTS = frozenset(
+# A scorer's hints cannot help against any of these.
+NOT_HELPED_BY_HINTS = frozenset(
     {Reason.NO_PROVEN_NODE, Reason.NO_SUITABLE_NODE, Reason.NOT_IN_MAP, Reason.AMBIGUOUS_NODE}
 )
 
-COPIED = "annotations of another pod's reservation were taken off: gpuwarden writes them"
+COPY_WARNING = "annotations of another pod's reservation were removed: only gpuwarden writes them"
 
 
 class PodMutator:
@@ -77,59 +77,62 @@ class PodMutator:
 
     async def mutated(self, review: Review, answer_by: datetime) -> Verdict:
         if review.is_of_jobs:
-            return self._handed_down(review)
+            return self._mutate_job(review)
         refused = not_reviewed(review)
         if refused is not None:
             return refused
         if review.operation == Operation.DELETE:
-            return await self._ending.ended(review)
+            return await self._ending.release_gpus(review)
         if review.operation == Operation.UPDATE and review.subresource == "ephemeralcontainers":
-            return self._debugged(review)
+            return self._mutate_debug_container(review)
         if review.operation != Operation.CREATE or review.subresource:
-            return NOT_ASKED  # a pod that exists is validated, and nothing else of it patched
+            return NOT_ASKED  # an existing pod is validated only
         if review.uid.startswith(OWN_IDS):
             return NOT_A_REVIEWS_UID
         raw = required_object(review)
         pod = Pod.parse(raw)
-        again = await self._reserved_before(raw, pod, review, answer_by)
-        return await self._reserved_now(raw, pod, review, answer_by) if again is None else again
+        reused = await self._reuse_reservation(raw, pod, review, answer_by)
+        return await self._reserve_and_dress(raw, pod, review, answer_by) if reused is None else reused
 
-    def _debugged(self, review: Review) -> Verdict:
-        """Debug containers see no GPU of the node, where no policy in the API server sees to it."""
+    def _mutate_debug_container(self, review: Review) -> Verdict:
+        """Hides the node's GPUs from debug containers. Needed where the API server has no policy that does it."""
         raw, old = required_object(review), review.raw_old or {}
         Pod.parse(raw), Pod.parse(old)
         patch = list(difference(raw, blind_debugging(raw, old, self._rules.dress)))
         return Admit(patch) if patch else NOT_ASKED
 
-    def _handed_down(self, review: Review) -> Verdict:
-        """A Job is never scored: what it says of its work goes to its pods, and those are."""
+    def _mutate_job(self, review: Review) -> Verdict:
+        """Copies a Job's annotations about its work to its pod template: pods are scored, Jobs are not."""
         if self._hinting is None or review.operation != Operation.CREATE or review.subresource:
             return NOT_ASKED
         raw = required_object(review)
         patch = list(difference(raw, handed_down(raw)))
         return Admit(patch) if patch else NOT_ASKED
 
-    async def _hinted(self, pod: Pod, claim: Claim | None, review: Review, answer_by: datetime) -> HintResult:
-        """What a scorer advises: asked for once it is known that neither map nor evidence stands in the way."""
+    async def _get_hints(self, pod: Pod, claim: Claim | None, review: Review, answer_by: datetime) -> HintResult:
+        """The scorer's advice. The scorer is asked only if neither the placement map nor evidence rules the pod out."""
         if self._hinting is None or keys.JOB_TYPE not in pod.annotations:
             return NOT_SCORED
-        if claim is not None and not self._rules.waits(claim) and no_hint_helps(self._reserver.places(claim, most=1)):
+        if (
+            claim is not None
+            and not self._rules.waits(claim)
+            and hints_cannot_help(self._reserver.placements(claim, most=1))
+        ):
             return NOT_SCORED
         return await self._hinting.hints(pod, claim, review, answer_by)
 
-    def _with_hints(self, raw: RawPod, hinted: HintResult, nodes: tuple[str, ...]) -> tuple[RawPod, tuple[str, ...]]:
-        """The pod as it is answered: with what of the hints suits the nodes that were found for it. And what there is
-        to say of them."""
+    def _apply_hints(self, raw: RawPod, hinted: HintResult, nodes: tuple[str, ...]) -> tuple[RawPod, tuple[str, ...]]:
+        """The pod with the hints that suit its nodes, and warnings about them."""
         if hinted.hints is None:
             return raw, hinted.warnings
         indexed_nodes = self._reserver.fleet.indexed_nodes
         hints = hinted.hints.on_nodes_with(*(indexed_nodes[name].labels for name in nodes if name in indexed_nodes))
-        hinted.tell(hints)
+        hinted.log_written(hints)
         return with_hints(raw, hints, writes_aliases=self._rules.dress.writes_aliases), hints.warnings
 
-    async def _reserved_before(self, raw: RawPod, pod: Pod, review: Review, answer_by: datetime) -> Verdict | None:
-        """A pod keeps what an earlier round of this same creation gave it: another webhook's change brings it back
-        to us under a new review uid, with our own annotations in it."""
+    async def _reuse_reservation(self, raw: RawPod, pod: Pod, review: Review, answer_by: datetime) -> Verdict | None:
+        """Answers a repeated review of the same creation with the reservation that it already has. When another webhook
+        changes the pod, the API server sends it to us again under a new review uid, with our annotations in it."""
         claim = recorded_or_none(pod)
         known = await recorded_reservation(self._ledger, pod) if claim is not None else None
         if claim is None or known is None or not is_this_creation(known, claim, pod, review):
@@ -138,67 +141,67 @@ class PodMutator:
         if more is not None:
             return more
         if check.still_selects(claim, known.node, self._reserver.fleet) is not None:
-            return await self._moved(raw, pod, claim, known, review, answer_by)
+            return await self._move(raw, pod, claim, known, review, answer_by)
         uuids = gpu_order.as_said(pod.annotations, self._as_mapped(claim, known))
-        return self._dressed(raw, pod, Allocation(claim, (known.node,), known.id, uuids))
+        return self._dress(raw, pod, Allocation(claim, (known.node,), known.id, uuids))
 
-    async def _moved(
+    async def _move(
         self, raw: RawPod, pod: Pod, claim: Claim, known: Reservation, review: Review, answer_by: datetime
     ) -> Verdict:
-        """Where it was to be the pod cannot be any more, so it gets GPUs elsewhere, by the claim as first read. What is
-        reserved there ends at its deadline: to free it on the word of a review would be to believe any review."""
+        """Reserves GPUs on another node, by the original claim, because the pod can no longer run on the reserved one.
+        The old reservation is left to its deadline: a review alone is no proof that it may be released."""
         free = raw if claim.record.named else unpinned(raw, known.node)
         claim = evolve(claim, nodes=NodesAsked.of(Pod.parse(free)))
-        outfit = await self._outfit(claim, pod, review, answer_by)
+        outfit = await self._allocate(claim, pod, review, answer_by)
         if isinstance(outfit, Deny):
             may_wait = self._may_wait(pod, claim, outfit)
-            return self._queued(raw, undressed(free), claim, outfit) if may_wait else outfit
-        moved = f"the pod is kept from {known.node} by now: it gets its GPUs on another node"
-        return evolve(self._dressed(raw, pod, outfit, free), warnings=(moved,))
+            return self._queue(raw, undressed(free), claim, outfit) if may_wait else outfit
+        moved = f"the pod can no longer run on {known.node}: it gets its GPUs on another node"
+        return evolve(self._dress(raw, pod, outfit, free), warnings=(moved,))
 
     def _as_mapped(self, claim: Claim, held: Reservation | Placement) -> tuple[DeviceUuid, ...]:
         indexed = self._reserver.fleet.indexed_nodes.get(held.node)
         uuids = [slot.uuid for slot in sorted(held.slots)]
         return gpu_order.as_mapped(claim, uuids, () if indexed is None else indexed.node.devices)
 
-    async def _reserved_now(self, raw: RawPod, pod: Pod, review: Review, answer_by: datetime) -> Verdict:
+    async def _reserve_and_dress(self, raw: RawPod, pod: Pod, review: Review, answer_by: datetime) -> Verdict:
         clean, claim = asked_anew(raw, pod, await self._rules.claims.within(review.namespace))
         if claim is None:
-            copied = () if clean is raw else (COPIED,)
-            clean, said = self._with_hints(clean, await self._hinted(pod, None, review, answer_by), ())
+            copied = () if clean is raw else (COPY_WARNING,)
+            clean, notes = self._apply_hints(clean, await self._get_hints(pod, None, review, answer_by), ())
             clean = blind(clean, self._rules.dress)
-            if clean is raw and not said:
+            if clean is raw and not notes:
                 return NOT_ASKED
-            return Admit(changes(raw, clean), warnings=(*copied, *said), reason=Reason.NOT_ASKED)
-        refused = self._more_than_it_waits_for(pod) or check.refused_at_once(pod, claim, self._rules.dress)
+            return Admit(changes(raw, clean), warnings=(*copied, *notes), reason=Reason.NOT_ASKED)
+        refused = self._asks_for_more_than_recorded(pod) or check.refused_at_once(pod, claim, self._rules.dress)
         if refused is None and self._rules.waits(claim):
-            refused = self._reserver.never(claim)
+            refused = self._reserver.exceeds_every_node(claim)
         if refused is not None:
             return refused
-        hinted = await self._hinted(pod, claim, review, answer_by)
+        hinted = await self._get_hints(pod, claim, review, answer_by)
         claim = claim if hinted.hints is None else hinted.hints.wished(claim)
-        outfit = await self._outfit(claim, pod, review, answer_by)
+        outfit = await self._allocate(claim, pod, review, answer_by)
         if isinstance(outfit, Deny):
             if not self._may_wait(pod, claim, outfit):
                 return outfit
-            clean, said = self._with_hints(clean, hinted.while_waiting(), ())
-            queued = self._queued(raw, clean, claim, outfit)
-            return evolve(queued, warnings=(*queued.warnings, *said))
-        clean, said = self._with_hints(clean, hinted, outfit.nodes)
-        copied = (COPIED,) if is_copied(pod, claim, review) else ()
-        return self._dressed(raw, pod, outfit, clean, (*copied, *said))
+            clean, notes = self._apply_hints(clean, hinted.while_waiting(), ())
+            queued = self._queue(raw, clean, claim, outfit)
+            return evolve(queued, warnings=(*queued.warnings, *notes))
+        clean, notes = self._apply_hints(clean, hinted, outfit.nodes)
+        copied = (COPY_WARNING,) if is_copied(pod, claim, review) else ()
+        return self._dress(raw, pod, outfit, clean, (*copied, *notes))
 
-    def _more_than_it_waits_for(self, pod: Pod) -> Deny | None:
-        """Its own request has been taken off: another's would stand in its place."""
+    def _asks_for_more_than_recorded(self, pod: Pod) -> Deny | None:
+        """Refuses a gated pod that asks for more than its record: the new request would replace the recorded one."""
         recorded = recorded_or_none(pod) if pod.is_gated else None
         if recorded is None or not recorded.record.asked:
             return None
         return check.asks_for_more(pod, recorded, self._rules.dress)
 
-    async def _outfit(self, claim: Claim, pod: Pod, review: Review, answer_by: datetime) -> Allocation | Deny:
-        """Decide, and reserve what has to be; a dry run sees all of it and holds nothing."""
+    async def _allocate(self, claim: Claim, pod: Pod, review: Review, answer_by: datetime) -> Allocation | Deny:
+        """Decides and reserves. A dry run decides in the same way and reserves nothing."""
         if self._rules.waits(claim):
-            others = self._reserver.others_first(claim)
+            others = self._reserver.queued_ahead(claim)
             if others is not None:
                 return others
         if claim.count and not review.is_dry_run:
@@ -206,11 +209,11 @@ class PodMutator:
             ask = ReservationRequest(review.uid, review.namespace, claim.digest, name, claim.is_shared, prefix_of(pod))
             patience = BEFORE_IT_IS_QUEUED if self._rules.waits(claim) else None
             patience = patience if review.is_light else timedelta(0)
-            held = await self._reserver.hold(ask, claim, answer_by=answer_by, patience=patience)
+            held = await self._reserver.reserve(ask, claim, answer_by=answer_by, patience=patience)
             if isinstance(held, Deny):
                 return held
             return Allocation(claim, (held.node,), held.id, self._as_mapped(claim, held))
-        places = self._reserver.places(claim, most=1)
+        places = self._reserver.placements(claim, most=1)
         if isinstance(places, Deny):
             return places
         refused = self._reserver.too_many_orphans(review.namespace, claim.count)
@@ -222,14 +225,14 @@ class PodMutator:
         return Allocation(claim, (first.node,), review.uid, self._as_mapped(claim, first))
 
     def _may_wait(self, pod: Pod, claim: Claim, refused: Deny) -> bool:
-        """What waiting cannot heal is said at once. Where a pod without GPUs may go is written into each of its own
-        terms, and their number is fixed once it exists."""
+        """A pod waits only if waiting can help. A pod without GPUs gets its nodes added to each of its node selector
+        terms when its gate opens, and the number of terms is fixed at creation."""
         is_healed = refused.reason in (HEALED_OF_MAPPED if claim.is_mapped else HEALED_BY_WAITING)
         if not (self._rules.waits(claim) and is_healed) or pod.body.node_name:
             return False
         return bool(claim.count) or claim.nodes.terms is None
 
-    def _queued(self, raw: RawPod, clean: RawPod, claim: Claim, refused: Deny) -> Admit:
+    def _queue(self, raw: RawPod, clean: RawPod, claim: Claim, refused: Deny) -> Admit:
         rules = self._rules.dress
         made: RawPod = waiting(clean, claim, rules, plain(refused.sentence, length=900))
         made, other = (in_runtime_class(made, rules), other_runtime(raw, rules)) if claim.count else (made, ())
@@ -240,20 +243,20 @@ class PodMutator:
             reason=Reason.QUEUED,
         )
 
-    def _dressed(
+    def _dress(
         self, raw: RawPod, pod: Pod, outfit: Allocation, clean: RawPod | None = None, warnings: tuple[str, ...] = ()
     ) -> Admit:
         rules = self._rules.dress
         made: RawPod = dressed(raw if clean is None else clean, outfit, rules)
-        said: tuple[str, ...] = ()
+        notes: tuple[str, ...] = ()
         if outfit.uuids:
-            made, said = in_runtime_class(made, rules), (*replaced_env(pod, outfit, rules), *other_runtime(raw, rules))
+            made, notes = in_runtime_class(made, rules), (*replaced_env(pod, outfit, rules), *other_runtime(raw, rules))
         audit = {"reason": Reason.ADMITTED.value, "node": ",".join(outfit.nodes[:8])}
         if outfit.reservation_id is not None:
             audit |= {"reservation": outfit.reservation_id, "gpus": outfit.visible}
         return Admit(
             changes(raw, made),
-            warnings=(*warnings, *outfit.claim.warnings, *said),
+            warnings=(*warnings, *outfit.claim.warnings, *notes),
             audit=audit,
         )
 
@@ -270,12 +273,12 @@ def is_this_creation(known: Reservation, claim: Claim, pod: Pod, review: Review)
 
 
 def is_copied(pod: Pod, claim: Claim, review: Review) -> bool:
-    """Whether its annotations are of another pod's reservation. A dry run that comes again has its own, which nobody
-    holds."""
+    """Whether the pod carries the annotations of another pod's reservation. A repeated dry run carries annotations of
+    its own, without a reservation."""
     recorded = recorded_or_none(pod)
     is_again = review.is_dry_run and recorded is not None and recorded.record == claim.record
     return keys.RESERVATION_ID.name in pod.annotations and not is_again
 
 
-def no_hint_helps(places: object) -> bool:
-    return isinstance(places, Deny) and places.reason in HARDER_THAN_HINTS
+def hints_cannot_help(places: object) -> bool:
+    return isinstance(places, Deny) and places.reason in NOT_HELPED_BY_HINTS

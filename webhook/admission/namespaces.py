@@ -1,4 +1,4 @@
-"""What each namespace holds the claims of its pods to, and how claims are read for it."""
+"""The hashes that namespaces require of their pods, and the rules by which claims are read in each namespace."""
 
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -13,21 +13,21 @@ from webhook.kube.view import ObjectView
 
 
 class NamespacesUnavailableError(GpuwardenError):
-    """What a namespace demands could not be looked up."""
+    """The namespace's requirements cannot be read."""
 
 
 class NamespaceDemands(Protocol):
-    """Knows what each namespace demands."""
+    """Knows what each namespace requires."""
 
     def known(self, namespace: str) -> HashPolicy | None:
-        """As it was last heard; None if nothing was."""
+        """The policy by the last event; None if the namespace is not known."""
 
     async def bond(self, namespace: str) -> HashPolicy:
-        """The same, looked up if nothing was heard. Raises NamespacesUnavailableError."""
+        """The policy; looks an unknown namespace up. Raises NamespacesUnavailableError."""
 
 
 class NoDemands:
-    """Where there is no cluster, no namespace demands anything."""
+    """Embedded mode: namespaces require nothing."""
 
     def known(self, namespace: str) -> HashPolicy | None:
         return NO_BOND
@@ -37,18 +37,18 @@ class NoDemands:
 
 
 class NamespaceReader(Protocol):
-    """Can read one namespace as it is now."""
+    """Reads one namespace from the API server."""
 
     async def get(self, name: str) -> Raw | None:
-        """By a quorum read; None if there is none. Raises NamespacesUnavailableError."""
+        """A quorum read; None if the namespace does not exist. Raises NamespacesUnavailableError."""
 
 
 class WatchedNamespaces:
-    """Hears of namespaces from a watch. One that it has not heard of may have come with its first pods, so it is
-    looked up: absence in a view would be a namespace that demands nothing."""
+    """The view of a watch of namespaces. An unknown namespace is looked up: it may be as new as its first pods, and
+    must not pass as one without requirements."""
 
     def __init__(self, lookup: NamespaceReader) -> None:
-        self.view: ObjectView[HashPolicy] = ObjectView(bond_of)
+        self.view: ObjectView[HashPolicy] = ObjectView(hash_policy_of)
         self._lookup = lookup
 
     def known(self, namespace: str) -> HashPolicy | None:
@@ -59,27 +59,27 @@ class WatchedNamespaces:
         if found is not None or not namespace:
             return found or NO_BOND
         raw = await self._lookup.get(namespace)
-        return NO_BOND if raw is None else bond_of(raw)
+        return NO_BOND if raw is None else hash_policy_of(raw)
 
 
-def bond_of(raw: Mapping[str, Any]) -> HashPolicy:
+def hash_policy_of(raw: Mapping[str, Any]) -> HashPolicy:
     meta = raw["metadata"]
     return HashPolicy.of(meta["name"], meta.get("annotations") or {})
 
 
 @frozen
 class ClaimReader:
-    """How claims are read in each namespace of this installation."""
+    """Reads claims by the rules of the pod's namespace."""
 
     rules: ClaimRules
     namespaces: NamespaceDemands = field(factory=NoDemands)
 
     async def within(self, namespace: str) -> ClaimRules:
-        """Raises NamespacesUnavailableError."""
+        """The rules for the namespace. Raises NamespacesUnavailableError."""
         return self._bound(await self.namespaces.bond(namespace))
 
     def known_within(self, namespace: str) -> ClaimRules:
-        """By what was heard so far: for what decides nothing."""
+        """The rules by the last event, without a lookup. Not for decisions."""
         return self._bound(self.namespaces.known(namespace) or NO_BOND)
 
     def _bound(self, bond: HashPolicy) -> ClaimRules:

@@ -1,4 +1,4 @@
-"""The parts that one process works with."""
+"""The objects that one process is assembled from."""
 
 from typing import Protocol
 
@@ -22,21 +22,21 @@ class FleetSource(Protocol):
 
     @property
     def outdated(self) -> Staleness | None:
-        """None while it is."""
+        """Why the fleet may be out of date; None if it is current."""
 
     async def load(self) -> None:
-        """The first readings; what cannot be read stops the start."""
+        """Reads everything once. Raises if something cannot be read."""
 
-    async def first_answers(self) -> None:
-        """Until everybody who is asked about evidence has answered once."""
+    async def wait_for_first_answers(self) -> None:
+        """Returns when every evidence provider has answered once."""
 
     async def run(self, interval: float) -> None:
-        """For ever."""
+        """Runs until cancelled."""
 
 
 @frozen
 class Parts:
-    """What one process works with."""
+    """The objects that one process is assembled from."""
 
     fleet: Fleet
     ledger: Ledger

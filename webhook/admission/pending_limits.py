@@ -1,12 +1,13 @@
-"""How many GPUs may be pending at once on the word of reviews that anybody could have posted, and who comes next. And
-how many may be held by pods that are gone, whoever asks.
+"""Limits the GPUs that may be pending at once for reviews of unauthenticated callers, and decides which review is next.
+Also limits the GPUs of pods that are gone but may still run, for all callers.
 
-A hold counts from before it is written until its pod is seen, or it is given up. What does not fit waits in a line of
-its namespace; the lines take turns. A part of the pool is kept for namespaces that have no hold. Of holds that no pod
-was named for a namespace may have as many as it leaves: one that is full of forged holds leaves room for the rest.
+A reservation counts from before it is written until its pod is seen or it is given up. A review that does not fit waits
+in a queue of its namespace, and the queues take turns. A share of the pool is kept for namespaces without a pending
+reservation. Of reservations that name no pod, a namespace may have at most as many GPUs as it leaves free: a namespace
+full of forged reservations leaves room for the others.
 
-Each replica counts what it knows of, and what it is about to add. Several that let reviews in at the same moment do not
-see each other's: whatever comes near a limit is let in a few at a time, with pauses in which a watch tells.
+Each replica counts the reservations that it knows of and those that it is about to make. Replicas do not see each
+other's latest ones. So near a limit reviews are admitted a few at a time, with pauses in which the watches catch up.
 """
 
 import asyncio
@@ -31,34 +32,34 @@ Token = tuple[str, str]
 
 log = structlog.get_logger(__name__)
 
-# Between two looks at who fits by now, in seconds: longer than a watch takes to tell of other replicas' holds.
+# Seconds between two rounds of admissions: longer than a watch takes to show the reservations of other replicas.
 PAUSE = 0.02
-# How much of the pool is let in at one look.
-A_PART = 16
-# For namespaces that have no hold.
-KEPT = 4
-# How many times its holds without a pod a namespace has to leave: for reviews that are let in as they come, and for
-# those that have waited for their turn. Twice as much where nobody has heard of the namespace.
-AT_ONCE, IN_TURN = 2, 1
-# Between two looks at what has expired, or has a pod by now that nobody has told of.
+# A round admits up to pool / ROUND_SHARE reviews per queue.
+ROUND_SHARE = 16
+# pool / RESERVED_SHARE GPUs are kept for namespaces without a pending reservation.
+RESERVED_SHARE = 4
+# A namespace must leave this many times the GPUs of its reservations without a pod name: on arrival, and after waiting
+# in the queue. Twice as many if the namespace is not known.
+FACTOR_AT_ONCE, FACTOR_QUEUED = 2, 1
+# Seconds between two checks for reservations that have expired, or whose pod exists by now.
 HOUSEKEEPING = 0.25
 
 
 @frozen
 class PendingLimits:
-    """0 is no limit."""
+    """Limits; 0 means no limit."""
 
     gpus_per_namespace: int = 0
     percent_of_fleet: int = 0
-    # Of pods that are not there and may still run: whoever asks.
+    # GPUs of pods that are gone but may still run. Applies to all callers.
     orphans_per_namespace: int = 0
-    # Each keeps its review in memory, and one of the places for reviews that are judged at once.
+    # Each waiting review takes memory and one of the places for concurrent reviews.
     most_waiting: int = 256
 
 
 @define(eq=False)
 class WaitingReview:
-    """A review that waits for room. `token` says what it has got."""
+    """A review that waits for room. `token` is set when it is admitted."""
 
     namespace: str
     gpus: int
@@ -67,7 +68,7 @@ class WaitingReview:
 
 
 class PendingLimiter:
-    """Lets reviews in, at once or in their turn."""
+    """Admits reviews, at once or in turn."""
 
     def __init__(
         self,
@@ -77,39 +78,40 @@ class PendingLimiter:
         limits: PendingLimits,
         is_known: Callable[[str], bool] = lambda _: True,
     ) -> None:
-        """`is_known`: whether there is such a namespace, as far as was heard. All others are one, or whoever invents
-        them would have a limit for each."""
+        """`is_known`: whether the namespace is known to exist. All unknown namespaces share one limit; otherwise a
+        caller could invent namespaces to get more."""
         self._ledger = ledger
         self._fleet = fleet
         self._clock = clock
         self._limits = limits
         self._is_known = is_known
-        self._entering = PendingGpus()
+        self._admitted = PendingGpus()
         self._tokens = itertools.count()
-        self._lines: dict[str, deque[WaitingReview]] = {}
+        self._queues: dict[str, deque[WaitingReview]] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     @asynccontextmanager
-    async def entered(self, namespace: str, gpus: int, patience: timedelta) -> AsyncIterator[Deny | None]:
-        """Room for a hold as long as the block lasts; after it the ledger knows of the hold. Or why there is none."""
+    async def reserve_room(self, namespace: str, gpus: int, patience: timedelta) -> AsyncIterator[Deny | None]:
+        """Takes room for a reservation while the block runs; afterwards the ledger counts the reservation. Yields the
+        denial if there is no room."""
         refused = self.too_many_orphans(namespace, gpus)
-        if refused is not None:  # waiting here does not end them
+        if refused is not None:  # waiting for room does not end the orphans
             yield refused
             return
-        refused = self.why_not(namespace, gpus, share=AT_ONCE)
-        if refused is None and not self._lines:
-            token: Token | None = self._enter(namespace, gpus)
+        refused = self.denial(namespace, gpus, share=FACTOR_AT_ONCE)
+        if refused is None and not self._queues:
+            token: Token | None = self._add(namespace, gpus)
         else:
-            token = await self._waited(namespace, gpus, patience)
-            refused = self.why_not(namespace, gpus) or refused or pool_full(self._pool)
+            token = await self._wait(namespace, gpus, patience)
+            refused = self.denial(namespace, gpus) or refused or pool_full(self._pool)
         try:
             yield None if token is not None else refused
         finally:
             if token is not None:
-                self._entering.drop(token)
+                self._admitted.drop(token)
 
-    def why_not(self, namespace: str, gpus: int, *, share: int = IN_TURN) -> Deny | None:
-        """A claim of any size fits where it is alone."""
+    def denial(self, namespace: str, gpus: int, *, share: int = FACTOR_QUEUED) -> Deny | None:
+        """Why the claim does not fit; None if it does. A claim of any size fits if it is alone."""
         limit, pool = self._limits.gpus_per_namespace, self._pool
         if not limit and not pool:
             return None
@@ -127,39 +129,39 @@ class PendingLimiter:
         return max(1, self._fleet.device_count * percent // 100) if percent else 0
 
     def _fits(self, namespace: str, gpus: int, pool: int, share: int) -> bool:
-        """Of claims for more than half of the pool there is one at a time, beside the pool."""
-        everyone = (self._ledger.pending.sizes, self._entering.sizes)
+        """Claims for more than half of the pool are served one at a time, beside the pool."""
+        everyone = (self._ledger.pending.sizes, self._admitted.sizes)
         if 2 * gpus > pool:
             return not any(2 * size > pool for sizes in everyone for size in sizes)
-        left = pool - small(everyone, pool) - gpus
-        if not small(self._own_sizes(namespace, self._ledger.pending), pool):
+        left = pool - pooled_gpus(everyone, pool) - gpus
+        if not pooled_gpus(self._own_sizes(namespace, self._ledger.pending), pool):
             return left >= 0
-        unnamed = small(self._own_sizes(namespace, self._ledger.unnamed), pool)
-        return share * (1 if self._is_known(namespace) else 2) * (unnamed + gpus) <= left - pool // KEPT
+        unnamed = pooled_gpus(self._own_sizes(namespace, self._ledger.unnamed), pool)
+        return share * (1 if self._is_known(namespace) else 2) * (unnamed + gpus) <= left - pool // RESERVED_SHARE
 
     def _own_sizes(self, namespace: str, held: PendingGpus) -> Iterator[Mapping[int, int]]:
-        for counted in (held, self._entering):
+        for counted in (held, self._admitted):
             if self._is_known(namespace):
                 yield counted.sizes_in(namespace)
             else:
                 yield from (counted.sizes_in(one) for one in counted.namespaces if not self._is_known(one))
 
-    def _enter(self, namespace: str, gpus: int) -> Token:
+    def _add(self, namespace: str, gpus: int) -> Token:
         token = namespace, str(next(self._tokens))
-        self._entering.put(token, namespace, gpus)
+        self._admitted.put(token, namespace, gpus)
         return token
 
-    # Who waits.
+    # Queues.
 
-    async def _waited(self, namespace: str, gpus: int, patience: timedelta) -> Token | None:
+    async def _wait(self, namespace: str, gpus: int, patience: timedelta) -> Token | None:
         if patience <= timedelta(0):
-            return self._enter(namespace, gpus) if self.why_not(namespace, gpus) is None else None
+            return self._add(namespace, gpus) if self.denial(namespace, gpus) is None else None
         name = namespace if self._is_known(namespace) else ""
-        if not self._makes_way(len(self._lines.get(name, ()))):
+        if not self._make_room(len(self._queues.get(name, ()))):
             return None
         waiter = WaitingReview(namespace, gpus, asyncio.get_running_loop().create_future())
-        self._lines.setdefault(name, deque()).append(waiter)
-        self._begin()
+        self._queues.setdefault(name, deque()).append(waiter)
+        self._start_tasks()
         token: Token | None = None
         try:
             async with asyncio.timeout(patience.total_seconds()):
@@ -168,83 +170,83 @@ class PendingLimiter:
         except TimeoutError:
             pass
         finally:
-            self._leaves(name, waiter)
-            if token is None and waiter.token is not None:  # granted as the time ran out
-                self._entering.drop(waiter.token)
+            self._remove(name, waiter)
+            if token is None and waiter.token is not None:  # admitted when its time ran out
+                self._admitted.drop(waiter.token)
         return token
 
-    def _makes_way(self, before: int) -> bool:
-        """Where too many wait, the last of the longest line goes: a flood in one namespace keeps no other from
-        waiting."""
-        if sum(map(len, self._lines.values())) < self._limits.most_waiting:
+    def _make_room(self, before: int) -> bool:
+        """If too many reviews wait, drops the last one of the longest queue: a flood in one namespace leaves room to
+        the others."""
+        if sum(map(len, self._queues.values())) < self._limits.most_waiting:
             return True
-        longest = max(self._lines.values(), key=len)
+        longest = max(self._queues.values(), key=len)
         if len(longest) <= before + 1:
             return False
         last = longest.pop()
-        if not last.granted.done():  # its time may have run out in this moment
+        if not last.granted.done():  # its time may have run out just now
             last.granted.set_result(None)
         return True
 
-    def _leaves(self, name: str, waiter: WaitingReview) -> None:
-        line = self._lines.get(name, deque())
-        if waiter in line:
-            line.remove(waiter)
-        if not line:
-            self._lines.pop(name, None)
+    def _remove(self, name: str, waiter: WaitingReview) -> None:
+        queue = self._queues.get(name, deque())
+        if waiter in queue:
+            queue.remove(waiter)
+        if not queue:
+            self._queues.pop(name, None)
 
-    def _begin(self) -> None:
-        """Each of the two ends by itself, at another moment than the other."""
-        for work in (self._serve, self._keep_house):
+    def _start_tasks(self) -> None:
+        """Each of the two tasks ends by itself, at its own time."""
+        for work in (self._serve, self._collect_expired):
             task = self._tasks.get(work.__name__)
             if task is None or task.done():
                 self._tasks[work.__name__] = asyncio.create_task(work())
 
     async def _serve(self) -> None:
-        while self._lines:
-            for _ in range(max(1, self._pool // A_PART)):
+        while self._queues:
+            for _ in range(max(1, self._pool // ROUND_SHARE)):
                 self._grant()
-            await asyncio.sleep(PAUSE * (0.5 + random.random()))  # noqa: S311 - only to keep out of step
+            await asyncio.sleep(PAUSE * (0.5 + random.random()))  # noqa: S311 - only to keep replicas out of step
 
     def _grant(self) -> None:
-        """One of each line that fits; who was served goes behind the others."""
-        for name, line in list(self._lines.items()):
-            if line and self.why_not(line[0].namespace, line[0].gpus) is None:
-                self._let_in(line.popleft())
-                del self._lines[name]
-                if line:
-                    self._lines[name] = line
+        """Admits the first review of each queue that fits. A served queue goes to the end."""
+        for name, queue in list(self._queues.items()):
+            if queue and self.denial(queue[0].namespace, queue[0].gpus) is None:
+                self._admit(queue.popleft())
+                del self._queues[name]
+                if queue:
+                    self._queues[name] = queue
 
-    def _let_in(self, waiter: WaitingReview) -> None:
-        if not waiter.granted.done():  # else its review was ended a moment ago
-            waiter.token = self._enter(waiter.namespace, waiter.gpus)
+    def _admit(self, waiter: WaitingReview) -> None:
+        if not waiter.granted.done():  # otherwise its review has just ended
+            waiter.token = self._add(waiter.namespace, waiter.gpus)
             waiter.granted.set_result(None)
 
-    async def _keep_house(self) -> None:
-        """While everybody waits nobody else sees to it."""
-        while self._lines:
+    async def _collect_expired(self) -> None:
+        """Updates the ledger, which otherwise only reviews that are being served do."""
+        while self._queues:
             try:
                 await self._ledger.collect(self._clock())
                 await self._ledger.confirm_early(self._clock())
-            except Exception:  # those who wait are served all the same
-                log.exception("pending reservations were not looked at")
+            except Exception:  # the waiting reviews must be served all the same
+                log.exception("pending reservations not checked")
             await asyncio.sleep(HOUSEKEEPING)
 
 
-def small(counted: Iterable[Mapping[int, int]], pool: int) -> int:
-    """GPUs of the holds that share the pool."""
+def pooled_gpus(counted: Iterable[Mapping[int, int]], pool: int) -> int:
+    """GPUs of the claims for at most half of the pool."""
     return sum(size * number for sizes in counted for size, number in sizes.items() if 2 * size <= pool)
 
 
 HINT = (
-    "try again in some seconds; where callers of /mutate prove who they are there is no limit (docs/how-to/access.md)"
+    "try again in a few seconds; there is no limit where callers of /mutate are authenticated (docs/how-to/access.md)"
 )
 
 
 def namespace_full(namespace: str, limit: int) -> Deny:
     return Deny(
         Reason.NAMESPACE_FULL,
-        f"namespace {namespace!r} has as many GPUs reserved for pods that do not exist yet as it may: {limit}",
+        f"namespace {namespace!r} has reached its limit of GPUs reserved for pods that do not exist yet: {limit}",
         hint=HINT,
     )
 
@@ -252,7 +254,7 @@ def namespace_full(namespace: str, limit: int) -> Deny:
 def pool_full(pool: int) -> Deny:
     return Deny(
         Reason.PENDING_FULL,
-        f"too many GPUs are reserved for pods that do not exist yet: reviews of unknown callers may have {pool}, "
-        "and each namespace a part of that",
+        f"too many GPUs are reserved for pods that do not exist yet: the limit for unauthenticated callers is {pool}, "
+        "and each namespace may have a part of it",
         hint=HINT,
     )

@@ -1,5 +1,4 @@
-"""Placement maps of StatefulSets: the GPUs of their ordinals stay out of the general pool. And logical node names in
-conflict."""
+"""Reserves the GPUs that placement maps of StatefulSets name, and reports conflicts of logical node names."""
 
 from collections.abc import Iterable, Mapping
 from functools import partial
@@ -19,35 +18,35 @@ from webhook.kube.view import ObjectView
 
 log = structlog.get_logger(__name__)
 
-# Nodes that one event names.
+# The most nodes that one Event names.
 MOST_NAMED = 4
 
-# A node as a map names it, and a GPU of it as the map does.
-Place = tuple[str, str]
-Named = frozenset[Place]
-Kept = frozenset[tuple[Place, MapOwner]]
+# A node and a GPU, as a map names them.
+MapPlace = tuple[str, str]
+MapPlaces = frozenset[MapPlace]
+OwnedPlaces = frozenset[tuple[MapPlace, MapOwner]]
 Key = tuple[str, str]
-"""Of a set: namespace and name."""
+"""Namespace and name of a StatefulSet."""
 
 
 def opted_in(raw: Mapping[str, Any], opt_in: str) -> bool:
-    """Whether the namespace has asked for us, by that label or its alias."""
+    """Whether the namespace has opted in, by this label or an alias."""
     labels = raw["metadata"].get("labels") or {}
     return any(labels.get(key) == "true" for key in (opt_in, *keys.OPT_IN.aliases))
 
 
-def may_keep(raw: Mapping[str, Any], opt_in: str) -> bool:
-    """Whether maps of the namespace keep GPUs: its administrators say so, for who creates StatefulSets there could take
-    GPUs out of everybody's reach."""
+def may_reserve_by_map(raw: Mapping[str, Any], opt_in: str) -> bool:
+    """Whether maps of the namespace reserve GPUs. Its administrators decide by a label: otherwise anyone who may create
+    StatefulSets there could block GPUs for all."""
     labels = raw["metadata"].get("labels") or {}
     return opted_in(raw, opt_in) and labels.get(keys.MAPS_LABEL) == "true"
 
 
 @frozen
 class MappedStatefulSet:
-    """What matters of a StatefulSet."""
+    """What is needed of a StatefulSet."""
 
-    keeper: MapOwner
+    owner: MapOwner
     text: str | None
     ordinals: range
 
@@ -59,19 +58,19 @@ class MappedStatefulSet:
 
 
 class MappedStatefulSets:
-    """Hears of StatefulSets and namespaces. A set keeps the GPUs of its ordinals, whether their pods exist or not,
-    where its namespace may keep any."""
+    """Listener of the watches of StatefulSets and namespaces. A StatefulSet reserves the GPUs of its ordinals, whether
+    their pods exist or not, if its namespace allows it."""
 
     def __init__(self, fleet: Fleet, opt_in: str = keys.OPT_IN.name) -> None:
-        self.namespaces: ObjectView[bool] = ObjectView(partial(may_keep, opt_in=opt_in))
+        self.namespaces: ObjectView[bool] = ObjectView(partial(may_reserve_by_map, opt_in=opt_in))
         self._fleet = fleet
         self._sets: dict[Key, MappedStatefulSet] = {}
-        self._named: dict[Key, Named] = {}
-        self._counted: dict[Key, Kept] = {}
-        self._keepers: dict[Place, set[MapOwner]] = {}
+        self._places: dict[Key, MapPlaces] = {}
+        self._reserved: dict[Key, OwnedPlaces] = {}
+        self._owners: dict[MapPlace, set[MapOwner]] = {}
         self._mapped: dict[str, dict[str, MapOwner]] = {}
 
-    # What the watch of StatefulSets tells.
+    # The listener of the watch of StatefulSets.
 
     def replaced(self, objects: Mapping[str, Raw]) -> None:
         self._forget(self._sets.keys() - {key_of(raw) for raw in objects.values()})
@@ -84,12 +83,12 @@ class MappedStatefulSets:
         self._forget([key_of(raw)])
 
     def refresh(self) -> None:
-        """Namespaces may have been labelled, or are no longer."""
+        """Applies changed labels of namespaces."""
         news = set(self.namespaces.take_changes())
-        self._settle([key for key in self._named if key[0] in news])
+        self._apply([key for key in self._places if key[0] in news])
 
     def _read(self, raws: Iterable[Raw]) -> None:
-        """A set changes with each pod of it that comes or goes; what matters of it hardly ever does."""
+        """A StatefulSet changes with each of its pods, but what is needed of it hardly ever does."""
         news: list[Key] = []
         for raw in raws:
             key, one = key_of(raw), MappedStatefulSet.of(raw)
@@ -98,55 +97,55 @@ class MappedStatefulSets:
             self._sets[key] = one
             places = places_of(key, one.text, one.ordinals)
             if places:
-                self._named[key] = places
+                self._places[key] = places
             else:
-                self._named.pop(key, None)
+                self._places.pop(key, None)
             news.append(key)
-        self._settle(news)
+        self._apply(news)
 
     def _forget(self, gone: Iterable[Key]) -> None:
         gone = list(gone)
         for key in gone:
             self._sets.pop(key, None)
-            self._named.pop(key, None)
-        self._settle(gone)
+            self._places.pop(key, None)
+        self._apply(gone)
 
-    def _settle(self, news: Iterable[Key]) -> None:
+    def _apply(self, news: Iterable[Key]) -> None:
         changed: set[str] = set()
         for key in news:
-            before, after = self._counted.pop(key, frozenset()), self._kept(key)
+            before, after = self._reserved.pop(key, frozenset()), self._owned_places(key)
             if after:
-                self._counted[key] = after
-            for place, keeper in before - after:
-                self._keepers[place].discard(keeper)
-            for place, keeper in after - before:
-                self._keepers.setdefault(place, set()).add(keeper)
+                self._reserved[key] = after
+            for place, owner in before - after:
+                self._owners[place].discard(owner)
+            for place, owner in after - before:
+                self._owners.setdefault(place, set()).add(owner)
             for place in {place for place, _ in before ^ after}:
-                self._say(place)
+                self._update_owner(place)
                 changed.add(place[0])
         if changed:
             self._fleet.set_aside(self._mapped, changed)
 
-    def _kept(self, key: Key) -> Kept:
-        if key not in self._named or not self.namespaces.get(key[0]):
+    def _owned_places(self, key: Key) -> OwnedPlaces:
+        if key not in self._places or not self.namespaces.get(key[0]):
             return frozenset()
-        keeper = self._sets[key].keeper
-        return frozenset((place, keeper) for place in self._named[key])
+        owner = self._sets[key].owner
+        return frozenset((place, owner) for place in self._places[key])
 
-    def _say(self, place: Place) -> None:
-        """Who keeps it by now."""
+    def _update_owner(self, place: MapPlace) -> None:
+        """Updates which StatefulSet owns the GPU."""
         node, gpu = place
-        if self._keepers[place]:
-            self._mapped.setdefault(node, {})[gpu] = min(self._keepers[place])
+        if self._owners[place]:
+            self._mapped.setdefault(node, {})[gpu] = min(self._owners[place])
             return
-        del self._keepers[place]
+        del self._owners[place]
         del self._mapped[node][gpu]
         if not self._mapped[node]:
             del self._mapped[node]
 
 
 class MapNamespaceListener:
-    """Hears of namespaces on behalf of the sets in them."""
+    """Listener of the watch of namespaces, for the StatefulSets in them."""
 
     def __init__(self, sets: MappedStatefulSets) -> None:
         self._sets = sets
@@ -169,77 +168,78 @@ def key_of(raw: Raw) -> Key:
 
 
 def map_of(raw: Raw) -> str | None:
-    """The map in its template."""
+    """The map in the set's pod template."""
     meta = ((raw.get("spec") or {}).get("template") or {}).get("metadata") or {}
     annotations = meta.get("annotations") or {}
     return next((annotations[name] for name in keys.GPU_MAP.names if annotations.get(name)), None)
 
 
 def ordinals_of(raw: Raw) -> range:
-    """Those that the set has pods for, or will have."""
+    """The ordinals that the set has pods for, or will have."""
     spec = raw.get("spec") or {}
     start = whole((spec.get("ordinals") or {}).get("start"), 0)
     return range(start, start + whole(spec.get("replicas"), 1))
 
 
 def whole(value: object, absent: int) -> int:
-    """The number, with what the API server takes for one that is not there; nothing good is 0."""
+    """The number; `absent` if it is missing, as the API server defaults it, and 0 if it is invalid."""
     if value is None:
         return absent
     return max(0, value) if isinstance(value, int) else 0
 
 
-def not_kept(sets: Iterable[Raw], namespaces: Iterable[Raw], opt_in: str = keys.OPT_IN.name) -> list[Key]:
-    """The sets with a map for which nothing is kept: their namespaces have asked for us and have not the label."""
+def sets_without_label(sets: Iterable[Raw], namespaces: Iterable[Raw], opt_in: str = keys.OPT_IN.name) -> list[Key]:
+    """StatefulSets with a map that reserves nothing: their namespace has opted in but lacks the label."""
     known = {raw["metadata"]["name"]: raw for raw in namespaces}
     mapped = {key_of(raw) for raw in sets if map_of(raw) is not None}
-    without = {name for name, raw in known.items() if opted_in(raw, opt_in) and not may_keep(raw, opt_in)}
+    without = {name for name, raw in known.items() if opted_in(raw, opt_in) and not may_reserve_by_map(raw, opt_in)}
     return sorted(key for key in mapped if key[0] in without)
 
 
-def places_of(key: Key, text: str | None, ordinals: range) -> Named:
-    """What the set's map names for its ordinals; nothing if nobody can read it: its pods are denied then."""
+def places_of(key: Key, text: str | None, ordinals: range) -> MapPlaces:
+    """The GPUs that the map names for these ordinals; none if the map cannot be read, in which case its pods are
+    denied."""
     if text is None or not ordinals:
         return frozenset()
     try:
         entries = parse_map(text)
     except InvalidPodError:
-        log.warning("map of a StatefulSet left out", namespace=key[0], name=key[1])
+        log.warning("placement map of a StatefulSet ignored", namespace=key[0], name=key[1])
         return frozenset()
     kept = (entry for ordinal, entry in entries.items() if ordinal in ordinals)
     return frozenset((entry.node, plain_name(gpu)) for entry in kept for gpu in entry.gpus)
 
 
 def plain_name(gpu: str) -> str:
-    """An index in the form in which devices know theirs; a serial number has no leading zeros to lose here."""
+    """An index without leading zeros, as devices have it. Serial numbers are longer and stay as they are."""
     return str(int(gpu)) if gpu.isdecimal() and len(gpu) <= 4 else gpu
 
 
 class NodeNameConflicts:
-    """Tells each node concerned of logical names in conflict: several nodes have one as their label, or it is the name
-    of another node."""
+    """Reports conflicts of logical node names to the nodes concerned: several nodes have the same label, or the label
+    is the name of another node."""
 
     def __init__(self, fleet: Fleet, events: Events) -> None:
         self._fleet = fleet
         self._events = events
-        self._told: set[tuple[str, str]] = set()
+        self._reported: set[tuple[str, str]] = set()
 
     async def step(self) -> None:
         conflicts = dict(self._fleet.disputed_names())
         for value, names in conflicts.items():
             for name in names:
-                if (value, name) not in self._told:
+                if (value, name) not in self._reported:
                     text = conflict(value, name, names, is_real=value in self._fleet.indexed_nodes)
                     self._events.record(Subject.of_node(name), Reason.AMBIGUOUS_NODE, text)
-        self._told = {(value, name) for value, names in conflicts.items() for name in names}
+        self._reported = {(value, name) for value, names in conflicts.items() for name in names}
 
 
 def conflict(value: str, name: str, names: Iterable[str], *, is_real: bool) -> str:
-    """What the node is told of a logical name that it shares with the others."""
+    """The text of the Event on node `name`."""
     label = f"label {keys.LOGICAL_NODE_LABEL}={value}"
     others = ", ".join(sorted(set(names) - {name})[:MOST_NAMED])
     if not is_real:
-        return f"{label} is on {others} too: no placement map can mean it"
+        return f"{label} is on {others} too: no placement map can refer to it"
     if name == value:
-        return f"{label} of {others} is this node's own name, and counts for nothing there"
-    return f"{label} is the name of another node, and counts for nothing here: placement maps mean node {value}"
+        return f"{label} of {others} is this node's own name and is ignored there"
+    return f"{label} is the name of another node and is ignored here: placement maps refer to node {value}"

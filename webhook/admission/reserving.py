@@ -1,4 +1,4 @@
-"""Decide and reserve, over and over while others are faster: the step that every door into the product shares."""
+"""Decides and reserves, and retries on conflicts. All webhooks and the queue order meet here."""
 
 import asyncio
 from collections.abc import Callable
@@ -23,17 +23,17 @@ from webhook.ledger import Ledger
 from webhook.runtime.clock import Clock
 from webhook.runtime.telemetry import Metrics
 
-# So many tries one right after the other, for others are faster now and then. After that the ledger knows something
-# that the fleet has yet to hear, and there are pauses, longer and longer.
+# Conflicts are retried this many times without a pause. More conflicts mean that the ledger knows something that the
+# fleet does not know yet, so the pauses grow.
 AT_ONCE = 3
 PAUSE, LONGEST = 0.01, 0.25
-# What of a review's time is left for the decision and its write when it has waited for room.
+# Part of a review's time kept for the decision and the write after a wait for room.
 FOR_THE_WRITE = timedelta(seconds=1)
 
 
 class Reserver:
-    """Finds a place for a claim and holds it. Where anybody may post a review, `limits` say how many GPUs may be
-    held for pods that nobody has seen."""
+    """Finds GPUs for a claim and reserves them. Where callers of the webhook are not authenticated, `limits` bounds the
+    GPUs that are reserved for pods that have not been seen."""
 
     def __init__(
         self,
@@ -46,28 +46,28 @@ class Reserver:
         limits: PendingLimits | None = None,
         is_known: Callable[[str], bool] = lambda _: True,
     ) -> None:
-        """`is_known`: whether there is such a namespace, as far as was heard."""
+        """`is_known`: whether the namespace is known to exist."""
         self.fleet = fleet
         self.ledger = ledger
         self.policy = policy
         self._clock = clock
         self._metrics = metrics
-        self._room = PendingLimiter(ledger, fleet, clock, limits or PendingLimits(), is_known)
-        self.lines = QueueOrder()
-        """The claims that wait already, where somebody tells of them."""
+        self._limiter = PendingLimiter(ledger, fleet, clock, limits or PendingLimits(), is_known)
+        self.queue_order = QueueOrder()
+        """The claims that wait in the queue; empty in a process without a queue."""
 
-    def places(self, claim: Claim, most: int = MAX_PLACEMENTS) -> tuple[Placement, ...] | Deny:
-        """Where the claim could be served at this moment; nothing is held."""
+    def placements(self, claim: Claim, most: int = MAX_PLACEMENTS) -> tuple[Placement, ...] | Deny:
+        """Placements that would serve the claim now. Reserves nothing."""
         self.fleet.advance(self._clock())
         return decide(claim, self.fleet, self.policy, most=most)
 
-    def others_first(self, claim: Claim) -> Deny | None:
-        """Whether it is the turn of others of its kind. Those that nothing can be had for hold nobody up, nor do those
-        that want no device.
+    def queued_ahead(self, claim: Claim) -> Deny | None:
+        """Denies the claim if a queued claim of its kind can be served first. Queued claims that cannot be served and
+        those without devices do not count.
 
-        One question for all of them: they differ in how many they want, and in nothing else.
+        One search answers for all queued claims of the kind: they differ in their number of GPUs only.
         """
-        counts = self.lines.counts(ClaimKind.of(claim)) if len(self.lines) and claim.count else []
+        counts = self.queue_order.counts(ClaimKind.of(claim)) if len(self.queue_order) and claim.count else []
         counts = [count for count in counts if count]
         if not counts:
             return None
@@ -76,9 +76,9 @@ class Reserver:
         first = next((count for count in counts if count <= most), None)
         return None if first is None else its_turn_is_later(claim, first)
 
-    def never(self, claim: Claim) -> Deny | None:
-        """More than any node has, whatever is free: no waiting heals that. Of a fleet without a GPU nothing is known,
-        and a placement map is mended while its pods wait."""
+    def exceeds_every_node(self, claim: Claim) -> Deny | None:
+        """Denies a claim for more GPUs than any node has: waiting cannot help. A fleet without GPUs is taken as not
+        known yet, and a placement map can be corrected while its pods wait."""
         most = self.fleet.most_devices
         if claim.is_mapped or not most or claim.count <= most:
             return None
@@ -88,32 +88,35 @@ class Reserver:
             hint="ask for what a node has",
         )
 
-    async def hold(
+    async def reserve(
         self, ask: ReservationRequest, claim: Claim, *, answer_by: datetime, patience: timedelta | None = None
     ) -> Reservation | Deny:
-        """A reservation for the claim; whoever is faster costs a fresh decision, never a double holding. It waits for
-        room as long as `patience` says, or as the review allows."""
+        """Reserves GPUs for the claim. If another request takes them first, decides again. Waits for room for at most
+        `patience`, or as long as the review allows."""
         await self.ledger.collect(self._clock())
         if await self.ledger.find(ask.id) is not None:
-            return await self._held(ask, claim, answer_by)
+            return await self._reserve_with_retries(ask, claim, answer_by)
         refused = self.too_many_orphans(ask.namespace, claim.count)
-        if refused is not None or self._room.why_not(ask.namespace, claim.count) is not None:
-            places = self.places(claim, most=1)
-            if isinstance(places, Deny):
-                return places  # no waiting for room heals that
-        async with self._room.entered(ask.namespace, claim.count, self._patience(answer_by, patience)) as refused:
-            return refused or await self._held(ask, claim, answer_by)
+        if refused is not None or self._limiter.denial(ask.namespace, claim.count) is not None:
+            placements = self.placements(claim, most=1)
+            if isinstance(placements, Deny):
+                return placements  # waiting for room cannot help
+        async with self._limiter.reserve_room(
+            ask.namespace, claim.count, self._patience(answer_by, patience)
+        ) as refused:
+            return refused or await self._reserve_with_retries(ask, claim, answer_by)
 
     def too_many_orphans(self, namespace: str, gpus: int) -> Deny | None:
-        """Whether its pods that are gone have as many as its pods may have so. A dry run is told as well."""
-        return self._room.too_many_orphans(namespace, gpus)
+        """Denies the request if the namespace's deleted pods hold too many GPUs. Applies to dry runs too."""
+        return self._limiter.too_many_orphans(namespace, gpus)
 
     def _patience(self, answer_by: datetime, most: timedelta | None = None) -> timedelta:
         left = answer_by - self._clock() - FOR_THE_WRITE
         return left if most is None else min(left, most)
 
-    async def hold_again(self, lapsed: Reservation, *, answer_by: datetime) -> Deny | None:
-        """Exactly what was promised under that id, if nobody has it since. Raises LedgerError."""
+    async def reserve_again(self, lapsed: Reservation, *, answer_by: datetime) -> Deny | None:
+        """Renews a lapsed reservation with the same id and the same GPUs, if they are still free. Raises
+        LedgerError."""
         self.fleet.advance(self._clock())
         ask = ReservationRequest(
             lapsed.id,
@@ -125,7 +128,7 @@ class Reserver:
         )
         if any(self.fleet.is_quarantined(uuid) for uuid in lapsed.uuids):
             return lapsed_for_good(lapsed)
-        async with self._room.entered(ask.namespace, len(lapsed.slots), self._patience(answer_by)) as refused:
+        async with self._limiter.reserve_room(ask.namespace, len(lapsed.slots), self._patience(answer_by)) as refused:
             if refused is not None:
                 return refused
             try:
@@ -136,18 +139,20 @@ class Reserver:
                 return conflict(ask)
         return None
 
-    async def _held(self, ask: ReservationRequest, claim: Claim, answer_by: datetime) -> Reservation | Deny:
-        most = 1  # the best one is nearly always still free
+    async def _reserve_with_retries(
+        self, ask: ReservationRequest, claim: Claim, answer_by: datetime
+    ) -> Reservation | Deny:
+        most = 1  # the best placement is nearly always still free
         tries = 0
         while True:
             await self.ledger.collect(self._clock())
-            # The same review may have come before, and its answer been lost: then there is nothing to decide.
+            # An earlier attempt of the same review may have reserved, and its answer been lost.
             known = await self.ledger.find(ask.id)
-            places = self.places(claim, most) if known is None else ()
-            if isinstance(places, Deny):
-                return places
+            placements = self.placements(claim, most) if known is None else ()
+            if isinstance(placements, Deny):
+                return placements
             try:
-                return await self.ledger.reserve(ask, places, answer_by=answer_by)
+                return await self.ledger.reserve(ask, placements, answer_by=answer_by)
             except SlotsTakenError as exc:
                 if isinstance(exc, PlacementRefusedError) and most == MAX_PLACEMENTS:
                     return NOT_WRITTEN
@@ -156,16 +161,18 @@ class Reserver:
                 if tries > AT_ONCE:
                     await asyncio.sleep(min(PAUSE * (tries - AT_ONCE), LONGEST))
             except DeadlinePassedError:
-                return Deny(Reason.DEADLINE_PASSED, "the review's time is over: nothing was reserved", hint="try again")
+                return Deny(
+                    Reason.DEADLINE_PASSED,
+                    "the deadline of the review has passed: nothing was reserved",
+                    hint="try again",
+                )
             except ReservationConflictError:
                 return conflict(ask)
             except LedgerUnavailableError:
                 return Deny(Reason.LEDGER_AWAY, "reservations cannot be made at this moment", hint="try again")
 
 
-NOT_WRITTEN = Deny(
-    Reason.LEDGER_AWAY, "the reservation cannot be written down as it would have to be", hint="see gpuwarden's log"
-)
+NOT_WRITTEN = Deny(Reason.LEDGER_AWAY, "the reservation could not be written", hint="see gpuwarden's log")
 
 
 def lapsed_for_good(lapsed: Reservation) -> Deny:
@@ -177,4 +184,4 @@ def lapsed_for_good(lapsed: Reservation) -> Deny:
 
 
 def conflict(ask: ReservationRequest) -> Deny:
-    return Deny(Reason.RESERVATION_CONFLICT, f"reservation {ask.id} exists and is of another claim")
+    return Deny(Reason.RESERVATION_CONFLICT, f"reservation {ask.id} exists for another claim")

@@ -1,4 +1,4 @@
-"""Judges reviews: which webhook answers, within which time, and what a failure means."""
+"""Answers reviews: chooses the webhook, enforces the time limit and turns failures into denials."""
 
 import asyncio
 import uuid
@@ -32,16 +32,16 @@ from webhook.scoring.hints import HintService
 
 log = structlog.get_logger(__name__)
 
-# What the API server assumes where a webhook configuration says nothing, and the most it allows.
+# The API server's default timeout for a webhook.
 DEFAULT_TIMEOUT = timedelta(seconds=10)
 
-# Our answer has to travel back before the API server hangs up.
+# Reserved for the answer to reach the API server before it closes the connection.
 MARGIN = timedelta(milliseconds=800)
 
-# Every bad line of a placement map is named, as far as a person would read on.
+# A denial names at most this many mistakes, so that it stays readable for a long placement map.
 MOST_MISTAKES = 64
 
-Door = Callable[[Review, datetime], Awaitable[Verdict]]
+ReviewHandler = Callable[[Review, datetime], Awaitable[Verdict]]
 
 
 class Reviewer:
@@ -64,33 +64,34 @@ class Reviewer:
         self._metrics = metrics
         ending = PodEnding(reserver.ledger, pods, hinting)
         validator = PodValidator(reserver, pods, rules, clock, hinting, ending)
-        self.mutated: Door = PodMutator(reserver, pods, rules, hinting, ending).mutated
-        self.validated: Door = validator.validated
-        self.binding_mutated: Door = validator.binding_mutated
+        self.mutated: ReviewHandler = PodMutator(reserver, pods, rules, hinting, ending).mutated
+        self.validated: ReviewHandler = validator.validated
+        self.binding_mutated: ReviewHandler = validator.binding_mutated
 
-    async def rehearsed(self, raw: dict[str, Any], namespace: str) -> Rehearsal:
-        """Both webhooks' answers to a dry run of the creation of `raw`, the second one of the pod as patched."""
+    async def dry_run_create(self, raw: dict[str, Any], namespace: str) -> Rehearsal:
+        """The answers of both webhooks to a dry run of the creation of `raw`. The validating webhook sees the patched
+        pod."""
         answer_by = self._clock() + DEFAULT_TIMEOUT - MARGIN
         review = dry_run(raw, namespace)
-        mutated = await self.judged(review, self.mutated, answer_by)
+        mutated = await self.answer(review, self.mutated, answer_by)
         if isinstance(mutated, Deny):
             return Rehearsal(mutated, raw)
         final: dict[str, Any] = apply_patch(raw, mutated.patch) if mutated.patch else raw
-        validated = await self.judged(evolve(review, raw=final), self.validated, answer_by)
+        validated = await self.answer(evolve(review, raw=final), self.validated, answer_by)
         if isinstance(validated, Deny):
             return Rehearsal(validated, raw, warnings=mutated.warnings)
         return Rehearsal(mutated, final, tuple(mutated.patch), mutated.warnings)
 
-    async def judged(self, review: Review, door: Door, answer_by: datetime) -> Verdict:
-        """The door's verdict; whatever goes wrong behind it is a denial with its own reason."""
+    async def answer(self, review: Review, handler: ReviewHandler, answer_by: datetime) -> Verdict:
+        """The handler's verdict. Any failure becomes a denial with its own reason."""
         left = (answer_by - self._clock()).total_seconds()
         try:
             async with asyncio.timeout(left) as patience:
-                return await door(review, answer_by)
+                return await handler(review, answer_by)
         except TimeoutError:
             if not patience.expired():
                 raise
-            return Deny(Reason.DEADLINE_PASSED, "the review's time is over", hint="try again")
+            return Deny(Reason.DEADLINE_PASSED, "the deadline of the review has passed", hint="try again")
         except InvalidPodError as exc:
             found = exc.mistakes[:MOST_MISTAKES]
             return Deny(Reason.INVALID_POD, "; ".join(found), causes=found)
@@ -101,7 +102,7 @@ class Reviewer:
             log.warning("namespace away", uid=review.uid, namespace=review.namespace, exc_info=exc)
             return Deny(
                 Reason.LEDGER_AWAY,
-                f"what namespace {review.namespace} demands of its pods cannot be looked up at this moment",
+                f"the requirements of namespace {review.namespace} cannot be looked up at this moment",
                 hint="try again",
             )
 
@@ -123,7 +124,7 @@ class Reviewer:
 
 
 def dry_run(raw: dict[str, Any], namespace: str) -> Review:
-    """The review of a creation that shall not happen."""
+    """A dry-run review of the creation of the pod."""
     return Review(
         uid=ReservationId(str(uuid.uuid4())),
         kind="Pod",

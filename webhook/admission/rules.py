@@ -13,14 +13,14 @@ from webhook.core.dress import (
 
 @frozen
 class Rules:
-    """How this installation reads and dresses pods."""
+    """How this installation reads, dresses and queues pods."""
 
     claims: ClaimReader
     dress: DressRules
-    # Past this age a pod is put on no node any more: its GPUs may have been given up.
+    # An older pod is not bound: its GPUs may have been given to another pod.
     bind_deadline: timedelta = timedelta(minutes=5)
-    # Whether a pod that nothing can be had for now is created, and waits behind our gate; a mapped one in any case
-    # where there is somebody to open it.
+    # Whether a pod is created behind our gate when its claim cannot be served yet. Pods with a placement map have a
+    # setting of their own.
     queues: bool = False
     queues_mapped: bool = False
 

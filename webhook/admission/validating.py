@@ -1,4 +1,4 @@
-"""The validating webhook: the final pod against its reservation, changes of pods, and Bindings."""
+"""The validating webhook: checks the final pod against its reservation, changes of pods, and Bindings."""
 
 from datetime import datetime
 
@@ -54,38 +54,38 @@ class PodValidator:
 
     async def validated(self, review: Review, answer_by: datetime) -> Verdict:
         if review.is_of_bindings:
-            return await self._put_on_a_node(review)
+            return await self._validate_binding(review)
         refused = not_reviewed(review)
         if refused is not None:
             return refused
         match review.operation:
             case Operation.CREATE if not review.subresource:
-                return self._seen(review, await self._created(review, answer_by))
+                return self._record_running_job(review, await self._validate_create(review, answer_by))
             case Operation.UPDATE:
-                return await self._updated(review)
+                return await self._validate_update(review)
             case Operation.DELETE:
-                return await self._ending.ended(review)
+                return await self._ending.release_gpus(review)
             case _:
                 return NOT_ASKED
 
     async def binding_mutated(self, review: Review, answer_by: datetime) -> Verdict:
-        """One that a scheduler sends is marked, for the policy that stands in for us while nobody answers."""
+        """Marks an admitted Binding, for the policy that judges Bindings while no replica answers."""
         if not review.is_of_bindings:
-            return Deny(Reason.NOT_REVIEWED, f"Bindings are reviewed here; this is {review.subject}")
-        verdict = await self._put_on_a_node(review)
+            return Deny(Reason.NOT_REVIEWED, f"this webhook reviews Bindings, not {review.subject}")
+        verdict = await self._validate_binding(review)
         if isinstance(verdict, Deny):
             return verdict
         raw = required_object(review)
         return evolve(verdict, patch=list(difference(raw, marked(raw))))
 
-    def _seen(self, review: Review, verdict: Verdict) -> Verdict:
-        """Embedded, reviews are all that is heard of what runs."""
+    def _record_running_job(self, review: Review, verdict: Verdict) -> Verdict:
+        """In embedded mode, tells the scorer which jobs run: there is no watch of pods."""
         is_pod = isinstance(verdict, Admit) and not review.is_dry_run and self._pods.trusts_reviews
         if self._hinting is not None and is_pod:
-            self._hinting.jobs.runs(review.raw or {})
+            self._hinting.jobs.add_running(review.raw or {})
         return verdict
 
-    async def _created(self, review: Review, answer_by: datetime) -> Verdict:
+    async def _validate_create(self, review: Review, answer_by: datetime) -> Verdict:
         raw = required_object(review)
         pod = Pod.parse(raw)
         unblinded = check.all_blinded(pod, self._rules.dress)
@@ -93,37 +93,37 @@ class PodValidator:
             return unblinded
         claim = recorded_claim(pod)
         if claim is not None and pod.is_gated:
-            return await self._created_waiting(raw, pod, claim, review)
+            return await self._validate_queued(raw, pod, claim, review)
         if claim is None:
-            return self._created_without_record(pod, await self._rules.claims.within(review.namespace))
+            return self._validate_without_record(pod, await self._rules.claims.within(review.namespace))
         if not claim.count:
-            return self._created_without_gpus(raw, pod, claim, await self._rules.claims.within(review.namespace))
+            return self._validate_without_gpus(raw, pod, claim, await self._rules.claims.within(review.namespace))
         refused = check.takes_too_long(pod, self._rules.dress) or check.no_other_ways(pod, self._rules.dress)
         if refused is not None:
             return refused
         if review.is_dry_run:
-            return Admit()  # nothing was reserved for it
-        return await self._bound(raw, pod, claim, review, answer_by)
+            return Admit()  # a dry run has no reservation
+        return await self._validate_reserved(raw, pod, claim, review, answer_by)
 
-    def _created_without_record(self, pod: Pod, claims: ClaimRules) -> Verdict:
+    def _validate_without_record(self, pod: Pod, claims: ClaimRules) -> Verdict:
         if claim_of(pod, claims) is not None:
             return Deny(
                 Reason.NOT_RESERVED,
-                f"metadata.annotations[{keys.CLAIM.name}]: the pod has a claim and no reservation",
-                hint="the mutating webhook has to see it first",
+                f"metadata.annotations[{keys.CLAIM.name}]: the pod has a claim but no reservation",
+                hint="the mutating webhook must review it first",
             )
         forged = sorted(keys.OUTPUT_NAMES & pod.annotations.keys())
         if forged:
             return Deny(Reason.FORGED, f"metadata.annotations[{forged[0]}]: written by gpuwarden only")
         return check.gate_alone(pod) or check.no_markers(pod, self._rules.dress) or NOT_ASKED
 
-    async def _created_waiting(self, raw: RawPod, pod: Pod, claim: Claim, review: Review) -> Verdict:
+    async def _validate_queued(self, raw: RawPod, pod: Pod, claim: Claim, review: Review) -> Verdict:
         claims = await self._rules.claims.within(review.namespace)
         return check.waits_as_dressed(raw, pod, claim, self._rules.dress, claims) or Admit(
             audit={"reason": Reason.QUEUED.value}, reason=Reason.QUEUED
         )
 
-    def _created_without_gpus(self, raw: RawPod, pod: Pod, claim: Claim, claims: ClaimRules) -> Verdict:
+    def _validate_without_gpus(self, raw: RawPod, pod: Pod, claim: Claim, claims: ClaimRules) -> Verdict:
         fleet, policy = self._reserver.fleet, self._reserver.policy
         fleet.advance(self._clock())
         return (
@@ -132,9 +132,11 @@ class PodValidator:
             or Admit()
         )
 
-    async def _bound(self, raw: RawPod, pod: Pod, claim: Claim, review: Review, answer_by: datetime) -> Verdict:
-        """The final pod against its reservation; from here on the reservation is this uid's. One that has expired
-        meanwhile is made again, as it was."""
+    async def _validate_reserved(
+        self, raw: RawPod, pod: Pod, claim: Claim, review: Review, answer_by: datetime
+    ) -> Verdict:
+        """Checks the final pod against its reservation and binds the reservation to the pod's uid. Renews a reservation
+        that has expired in the meantime."""
         recorded_id = ReservationId(pod.annotations.get(keys.RESERVATION_ID.name) or "")
         known = await recorded_reservation(self._ledger, pod)
         is_late = known is None or (known.uid is None and known.is_past_deadline(self._clock()))
@@ -151,7 +153,7 @@ class PodValidator:
             or check.still_proven(claim, known.node, fleet, policy)
         )
         if refused is None and is_late:
-            refused = await self._reserver.hold_again(known, answer_by=answer_by)
+            refused = await self._reserver.reserve_again(known, answer_by=answer_by)
         if refused is not None:
             return refused
         if identity.uid:
@@ -161,18 +163,18 @@ class PodValidator:
                 self._pods.created(identity)
         return refused or Admit(audit={"reason": Reason.ADMITTED.value, "reservation": known.id, "node": known.node})
 
-    async def _updated(self, review: Review) -> Verdict:
+    async def _validate_update(self, review: Review) -> Verdict:
         new = Pod.parse(required_object(review))
         old = Pod.parse(review.raw_old or {})
         own: tuple[str, ...] = ()
         if old.is_gated and not new.is_gated and not review.subresource:
-            return await self._opened(required_object(review), new, old)
+            return await self._validate_gate_removal(required_object(review), new, old)
         if review.subresource == "ephemeralcontainers":
-            own = await self._own_values(old)
+            own = await self._allowed_values(old)
         return check.unchanged(new, old, own, self._rules.dress) or NOT_ASKED
 
-    async def _opened(self, raw: RawPod, new: Pod, old: Pod) -> Verdict:
-        """Our gate is gone: by then the pod has its GPUs, whoever opened it."""
+    async def _validate_gate_removal(self, raw: RawPod, new: Pod, old: Pod) -> Verdict:
+        """Our gate was removed: the pod must have its GPUs, no matter who removed it."""
         claim = recorded_claim(new)
         if claim is None or new.annotations.get(keys.CLAIM.name) != old.annotations.get(keys.CLAIM.name):
             return Deny(Reason.IMMUTABLE, f"metadata.annotations[{keys.CLAIM.name}]: changed by gpuwarden only")
@@ -189,7 +191,7 @@ class PodValidator:
             return Deny(
                 Reason.NOT_RESERVED,
                 f"spec.schedulingGates[{keys.QUEUE_GATE}]: nothing is reserved for the pod yet",
-                hint="gpuwarden opens the gate when there is a GPU",
+                hint="gpuwarden opens the gate when it has reserved GPUs",
             )
         rules = self._rules.dress
         return (
@@ -199,13 +201,13 @@ class PodValidator:
             or Admit(audit={"reason": Reason.ADMITTED.value, "reservation": known.id, "node": known.node})
         )
 
-    async def _put_on_a_node(self, review: Review) -> Verdict:
-        """A Binding, by whichever route and whoever sends it; one that names no uid is of the living pod."""
+    async def _validate_binding(self, review: Review) -> Verdict:
+        """Reviews a Binding from any client. A Binding without a uid refers to the current pod of that name."""
         binding = Binding.parse(required_object(review), review.namespace, review.name)
         return await self._binding_check.refusal(binding, is_dry_run=review.is_dry_run) or NOT_ASKED
 
-    async def _own_values(self, pod: Pod) -> tuple[str, ...]:
-        """What a debug container may set: the GPUs that the pod holds already."""
+    async def _allowed_values(self, pod: Pod) -> tuple[str, ...]:
+        """The values that a debug container may set: the GPUs that the pod already has."""
         known = await recorded_reservation(self._ledger, pod)
         if known is None or known.phase is Phase.RELEASING or known.uid != pod.meta.uid:
             return ()

@@ -84,7 +84,7 @@ def clustered(settings: Settings, clock: Clock, api: ApiClient, pods: ApiPods) -
         opt_in=settings.opt_in_label,
     )
     parts = assembled(settings, clock, fleet, metrics, ledger, fleet_source, pods, namespaces)
-    waiting = WaitingPods(parts.rules.claims, parts.rules.dress, lines=parts.reserver.lines)
+    waiting = WaitingPods(parts.rules.claims, parts.rules.dress, queue_order=parts.reserver.queue_order)
     fleet_source.also(Watch(api, PODS_PATH, waiting, only={"labelSelector": keys.QUEUED_LABEL}))
     proofs = ClusterProofs(ApiObjects(api, NODE_EVIDENCES), ApiNodeCreationTimes(api), settings.clock_skew)
     reports = EndReports(ledger, settings.clock_skew)
@@ -160,7 +160,7 @@ class ClusterFleetSource:
         """The paths of which there is no list yet."""
         return [watch.path for watch in self._watches if not watch.ready.is_set()]
 
-    async def first_answers(self) -> None:
+    async def wait_for_first_answers(self) -> None:
         """They are in: what providers have said is in NodeEvidence, and one that is away now keeps nobody waiting."""
 
     async def run(self, interval: float) -> None:

@@ -11,7 +11,7 @@ from attrs import frozen
 
 from webhook.admission.audit import AuditedPod, AuditRules, Facts, Finding, findings
 from webhook.admission.namespaces import NoDemands
-from webhook.admission.placement_maps import map_of, may_keep, opted_in
+from webhook.admission.placement_maps import map_of, may_reserve_by_map, opted_in
 from webhook.assembly.parts import rules_of
 from webhook.core.errors import GpuwardenError
 from webhook.core.evidence import Evidence
@@ -94,7 +94,7 @@ async def facts_of(api: ApiClient, settings: Settings, volumes: Volumes) -> Fact
     pods: list[AuditedPod] = [one async for one in kept(api, PODS_PATH, reading.pod)]
     after = await ledger_in(api)
     namespaces = [raw async for raw in kept(api, NAMESPACES_PATH, lambda raw: raw)]
-    keeping = {object_name(raw) for raw in namespaces if may_keep(raw, settings.opt_in_label)}
+    keeping = {object_name(raw) for raw in namespaces if may_reserve_by_map(raw, settings.opt_in_label)}
     ours = {object_name(raw) for raw in namespaces if opted_in(raw, settings.opt_in_label)}
     isolated = {object_name(raw) for raw in namespaces if is_isolated(raw, settings.own_namespace)}
     mapped = [one async for one in kept(api, STATEFUL_SETS_PATH, mapped_set)]
@@ -105,7 +105,7 @@ async def facts_of(api: ApiClient, settings: Settings, volumes: Volumes) -> Fact
         isolated=ours & isolated,
         unsettled={id for id, _ in before.held.keys() ^ after.held.keys()},
         evidence={name: word async for name, word in kept(api, NODE_EVIDENCES_PATH, evidence_in)},
-        unkept_maps=[one for one in mapped if one[0] in ours - keeping],
+        maps_without_label=[one for one in mapped if one[0] in ours - keeping],
         unreadable=after.unreadable,
     )
 

@@ -11,7 +11,7 @@ from webhook.admission.audit_watch import AuditWatch
 from webhook.admission.binding_ends import BindingEnds
 from webhook.admission.cluster_fleet import ClusterFleet, GpuNodesListener, NodesListener
 from webhook.admission.evictions import ApiEvictor
-from webhook.admission.evidence_loss import EvidenceLoss, OnEvidenceLost, evidence_ages, is_vouched
+from webhook.admission.evidence_loss import EvidenceLoss, OnEvidenceLost, evidence_ages, is_claim_known
 from webhook.admission.namespaces import WatchedNamespaces
 from webhook.admission.placement_maps import MapNamespaceListener, MappedStatefulSets, NodeNameConflicts
 from webhook.admission.queue.api_gates import ApiGates
@@ -98,14 +98,14 @@ async def work(settings: Settings, api: ApiClient, probes: Probes) -> None:
         utc_now,
         rules.claims,
         is_current=lambda: all(watch.is_current for watch in watches),
-        is_update_pending=discovering.is_update_pending,
-        is_vouched=lambda one: is_vouched(ledger.of_pod(one.pod.uid), one),
+        is_write_pending=discovering.is_update_pending,
+        is_claim_known=lambda one: is_claim_known(ledger.of_pod(one.pod.uid), one),
         count_change=metrics.count_evidence_change,
     )
     metrics.watch_evidence(continuous.counts)
     metrics.watch_ages(lambda: evidence_ages(fleet, utc_now()))
     waking = Wakeups(fleet, policy, rules.claims, ApiPodWaker(api), utc_now)
-    waiting_pods = WaitingPods(rules.claims, rules.dress, has_come=lambda _: reconciler.wakeup.set())
+    waiting_pods = WaitingPods(rules.claims, rules.dress, on_new_pod=lambda _: reconciler.wakeup.set())
     queue = Queue(
         waiting_pods,
         ledger,

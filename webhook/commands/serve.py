@@ -156,12 +156,12 @@ class Server:
             await self._load()
             if self._prepare is not None:
                 await self._prepare()
-            await self._parts.fleet_source.first_answers()
+            await self._parts.fleet_source.wait_for_first_answers()
             if self._parts.attestation is not None:
-                await self._parts.attestation.first_answers()
+                await self._parts.attestation.wait_for_first_answers()
             if self._parts.hinting is not None:
                 self._hinting = asyncio.ensure_future(self._parts.hinting.run())
-                await self._parts.hinting.heard(HINTS_PATIENCE)
+                await self._parts.hinting.wait_until_ready(HINTS_PATIENCE)
             undo.pop_all()
         for name, source in self._certificates.items():
             self._parts.metrics.show_certificate(name, source.not_after)

@@ -1,4 +1,4 @@
-"""What is done to pods that wait for a node: put on one by a Binding, told of, or woken by an annotation."""
+"""Writes to pods that wait for a node: Bindings, the condition PodScheduled, and the annotation that wakes them."""
 
 import structlog
 
@@ -16,7 +16,7 @@ STRATEGIC_MERGE_PATCH = "application/strategic-merge-patch+json"
 
 
 class ApiBindings:
-    """Bindings in the API server, with the pod's uid as their condition."""
+    """Creates Bindings in the API server, with the pod's uid as a condition."""
 
     def __init__(self, api: ApiClient) -> None:
         self._api = api
@@ -36,13 +36,13 @@ class ApiBindings:
 
 
 class ApiConditions:
-    """The condition of pods in the API server that says whether they have a node."""
+    """Writes the condition PodScheduled of pods in the API server."""
 
     def __init__(self, api: ApiClient) -> None:
         self._api = api
 
     async def unscheduled(self, pod: PodIdentity, version: str, message: str, at: str) -> bool:
-        """Only while the pod is as it was at that version: it may be on a node by now."""
+        """Sets the condition to False if the pod still has this resourceVersion: it may be on a node by now."""
         condition = {
             "type": "PodScheduled",
             "status": "False",
@@ -64,7 +64,7 @@ class ApiConditions:
         except REQUEST_ERRORS as exc:
             log.warning("condition lost", namespace=pod.namespace, name=pod.name, error=type(exc).__name__)
             return False
-        if status >= 400 and status not in (404, 409):  # gone, or not as it was
+        if status >= 400 and status not in (404, 409):  # the pod is gone or has changed
             log.warning(
                 "condition refused", namespace=pod.namespace, name=pod.name, problem=error_message(status, body)
             )
@@ -72,7 +72,7 @@ class ApiConditions:
 
 
 class ApiPodWaker:
-    """Wakes pods in the API server."""
+    """Wakes pods through the API server."""
 
     def __init__(self, api: ApiClient) -> None:
         self._api = api
@@ -85,6 +85,6 @@ class ApiPodWaker:
             )
         except REQUEST_ERRORS as exc:
             raise WakerUnavailableError("the API server cannot be reached") from exc
-        if status >= 400 and status not in (404, 409):  # gone, or of another uid
+        if status >= 400 and status not in (404, 409):  # the pod is gone or has another uid
             is_away = status == 429 or status >= 500
             raise (WakerUnavailableError if is_away else NotWokenError)(error_message(status, body))

@@ -35,7 +35,7 @@ from webhook.scheduler.binder_promises import Promises
 from webhook.scheduler.binder_view import Promise, Waiter, World
 from webhook.scheduler.binder_volumes import Volumes
 from webhook.scheduler.binder_wish import Anywhere, Hopeless, Outcome, Reserved, Wish
-from webhook.scheduler.extender import BindingLostError, BindingRefusedError, Refused, proven_wish, where
+from webhook.scheduler.extender import BindingLostError, BindingRefusedError, Refused, evidence_query, node_of
 
 log = structlog.get_logger(__name__)
 
@@ -235,7 +235,7 @@ class Binder:
         if recorded is None:
             plain_shape = Anywhere(Shape(waiter.needs, waiter.asked))
             return plain_shape if asked is None else Hopeless(self._not_dressed, Outcome.NOT_RESERVED)
-        proven = proven_wish(recorded, asked)
+        proven = evidence_query(recorded, asked)
         if isinstance(proven, Refused):
             return Hopeless(proven.text, Outcome.NOT_RESERVED)
         return Anywhere(Shape(waiter.needs, waiter.asked, proven.claim.record.hashes))
@@ -325,7 +325,7 @@ class Binder:
             living = await self._pods.find(pod.namespace, pod.name)
         except (PodsUnavailableError, InvalidPodError):
             return Outcome.LOST, problem
-        return (Outcome.BOUND, "") if where(living, pod) == node else (Outcome.LOST, problem)
+        return (Outcome.BOUND, "") if node_of(living, pod) == node else (Outcome.LOST, problem)
 
     def _wait_for_volumes(self, waiter: Waiter, promise: Promise, why: str) -> None:
         pause = min(max(SOON, (self._clock() - promise.since) / 4), LONGEST)

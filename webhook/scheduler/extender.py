@@ -1,4 +1,4 @@
-"""What a kube-scheduler asks of us about one pod: which nodes will do, how well, and to put it on one."""
+"""Answers kube-scheduler's extender calls for one pod: filter, prioritize, preempt and bind."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -22,27 +22,27 @@ from webhook.core.reservation import PodIdentity
 from webhook.core.verdict import plain
 from webhook.ledger.pods import PodsUnavailableError
 from webhook.runtime.clock import Clock
-from webhook.scheduler import filter as sieve
+from webhook.scheduler import filter as node_filter
 from webhook.scheduler.filter import NodeQuery
 
 log = structlog.get_logger(__name__)
 
 LEDGER_AWAY = "reservations cannot be looked up at this moment"
-NAMESPACE_AWAY = "what the pod's namespace demands cannot be looked up at this moment"
-NO_CLUSTER = "there is no cluster here to bind pods in: take bindVerb out of the scheduler's configuration"
-MAX_TOLD = 1000
+NAMESPACE_AWAY = "the requirements of the pod's namespace cannot be looked up at this moment"
+NO_CLUSTER = "gpuwarden runs without a cluster and binds no pods: remove bindVerb from the scheduler's configuration"
+MAX_MESSAGE = 1000
 
 
 class BindingRefusedError(GpuwardenError):
-    """The pod was not put on the node; the text is the API server's, and so is the status."""
+    """The API server refused the Binding; text and status are the API server's."""
 
-    def __init__(self, said: str, status: int = 0) -> None:
-        super().__init__(said)
+    def __init__(self, message: str, status: int = 0) -> None:
+        super().__init__(message)
         self.status = status
 
     @property
     def is_race(self) -> bool:
-        """Whether the pod is another by now: gone, changed, or on a node already."""
+        """Whether the pod has changed in the meantime: it is gone, replaced, or on a node."""
         return self.status in (404, 409)
 
 
@@ -51,21 +51,21 @@ class BindingLostError(GpuwardenError):
 
 
 class Bindings(Protocol):
-    """Can put a pod on a node."""
+    """Binds pods to nodes."""
 
     async def bind(self, pod: PodIdentity, node: str) -> None:
-        """This very pod, by its uid. Raises BindingRefusedError or BindingLostError."""
+        """Binds the pod of this uid. Raises BindingRefusedError or BindingLostError."""
 
 
 @frozen
 class Refused:
-    """No node will do, whichever it is."""
+    """Every node is refused, with this text."""
 
     text: str
 
 
 class Extender:
-    """Reads a pod, judges nodes in memory; a binding is judged once more, by the door that every Binding passes."""
+    """Answers from memory. `bind` repeats the check that every Binding passes."""
 
     def __init__(self, parts: Parts, bindings: Bindings | None) -> None:
         self._fleet: Fleet = parts.fleet
@@ -78,75 +78,75 @@ class Extender:
         self._bindings = bindings
         self._binding_check = BindingCheck(parts.reserver, parts.pods, self._claims, self._bind_deadline, parts.clock)
 
-    async def sift(self, args: ExtenderArgs) -> FilterResult:
-        """Raises LedgerError where reservations cannot be looked up, NamespacesUnavailableError where namespaces can't;
-        so do the others."""
-        wish = await self._wish(args.pod)
-        if isinstance(wish, Refused):
-            return sieve.refusing(args.offer.names, wish.text)
+    async def filter(self, args: ExtenderArgs) -> FilterResult:
+        """Raises LedgerError if reservations cannot be looked up, and NamespacesUnavailableError for namespaces. The
+        other methods raise the same."""
+        query = await self._query(args.pod)
+        if isinstance(query, Refused):
+            return node_filter.reject_all(args.offer.names, query.text)
         self._fleet.advance(self._clock())
-        return sieve.sifted(wish, args.offer.names, self._fleet, self._policy)
+        return node_filter.filter_nodes(query, args.offer.names, self._fleet, self._policy)
 
     async def scores(self, args: ExtenderArgs) -> list[tuple[str, int]]:
-        wish = await self._wish(args.pod)
-        if isinstance(wish, Refused):
+        query = await self._query(args.pod)
+        if isinstance(query, Refused):
             return [(name, 0) for name in args.offer.names]
         self._fleet.advance(self._clock())
-        return sieve.scores(wish, args.offer.names, self._fleet, self._policy)
+        return node_filter.scores(query, args.offer.names, self._fleet, self._policy)
 
-    async def worth_an_eviction(self, args: PreemptArgs) -> dict[str, Victims]:
-        """The nodes that would do once there is room."""
-        wish = await self._wish(args.pod)
-        if isinstance(wish, Refused):
+    async def filter_victims(self, args: PreemptArgs) -> dict[str, Victims]:
+        """The nodes that the pod fits on after preemption."""
+        query = await self._query(args.pod)
+        if isinstance(query, Refused):
             return {}
         self._fleet.advance(self._clock())
-        never = sieve.sifted(wish, args.victims, self._fleet, self._policy).unresolvable
+        never = node_filter.filter_nodes(query, args.victims, self._fleet, self._policy).unresolvable
         return {name: one for name, one in args.victims.items() if name not in never}
 
-    async def _wish(self, pod: Pod) -> NodeQuery | Refused | None:
-        """What the pod wants of nodes; None if it wants nothing of ours."""
+    async def _query(self, pod: Pod) -> NodeQuery | Refused | None:
+        """What the pod requires of nodes; None if it has no claim."""
         try:
             recorded = recorded_claim(pod)
             asked = await self._asked(pod) if recorded is None or not recorded.count else None
         except InvalidPodError as exc:
             log.info("claim refused", pod=f"{pod.meta.namespace}/{pod.display_name}", mistakes=exc.mistakes[:20])
-            return Refused(sieve.unreadable(exc.mistakes))
+            return Refused(node_filter.unreadable(exc.mistakes))
         if recorded is None:
             return None if asked is None else NodeQuery(asked)
         if not recorded.count:
-            return proven_wish(recorded, asked)
-        return await self._reserved_wish(pod, recorded)
+            return evidence_query(recorded, asked)
+        return await self._reserved_query(pod, recorded)
 
     async def _asked(self, pod: Pod) -> Claim | None:
-        """What the pod asks for itself, within its namespace."""
+        """The claim by the pod's own request and its namespace's rules."""
         return claim_of(pod, await self._claims.within(pod.meta.namespace or ""))
 
-    async def _reserved_wish(self, pod: Pod, claim: Claim) -> NodeQuery | Refused:
+    async def _reserved_query(self, pod: Pod, claim: Claim) -> NodeQuery | Refused:
         held = await recorded_reservation(self._ledger, pod)
         if held is None or check.still_held(claim, held, pod) is not None:
-            return Refused(sieve.NOT_RESERVED)
+            return Refused(node_filter.NOT_RESERVED)
         if check.in_time(pod, held, self._clock(), self._bind_deadline) is not None:
-            return Refused(sieve.TOO_LATE)
+            return Refused(node_filter.TOO_LATE)
         return NodeQuery(claim, held.node, is_recorded=True)
 
     # Binding.
 
     async def bind(self, args: BindArgs) -> str:
-        """Why the pod is not on the node; empty if it is."""
+        """Why the pod was not bound; empty if it is on the node."""
         if self._bindings is None or self._pods.trusts_reviews:
             return NO_CLUSTER
         try:
-            said = await self._bound(args, self._bindings)
+            message = await self._check_and_bind(args, self._bindings)
         except InvalidPodError as exc:
             return "; ".join(exc.mistakes[:20])
         except (LedgerError, PodsUnavailableError, NamespacesUnavailableError) as exc:
             log.warning("binding could not be checked", exc_info=exc)
             return "the pod and its reservation cannot be looked up at this moment"
-        return plain(said, MAX_TOLD)
+        return plain(message, MAX_MESSAGE)
 
-    async def _bound(self, args: BindArgs, bindings: Bindings) -> str:
+    async def _check_and_bind(self, args: BindArgs, bindings: Bindings) -> str:
         living = await self._pods.find(args.pod.namespace, args.pod.name)
-        there = where(living, args.pod)
+        there = node_of(living, args.pod)
         if there is not None:
             return "" if there == args.node else f"the pod is on {there} already"
         refused = await self._binding_check.refusal_of(living, Binding(args.pod, args.node, {}))
@@ -162,29 +162,29 @@ class Extender:
         return ""
 
     async def _outcome(self, pod: PodIdentity, node: str, problem: str) -> str:
-        """After a refusal, or no answer: the pod itself says whether it is there."""
+        """Reads the pod after a refusal or a lost answer: it may be on the node nevertheless."""
         living = await self._pods.find(pod.namespace, pod.name)
-        return "" if where(living, pod) == node else problem
+        return "" if node_of(living, pod) == node else problem
 
 
-def proven_wish(recorded: Claim, asked: Claim | None) -> NodeQuery | Refused:
-    """Of a record without GPUs."""
+def evidence_query(recorded: Claim, asked: Claim | None) -> NodeQuery | Refused:
+    """The query for a pod whose record has no GPUs."""
     claim = believed(recorded, asked)
     if claim is None:
         return Refused(
-            sieve.unreadable([f"annotation {keys.CLAIM.name} names none of the hashes that the pod asks for"])
+            node_filter.unreadable([f"annotation {keys.CLAIM.name} contains none of the hashes that the pod asks for"])
         )
     return NodeQuery(claim, is_recorded=True)
 
 
-def where(living: Pod | None, pod: PodIdentity) -> str | None:
-    """The node that this very pod is on."""
+def node_of(living: Pod | None, pod: PodIdentity) -> str | None:
+    """The node of the pod with this uid; None if it has none."""
     if living is None or pod.uid not in ("", living.meta.uid):
         return None
     return living.body.node_name or None
 
 
-def refused_by(sifted: FilterResult) -> Mapping[str, int]:
-    """How many nodes each text speaks against. Texts that quote a pod count as one."""
-    texts = (*sifted.failed.values(), *sifted.unresolvable.values())
-    return Counter(text if text in sieve.TEXTS else sieve.UNREADABLE for text in texts)
+def count_rejections(result: FilterResult) -> Mapping[str, int]:
+    """The number of refused nodes by text. Texts that quote a pod count as one."""
+    texts = (*result.failed.values(), *result.unresolvable.values())
+    return Counter(text if text in node_filter.TEXTS else node_filter.UNREADABLE for text in texts)

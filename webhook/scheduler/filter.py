@@ -1,7 +1,7 @@
-"""Which of the nodes that a scheduler offers will do for a pod, and how well. No I/O, no clock, no await.
+"""Decides which of the scheduler's nodes fit a pod, and scores them. No I/O, no clock, no await.
 
-What is said against nodes is counted by the scheduler, text by text: no text names a node, a GPU or an age. The text
-about a claim that cannot be read quotes the pod, and is the same for all nodes.
+The scheduler counts refused nodes by text, so no text names a node, a GPU or an age. The text about a claim that cannot
+be read quotes the pod and is the same for all nodes.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -16,7 +16,7 @@ from webhook.core.fleet_index import ClassNodes, IndexedNode
 from webhook.core.reasons import Reason
 from webhook.core.verdict import plain
 
-SAID: dict[Objection, str] = {
+MESSAGES: dict[Objection, str] = {
     Objection.NOT_SELECTED: "not selected by the pod",
     Objection.STALE: "attestation evidence for this node is stale",
     Objection.ABSENT: "no attestation evidence for this node",
@@ -36,50 +36,50 @@ RESERVED_ELSEWHERE = "the pod's GPUs are reserved on another node"
 NOT_RESERVED = "the pod's GPU reservation is gone"
 TOO_LATE = "the pod's GPU reservation is given up: it waited too long"
 UNREADABLE = "the pod's claim cannot be read"
-# The filter repeats the text for each node of a cluster of thousands.
+# Shorter than elsewhere: the filter repeats the text for each of possibly thousands of nodes.
 MAX_UNREADABLE = 200
-# All that a pod may be told to wait for: what a scheduler's message holds if it was we who refused.
-TEXTS = frozenset({*SAID.values(), NOT_KNOWN, RESERVED_ELSEWHERE, NOT_RESERVED, TOO_LATE, UNREADABLE})
+# All texts of the filter. One of them in a scheduler's message shows that we refused the pod.
+TEXTS = frozenset({*MESSAGES.values(), NOT_KNOWN, RESERVED_ELSEWHERE, NOT_RESERVED, TOO_LATE, UNREADABLE})
 
-# What another pod's end may heal: an eviction is worth a thought.
-MAY_FREE_ITSELF = frozenset({SAID[Objection.FEWER_FREE]})
+# Texts that may no longer apply once other pods are gone, so that preemption can help.
+RESOLVABLE = frozenset({MESSAGES[Objection.FEWER_FREE]})
 
 
 @frozen
 class NodeQuery:
-    """What a pod wants of nodes: its claim, and the node where its GPUs are if some are reserved."""
+    """What a pod requires of nodes: its claim, and the node of its reservation if it has one."""
 
     claim: Claim
     reserved: str | None = None
-    # Whether an earlier review of ours has seen the claim; it has then chosen by conditions and room already.
+    # Whether a review has recorded the claim. The review has then chosen nodes by condition and free GPUs already.
     is_recorded: bool = False
 
     @property
     def is_of_gpus_alone(self) -> bool:
-        """A number of GPUs, and nothing of what only we know."""
+        """Whether the claim is only for a number of GPUs, which the scheduler can count itself."""
         record = self.claim.record
         return not (record.hashes or record.requirements or record.node or record.shared)
 
 
-def passes_unseen(wish: NodeQuery | None, policy: EvidencePolicy) -> bool:
-    """Whether there is nothing that we could hold against any node: no claim, or GPUs that somebody else counts."""
-    if wish is None:
+def passes_unchecked(query: NodeQuery | None, policy: EvidencePolicy) -> bool:
+    """Whether every node passes: the pod has no claim, or one that the scheduler handles itself."""
+    if query is None:
         return True
-    return not wish.is_recorded and wish.is_of_gpus_alone and not policy.is_always_required
+    return not query.is_recorded and query.is_of_gpus_alone and not policy.is_always_required
 
 
-def sifted(wish: NodeQuery | None, names: Collection[str], fleet: Fleet, policy: EvidencePolicy) -> FilterResult:
-    """Each of the nodes in one list."""
-    if wish is None or passes_unseen(wish, policy):
+def filter_nodes(query: NodeQuery | None, names: Collection[str], fleet: Fleet, policy: EvidencePolicy) -> FilterResult:
+    """Each node ends up in exactly one of the lists."""
+    if query is None or passes_unchecked(query, policy):
         return FilterResult(frozenset(names))
-    answers = FilterAnswers(wish, ClaimSearch(wish.claim, fleet, policy))
+    answers = FilterAnswers(query, ClaimSearch(query.claim, fleet, policy))
     passed: list[str] = []
     failed: dict[str, str] = {}
     unresolvable: dict[str, str] = {}
     for name, text in zip(names, answers.of(names), strict=True):
         if text is None:
             passed.append(name)
-        elif text in MAY_FREE_ITSELF:
+        elif text in RESOLVABLE:
             failed[name] = text
         else:
             unresolvable[name] = text
@@ -87,42 +87,42 @@ def sifted(wish: NodeQuery | None, names: Collection[str], fleet: Fleet, policy:
 
 
 def unreadable(mistakes: Sequence[str]) -> str:
-    """The same reason as a review gives, and what is wrong with the claim."""
+    """The same reason as in a review, and the mistakes in the claim."""
     return plain(f"{UNREADABLE}: {Reason.INVALID_POD}: {'; '.join(mistakes)}", MAX_UNREADABLE)
 
 
-def refusing(names: Iterable[str], text: str) -> FilterResult:
-    """None of them will do."""
+def reject_all(names: Iterable[str], text: str) -> FilterResult:
+    """Refuses all nodes with the same text."""
     return FilterResult(frozenset(), {}, dict.fromkeys(names, text))
 
 
 class FilterAnswers:
-    """What speaks against nodes, in words."""
+    """The texts against nodes, for one pod."""
 
-    def __init__(self, wish: NodeQuery, question: ClaimSearch) -> None:
-        self._wish = wish
+    def __init__(self, query: NodeQuery, question: ClaimSearch) -> None:
+        self._query = query
         self._question = question
         is_named = question.claim.place is not None or question.claim.nodes.node_name is not None
-        self._is_asked_of_each = wish.reserved is not None or is_named or question.needs_each_node
-        # Of a node of which nothing is known nothing is proven either.
-        self._unknown = SAID[Objection.ABSENT] if question.needs_evidence else NOT_KNOWN
+        self._checks_each_node = query.reserved is not None or is_named or question.needs_each_node
+        # A node that is not known has no evidence either.
+        self._unknown = MESSAGES[Objection.ABSENT] if question.needs_evidence else NOT_KNOWN
 
     def of(self, names: Iterable[str]) -> Iterator[str | None]:
-        """Of each node, in their order."""
+        """For each node in order, why it is refused; None if it fits."""
         indexed_nodes = self._question.fleet.indexed_nodes
-        if self._is_asked_of_each:
+        if self._checks_each_node:
             return (self._of_one(name, indexed_nodes.get(name)) for name in names)
         return self._of_many(map(indexed_nodes.get, names))
 
     def _of_one(self, name: str, indexed: IndexedNode | None) -> str | None:
-        if self._wish.reserved is not None and name != self._wish.reserved:
+        if self._query.reserved is not None and name != self._query.reserved:
             return RESERVED_ELSEWHERE
         if indexed is None:
             return self._unknown
-        return self._against_node(indexed) or self._against_devices(indexed)
+        return self._node_objection(indexed) or self._devices_objection(indexed)
 
     def _of_many(self, indexed_nodes: Iterable[IndexedNode | None]) -> Iterator[str | None]:
-        """Nodes of a row differ in their devices alone, and those by shape: one of each row and shape is asked."""
+        """Checks one node per class and device shape: the nodes of a class differ in their devices only."""
         rows: dict[ClassNodes, str | None] = {}
         shapes: dict[int, str | None] = {}
         for indexed in indexed_nodes:
@@ -130,53 +130,53 @@ class FilterAnswers:
                 yield self._unknown
                 continue
             if indexed.row not in rows:
-                rows[indexed.row] = self._against_node(indexed)
+                rows[indexed.row] = self._node_objection(indexed)
             text = rows[indexed.row]
             if text is None:
                 shape = indexed.cell.shape
                 if shape not in shapes:
-                    shapes[shape] = self._against_devices(indexed)
+                    shapes[shape] = self._devices_objection(indexed)
                 text = shapes[shape]
             yield text
 
-    def _against_node(self, indexed: IndexedNode) -> str | None:
-        """Whatever devices it has."""
+    def _node_objection(self, indexed: IndexedNode) -> str | None:
+        """Checks all but the devices."""
         question = self._question
-        return said(
-            question.evidence_objection(indexed) if self._wish.is_recorded else question.node_objection(indexed)
+        return message_for(
+            question.evidence_objection(indexed) if self._query.is_recorded else question.node_objection(indexed)
         )
 
-    def _against_devices(self, indexed: IndexedNode) -> str | None:
-        if self._wish.is_recorded:
+    def _devices_objection(self, indexed: IndexedNode) -> str | None:
+        if self._query.is_recorded:
             return None
         objection = self._question.devices_objection(indexed)
         is_uncounted = objection is Objection.FEWER_MATCHING and not indexed.node.devices
-        return None if is_uncounted and is_counted_elsewhere(self._wish.claim) else said(objection)
+        return None if is_uncounted and is_counted_elsewhere(self._query.claim) else message_for(objection)
 
 
-def said(objection: Objection | None) -> str | None:
-    return None if objection is None else SAID[objection]
+def message_for(objection: Objection | None) -> str | None:
+    return None if objection is None else MESSAGES[objection]
 
 
 def is_counted_elsewhere(claim: Claim) -> bool:
-    """Of a node without devices of which we know, the scheduler itself counts the GPUs, as of any resource."""
+    """Whether the scheduler counts the GPUs itself, as an extended resource, on a node whose devices we do not know."""
     record = claim.record
     return not (record.requirements or record.node or record.shared)
 
 
 def scores(
-    wish: NodeQuery | None, names: Collection[str], fleet: Fleet, policy: EvidencePolicy
+    query: NodeQuery | None, names: Collection[str], fleet: Fleet, policy: EvidencePolicy
 ) -> list[tuple[str, int]]:
-    """The fewer GPUs would be left free beside the pod's, the better: large gaps stay for large claims."""
-    if wish is None or passes_unseen(wish, policy):
+    """Scores nodes: the fewer GPUs stay free beside the pod's, the higher, so that large gaps stay for large claims."""
+    if query is None or passes_unchecked(query, policy):
         return [(name, 0) for name in names]
-    question = ClaimSearch(wish.claim, fleet, policy)
-    answers = zip(names, FilterAnswers(wish, question).of(names), strict=True)
-    return [(name, score(wish, fleet.indexed_nodes[name], question) if text is None else 0) for name, text in answers]
+    question = ClaimSearch(query.claim, fleet, policy)
+    answers = zip(names, FilterAnswers(query, question).of(names), strict=True)
+    return [(name, score(query, fleet.indexed_nodes[name], question) if text is None else 0) for name, text in answers]
 
 
-def score(wish: NodeQuery, indexed: IndexedNode, question: ClaimSearch) -> int:
-    """Of a node that will do."""
-    if wish.is_recorded or not wish.claim.count:
+def score(query: NodeQuery, indexed: IndexedNode, question: ClaimSearch) -> int:
+    """The score of a node that fits."""
+    if query.is_recorded or not query.claim.count:
         return MAX_SCORE
     return max(0, MAX_SCORE - max(0, question.room[indexed.cell.shape])) if indexed.node.devices else 0

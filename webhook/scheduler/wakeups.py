@@ -1,7 +1,7 @@
-"""Wakes pods that wait because we spoke against every node: a scheduler does not ask an extender again by itself.
+"""Wakes pods that wait because we refused every node: a scheduler does not ask an extender again by itself.
 
-A pod is woken when a node would do for it now that would not before, and now and then while one would: the replica that
-was asked may have known less than we do. Any change of the pod brings it back into the scheduler's queue.
+A pod is woken when a new node fits it. While a node fits, it is also woken from time to time: the replica that refused
+it may have known less. Any change of a pod brings it back into the scheduler's queue.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -26,35 +26,35 @@ from webhook.core.reservation import PodIdentity
 from webhook.core.verdict import Deny
 from webhook.runtime.backoff import Backoff
 from webhook.runtime.clock import Clock
-from webhook.scheduler import filter as sieve
+from webhook.scheduler import filter as node_filter
 
 log = structlog.get_logger(__name__)
 
 
-# A pod is woken this often at the most, and this seldom while a node would do that its scheduler refuses.
+# Between two wake-ups of a pod.
 BACKOFF = Backoff(timedelta(seconds=2), timedelta(minutes=1))
-# What one pass does: more would keep other work of the process waiting.
+# The most that one pass does, so that the process's other work is not held up.
 AT_A_TIME = 200
-LOOKED_AT = 1000
-# In a row: an API server that does not answer is not asked two hundred times a pass.
+CHECKED_AT_A_TIME = 1000
+# A pass ends after this many failures in a row: the API server may be down.
 MAX_FAILURES = 3
-# Of the nodes that would do, so many are kept in mind.
-MOST = 16
+# The most fitting nodes that are remembered for a pod.
+MAX_FITTING = 16
 
 
 class NotWokenError(GpuwardenError):
-    """The pod could not be woken now; the text says why."""
+    """The pod could not be woken; the text says why."""
 
 
 class WakerUnavailableError(NotWokenError):
-    """Nor could any other."""
+    """No pod can be woken now: the API server cannot be reached."""
 
 
 class PodWaker(Protocol):
-    """Can wake a pod."""
+    """Wakes a pod."""
 
     async def wake(self, pod: PodIdentity, at: str) -> None:
-        """By a change of its annotations; a pod that is gone is no mistake. Raises NotWokenError."""
+        """Changes an annotation of the pod. Does nothing if the pod is gone. Raises NotWokenError."""
 
 
 class UnschedulableConditionWire(WireStruct, frozen=True):
@@ -72,45 +72,45 @@ class UnschedulablePodWire(WireStruct, frozen=True):
     status: UnschedulableStatusWire | None = None
 
 
-Wanted = tuple[str, NodesAsked, str | None]
+QueryKey = tuple[str, NodesAsked, str | None]
 
 
 @define(eq=False)
 class UnschedulablePod:
-    """A pod that waits, and what it was last known to wait for."""
+    """A pod that its scheduler could not place, and the nodes that fitted it at the last check."""
 
     identity: PodIdentity
     claim: Claim
-    # Where its GPUs are, if some are reserved.
+    # The node of its reservation, if it has one.
     reserved: str | None
-    will_do: frozenset[str] = frozenset()
+    fitting: frozenset[str] = frozenset()
     not_before: datetime | None = None
     failures: int = 0
-    wanted: Wanted = field(init=False)
-    """Pods that are alike in this have the same answer."""
+    query: QueryKey = field(init=False)
+    """Pods with the same value have the same fitting nodes."""
 
-    @wanted.default
-    def _wanted(self) -> Wanted:
+    @query.default
+    def _query(self) -> QueryKey:
         return self.claim.record.text(), self.claim.nodes, self.reserved
 
 
 class Wakeups:
-    """Hears of pods from a watch; `step` wakes those for which something has changed for the better."""
+    """Listener of the watch of pods. `step` wakes those that a new node fits."""
 
     def __init__(
-        self, fleet: Fleet, policy: EvidencePolicy, claims: ClaimReader, alarm: PodWaker, clock: Clock
+        self, fleet: Fleet, policy: EvidencePolicy, claims: ClaimReader, waker: PodWaker, clock: Clock
     ) -> None:
         self._fleet = fleet
         self._policy = policy
         self._claims = claims
-        self._alarm = alarm
+        self._waker = waker
         self._clock = clock
         self._waiters: dict[str, UnschedulablePod] = {}
 
     def __len__(self) -> int:
         return len(self._waiters)
 
-    # What the watch tells.
+    # The listener of the watch of pods.
 
     def replaced(self, objects: Mapping[str, Raw]) -> None:
         uids = {raw["metadata"].get("uid") for raw in objects.values()}
@@ -121,11 +121,11 @@ class Wakeups:
 
     def changed(self, raw: Raw) -> None:
         uid = str(raw["metadata"].get("uid"))
-        waiter = self._waiter(raw) if waits_for_us(raw) else None
+        waiter = self._waiter(raw) if is_rejected_by_us(raw) else None
         known = self._waiters.get(uid)
         if waiter is None:
             self._waiters.pop(uid, None)
-        elif known is None or known.wanted != waiter.wanted:
+        elif known is None or known.query != waiter.query:
             self._waiters[uid] = waiter
 
     def deleted(self, raw: Raw) -> None:
@@ -137,7 +137,7 @@ class Wakeups:
             recorded = recorded_claim(pod)
             claim = recorded or claim_of(pod, self._claims.known_within(pod.meta.namespace or ""))
         except InvalidPodError:
-            return None  # its author has to change it, and that wakes it
+            return None  # its author must change it, and that wakes it
         if claim is None:
             return None
         is_held = recorded is not None and recorded.count
@@ -145,10 +145,10 @@ class Wakeups:
             check.identity_of(pod), claim, (pod.annotations.get(NODE.name) or None) if is_held else None
         )
 
-    # What is done about it.
+    # Waking.
 
     async def step(self) -> None:
-        """One pass. Whoever could not be woken is tried again later."""
+        """One pass. A pod that could not be woken is tried again later."""
         now = self._clock()
         self._fleet.advance(now)
         failures = 0
@@ -158,38 +158,38 @@ class Wakeups:
                 return
 
     def _due(self, now: datetime) -> Iterator[UnschedulablePod]:
-        """Those that something could be had for. Who was looked at moves to the end, so that all get their turn."""
-        answers: dict[Wanted, frozenset[str]] = {}
-        for uid in list(self._waiters)[:LOOKED_AT]:
+        """The pods to wake now. Checked pods move to the end, so that all get their turn."""
+        answers: dict[QueryKey, frozenset[str]] = {}
+        for uid in list(self._waiters)[:CHECKED_AT_A_TIME]:
             waiter = self._waiters[uid] = self._waiters.pop(uid)
-            if waiter.wanted not in answers:
-                answers[waiter.wanted] = self._nodes_for(waiter)
-            if is_due(waiter, answers[waiter.wanted], now):
+            if waiter.query not in answers:
+                answers[waiter.query] = self._nodes_for(waiter)
+            if is_due(waiter, answers[waiter.query], now):
                 yield waiter
 
     def _nodes_for(self, waiter: UnschedulablePod) -> frozenset[str]:
-        """Some of the nodes that would do at this moment."""
+        """Up to MAX_FITTING of the nodes that fit now."""
         claim, reserved = waiter.claim, waiter.reserved
         if reserved is not None:
             is_proven = check.still_proven(claim, reserved, self._fleet, self._policy) is None
             return frozenset({reserved} if is_proven else ())
         found = self._decided(claim)
-        if claim.count and not found and sieve.is_counted_elsewhere(claim):
+        if claim.count and not found and node_filter.is_counted_elsewhere(claim):
             without = Claim(msgspec.structs.replace(claim.record, gpus=0), claim.nodes)
             found = {name for name in self._decided(without) if not self._fleet.indexed_nodes[name].node.devices}
         return frozenset(found)
 
     def _decided(self, claim: Claim) -> Collection[str]:
-        places = decide(claim, self._fleet, self._policy, most=MOST)
+        places = decide(claim, self._fleet, self._policy, most=MAX_FITTING)
         return () if isinstance(places, Deny) else {place.node for place in places}
 
     async def _wake(self, waiter: UnschedulablePod, now: datetime) -> bool:
-        """Whether others can be woken."""
+        """Returns whether the API server could be reached."""
         waiter.failures += 1
         waiter.not_before = now + BACKOFF.pause(waiter.failures)
         pod = waiter.identity
         try:
-            await self._alarm.wake(pod, now.isoformat(timespec="milliseconds"))
+            await self._waker.wake(pod, now.isoformat(timespec="milliseconds"))
         except NotWokenError as exc:
             log.warning("pod not woken", namespace=pod.namespace, name=pod.name, problem=str(exc))
             return not isinstance(exc, WakerUnavailableError)
@@ -197,18 +197,18 @@ class Wakeups:
         return True
 
 
-def is_due(waiter: UnschedulablePod, will_do: frozenset[str], now: datetime) -> bool:
-    """Whether to wake it now, given the nodes that will do; a node that did not before makes it sooner."""
-    if will_do - waiter.will_do:
+def is_due(waiter: UnschedulablePod, fitting: frozenset[str], now: datetime) -> bool:
+    """Whether to wake the pod now. A newly fitting node shortens its pause."""
+    if fitting - waiter.fitting:
         waiter.failures = 0
         if waiter.not_before is not None:
             waiter.not_before = min(waiter.not_before, now + BACKOFF.first)
-    waiter.will_do = will_do
-    return bool(will_do) and (waiter.not_before is None or waiter.not_before <= now)
+    waiter.fitting = fitting
+    return bool(fitting) and (waiter.not_before is None or waiter.not_before <= now)
 
 
-def waits_for_us(raw: Raw) -> bool:
-    """Whether its scheduler found no node, and one of our texts is among the reasons that it gives."""
+def is_rejected_by_us(raw: Raw) -> bool:
+    """Whether its scheduler found no node, and gave one of our texts as a reason."""
     if (raw.get("spec") or {}).get("nodeName") or raw["metadata"].get("deletionTimestamp"):
         return False
     try:
@@ -218,6 +218,6 @@ def waits_for_us(raw: Raw) -> bool:
     return any(
         one.type == "PodScheduled"
         and one.status == "False"
-        and any(text in (one.message or "") for text in sieve.TEXTS)
+        and any(text in (one.message or "") for text in node_filter.TEXTS)
         for one in (status and status.conditions) or ()
     )

@@ -1,4 +1,4 @@
-"""Scorers: who is asked which GPUs suit a pod. What they say is a hint, and without it the pod goes on."""
+"""Scorers advise which GPUs suit a pod. Advice is a hint: without it the pod is handled as usual."""
 
 from typing import Protocol
 
@@ -10,7 +10,7 @@ from webhook.core.hints import Advice, Features
 
 @frozen
 class ScoreRequest:
-    """What a scorer is asked about one pod."""
+    """The scorer's input for one pod."""
 
     features: Features
     candidates: tuple[str, ...]
@@ -18,7 +18,7 @@ class ScoreRequest:
 
 
 class ScorerUnavailableError(GpuwardenError):
-    """No advice this time; `outcome` is the metric's word for why."""
+    """The scorer gave no advice; `outcome` is the label value of the metric."""
 
     def __init__(self, outcome: str, sentence: str) -> None:
         self.outcome = outcome
@@ -29,7 +29,7 @@ class Scorer(Protocol):
     """Gives advice on pods."""
 
     async def advise(self, question: ScoreRequest, *, patience: float) -> Advice:
-        """Within so many seconds, or ScorerUnavailableError."""
+        """Answers within `patience` seconds or raises ScorerUnavailableError."""
 
     async def close(self) -> None:
-        """Nobody is asked any more."""
+        """Ends open requests and connections."""

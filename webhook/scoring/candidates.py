@@ -1,5 +1,5 @@
-"""What a scorer is told of the cluster and what hints may refer to, all from what was heard: nothing is listed while a
-review waits."""
+"""What a scorer learns of the cluster, and what hints may refer to. All of it comes from watches: a review waits for no
+list request."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -14,27 +14,28 @@ from webhook.core.pod import Pod
 from webhook.core.raw import Raw
 from webhook.kube.view import ObjectView
 
-# More models than any cluster has; a label that counts something is no model.
+# More models than any cluster has. A label with more values is not a model name.
 MAX_CANDIDATES = 256
-# What is told of who runs: each kind of job, and each as often as it runs as far as there is room.
+# The most entries in the list of running jobs.
 MAX_COLOCATED = 1000
 
 
 def candidates(fleet: Fleet) -> tuple[str, ...]:
-    """The models that nodes say they have; nothing is made up."""
+    """The GPU models by the nodes' labels."""
     found = {model for models in fleet.gpu_types.values() for model in models if model}
     return tuple(sorted(found)[:MAX_CANDIDATES])
 
 
 class RunningJobs:
-    """Hears of pods; knows what those do that run with a GPU."""
+    """Listener of the watch of pods. Knows the job types of running pods with GPUs."""
 
     def __init__(self) -> None:
         self._job_types: dict[str, str] = {}
         self._counts = Counter[str]()
 
     def colocated(self) -> tuple[str, ...]:
-        """The kinds of job that run, each as often as it does."""
+        """The running job types, each as often as it runs; shortened to MAX_COLOCATED entries with every type
+        present."""
         if not self._counts:
             return ()
         most = max(1, MAX_COLOCATED // len(self._counts))
@@ -51,14 +52,14 @@ class RunningJobs:
         status = raw.get("status")
         is_running = isinstance(status, dict) and status.get("phase") == "Running"
         if is_running:
-            self.runs(raw)
+            self.add_running(raw)
         else:
             self._forget(key_of(raw))
 
     def deleted(self, raw: Raw) -> None:
         self._forget(key_of(raw))
 
-    def runs(self, raw: Raw) -> None:
+    def add_running(self, raw: Raw) -> None:
         self._forget(key_of(raw))
         job_type = job_type_of(raw)
         if job_type is not None:
@@ -79,7 +80,7 @@ def key_of(raw: Raw) -> str:
 
 
 def job_type_of(raw: Raw) -> str | None:
-    """What a pod with a GPU does. Its request was taken off when it was dressed; then the record of it counts."""
+    """The job type of a pod with GPUs. A dressed pod no longer has its request, so its record counts."""
     try:
         pod = Pod.parse(raw)
     except InvalidPodError:
@@ -92,26 +93,26 @@ def job_type_of(raw: Raw) -> str | None:
 
 
 class PriorityClasses(Protocol):
-    """Knows which priority classes there are."""
+    """Knows the priority classes of the cluster."""
 
     @property
     def names(self) -> frozenset[str] | None:
-        """None where every name is taken for one."""
+        """None if every name is accepted."""
 
     @property
     def default(self) -> str | None:
-        """The class of pods that name none."""
+        """The global default class; None if there is none."""
 
 
 class EveryPriorityClass:
-    """Where there is no cluster to have any."""
+    """Embedded mode: there are no PriorityClass objects."""
 
     names: frozenset[str] | None = None
     default: str | None = None
 
 
 class WatchedPriorityClasses:
-    """Hears of PriorityClass objects."""
+    """Listener of the watch of PriorityClasses."""
 
     def __init__(self) -> None:
         self.view: ObjectView[bool] = ObjectView(is_default)

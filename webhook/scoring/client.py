@@ -1,4 +1,5 @@
-"""Asks a scorer by `POST /v1/score`: one pool of connections, one call for equal questions, none while it is down."""
+"""Calls a scorer by `POST /v1/score`. Equal questions share one call, and a failing scorer is not called for a
+while."""
 
 import asyncio
 import time
@@ -23,16 +24,17 @@ log = structlog.get_logger(__name__)
 # An answer has some hundred bytes.
 MAX_ANSWER: Final = 64 * 1024
 MAX_LISTED: Final = 64
-# Equal questions come in bursts: the pods of one Job. What is free changes, so an answer is soon old.
+# Equal questions come in bursts, from the pods of one Job. Free GPUs change, so an answer is kept for a short time
+# only.
 FRESH_SECONDS: Final = 2.0
-MAX_KEPT: Final = 1024
-# So many failures one after the other, and for so long nobody is asked; then one review is the probe.
+MAX_CACHED: Final = 1024
+# After this many failures in a row the scorer is not called for PAUSE_SECONDS. Then one review probes it.
 FAILURES: Final = 5
-REST_SECONDS: Final = 10.0
+PAUSE_SECONDS: Final = 10.0
 
-# Servers end what is idle after 5 s and more; whoever ends it first is not surprised.
+# Below the idle timeout of common servers (5 s), so that we close idle connections first.
 IDLE_SECONDS: Final = 3.0
-# Not packed: a few bytes could unpack to anything.
+# No compression: a few bytes could expand to any size.
 HEADERS: Final = {"content-type": "application/json", "accept": "application/json", "accept-encoding": "identity"}
 
 Score = Annotated[float, msgspec.Meta(ge=0, le=100)]
@@ -45,7 +47,7 @@ class HintSelectorWire(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class AnswerWire(msgspec.Struct, frozen=True):
-    """What is read of an answer, each member of its own type; others may be there."""
+    """The members of an answer that are used. Others are ignored."""
 
     priority_score: Score = 50
     gpu_selector: HintSelectorWire = msgspec.field(default_factory=HintSelectorWire)
@@ -103,14 +105,14 @@ class ScorerClient:
         self._metrics = metrics
         self._monotonic = monotonic
         self._breaker = Breaker(monotonic)
-        self._kept: dict[bytes, tuple[float, Advice]] = {}
-        self._asking: dict[bytes, asyncio.Task[Advice]] = {}
+        self._cache: dict[bytes, tuple[float, Advice]] = {}
+        self._pending: dict[bytes, asyncio.Task[Advice]] = {}
         limits = httpx.Limits(max_connections=256, max_keepalive_connections=64, keepalive_expiry=IDLE_SECONDS)
-        # The deadline is ours to keep: httpx's own are per step, and a trickle of bytes would outlast them all.
+        # We enforce the deadline. httpx's timeouts apply to each step, so a trickle of bytes could outlast them all.
         self._http = httpx.AsyncClient(verify=trusting(roots), timeout=None, limits=limits, trust_env=False)  # noqa: S113
 
     async def close(self) -> None:
-        for task in list(self._asking.values()):
+        for task in list(self._pending.values()):
             task.cancel()
             with suppress(asyncio.CancelledError, ScorerUnavailableError):
                 await task
@@ -118,30 +120,30 @@ class ScorerClient:
 
     async def advise(self, question: ScoreRequest, *, patience: float) -> Advice:
         body = body_of(question)
-        kept = self._kept.get(body)
-        if kept is not None and self._monotonic() < kept[0]:
+        cached = self._cache.get(body)
+        if cached is not None and self._monotonic() < cached[0]:
             self._metrics.count_scoring("cached")
-            return kept[1]
-        task = self._asking.get(body)
+            return cached[1]
+        task = self._pending.get(body)
         is_shared = task is not None
         if task is None:
-            if not self._breaker.lets_ask():
+            if not self._breaker.allows_request():
                 self._metrics.count_scoring("resting")
-                raise ScorerUnavailableError("resting", "the scorer has failed again and again and is left alone")
-            task = self._asking[body] = asyncio.create_task(self._asked(body))
+                raise ScorerUnavailableError("resting", "the scorer has failed repeatedly and is not called for now")
+            task = self._pending[body] = asyncio.create_task(self._ask(body))
             task.add_done_callback(lambda done: self._forget(body, done))
-        advice = await self._awaited(task, patience)
+        advice = await self._wait_for(task, patience)
         if is_shared:
             self._metrics.count_scoring("shared")
         return advice
 
     def _forget(self, body: bytes, done: asyncio.Task[Advice]) -> None:
-        del self._asking[body]
+        del self._pending[body]
         if not done.cancelled():
-            done.exception()  # it may be that nobody waits for it any more
+            done.exception()  # marks the exception as retrieved if no review waits any more
 
-    async def _awaited(self, task: asyncio.Task[Advice], patience: float) -> Advice:
-        """Who has less time goes on without; the call goes on for the others."""
+    async def _wait_for(self, task: asyncio.Task[Advice], patience: float) -> Advice:
+        """A review with little time goes on without advice. The call continues for the others."""
         done, _ = await asyncio.wait([task], timeout=patience)
         if not done:
             if patience < self._timeout:
@@ -149,12 +151,12 @@ class ScorerClient:
             raise ScorerUnavailableError("timeout", f"the scorer has not answered within {patience:.1f} s")
         return task.result()
 
-    async def _asked(self, body: bytes) -> Advice:
+    async def _ask(self, body: bytes) -> Advice:
         started = self._monotonic()
         try:
-            advice = await self._understood(body)
+            advice = await self._request_in_time(body)
         except ScorerUnavailableError as exc:
-            if exc.outcome == "refused":  # it is there, and does not like this question
+            if exc.outcome == "refused":  # the scorer works, but rejects this question
                 self._breaker.succeeded()
             else:
                 self._breaker.failed()
@@ -162,14 +164,14 @@ class ScorerClient:
             raise
         self._breaker.succeeded()
         self._count("answered", started)
-        self._keep(body, advice)
+        self._store(body, advice)
         return advice
 
-    async def _understood(self, body: bytes) -> Advice:
-        """Within the time that there is; whatever goes wrong in the words of this wall."""
+    async def _request_in_time(self, body: bytes) -> Advice:
+        """Enforces the timeout and translates every failure into ScorerUnavailableError."""
         try:
             async with asyncio.timeout(self._timeout):
-                return await self._answered(body)
+                return await self._request_with_retry(body)
         except TimeoutError as exc:
             sentence = f"the scorer has not answered within {self._timeout:.1f} s"
             raise ScorerUnavailableError("timeout", sentence) from exc
@@ -180,14 +182,15 @@ class ScorerClient:
         self._metrics.count_scoring(outcome)
         self._metrics.observe_scoring(outcome, self._monotonic() - started)
 
-    async def _answered(self, body: bytes) -> Advice:
-        """A question changes nothing, so it may be put again: a connection that was kept may have ended meanwhile."""
+    async def _request_with_retry(self, body: bytes) -> Advice:
+        """Retries once if the connection breaks: an idle connection may have been closed, and the call changes
+        nothing."""
         try:
-            return await self._answer(body)
+            return await self._request(body)
         except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
-            return await self._answer(body)
+            return await self._request(body)
 
-    async def _answer(self, body: bytes) -> Advice:
+    async def _request(self, body: bytes) -> Advice:
         async with self._http.stream("POST", self._url, content=body, headers=HEADERS) as reply:
             if reply.status_code != 200:
                 outcome = "refused" if 400 <= reply.status_code < 500 else "broken"
@@ -200,29 +203,29 @@ class ScorerClient:
         try:
             return DECODER.decode(bytes(content)).advice()
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as exc:
-            raise ScorerUnavailableError("malformed", "the scorer's answer makes no sense") from exc
+            raise ScorerUnavailableError("malformed", "the scorer's answer is malformed") from exc
 
-    def _keep(self, body: bytes, advice: Advice) -> None:
-        if len(self._kept) >= MAX_KEPT:
-            self._kept.clear()
-        self._kept[body] = (self._monotonic() + FRESH_SECONDS, advice)
+    def _store(self, body: bytes, advice: Advice) -> None:
+        if len(self._cache) >= MAX_CACHED:
+            self._cache.clear()
+        self._cache[body] = (self._monotonic() + FRESH_SECONDS, advice)
 
 
 @define
 class Breaker:
-    """Leaves a scorer alone that has failed again and again, and then tries it with one question at a time."""
+    """Stops calls to a scorer after FAILURES failures in a row, then lets one call at a time probe it."""
 
     monotonic: Callable[[], float]
     failures: int = field(default=0, init=False)
-    rests_until: float = field(default=0.0, init=False)
+    paused_until: float = field(default=0.0, init=False)
 
-    def lets_ask(self) -> bool:
+    def allows_request(self) -> bool:
         if self.failures < FAILURES:
             return True
         now = self.monotonic()
-        if now < self.rests_until:
+        if now < self.paused_until:
             return False
-        self.rests_until = now + REST_SECONDS  # this question is the probe; the others wait for what becomes of it
+        self.paused_until = now + PAUSE_SECONDS  # this call is the probe; others wait for its outcome
         return True
 
     def succeeded(self) -> None:
@@ -231,4 +234,4 @@ class Breaker:
     def failed(self) -> None:
         self.failures += 1
         if self.failures >= FAILURES:
-            self.rests_until = self.monotonic() + REST_SECONDS
+            self.paused_until = self.monotonic() + PAUSE_SECONDS

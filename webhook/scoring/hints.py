@@ -1,4 +1,4 @@
-"""Hints for a pod under review: ask, judge, and say so. Whatever goes wrong, the pod goes on without."""
+"""Gets hints for a pod under review. On any failure the pod is handled without hints."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -33,30 +33,30 @@ from webhook.scoring.candidates import EveryPriorityClass, PriorityClasses, Runn
 
 log = structlog.get_logger(__name__)
 
-# Of the time that a review has left, a scorer may take so much: what was promised has to be held after it.
+# The share of a review's remaining time that a scorer may take. The reservation comes after it.
 SHARE = 0.5
 
 NO_CANDIDATES = (
-    f"no node says by its label {' or '.join(keys.GPU_TYPE_LABELS)} which GPUs it has, so the scorer was not asked: "
-    "the pod goes on without hints"
+    f"no node has a label {' or '.join(keys.GPU_TYPE_LABELS)} with its GPU type, so the scorer was not asked: "
+    "the pod is admitted without hints"
 )
 
 
 @frozen
 class HintResult:
-    """What became of the question; without hints the warnings say why."""
+    """The hints; without hints the warnings say why."""
 
     hints: Hints | None = None
     warnings: tuple[str, ...] = ()
-    # Whose they are, for the log.
+    # Identifies the pod in the log.
     subject: Mapping[str, str] = field(factory=dict)
 
     def while_waiting(self) -> "HintResult":
-        """For a pod whose node is found later."""
+        """The result for a pod that gets its node later."""
         return self if self.hints is None else evolve(self, hints=self.hints.while_waiting())
 
-    def tell(self, written: Hints) -> None:
-        """The pod is answered with these."""
+    def log_written(self, written: Hints) -> None:
+        """Logs the hints that are written into the pod."""
         log.info(
             "Mutated pod",
             **self.subject,
@@ -70,17 +70,17 @@ NOT_SCORED = HintResult()
 
 
 class Watching(Protocol):
-    """Hears of one kind of object."""
+    """A watch of one kind of object."""
 
     ready: asyncio.Event
 
     async def run(self) -> None:
-        """For ever."""
+        """Runs until cancelled."""
 
 
 @frozen
 class HintService:
-    """Asks a scorer about pods that say what they do."""
+    """Asks a scorer about pods with a job type."""
 
     scorer: Scorer
     fleet: Fleet
@@ -93,14 +93,15 @@ class HintService:
     watches: Sequence[Watching] = ()
 
     async def run(self) -> None:
-        """Hear of the cluster, for ever."""
+        """Runs the watches until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             for watch in self.watches:
                 tasks.create_task(watch.run())
             tasks.create_task(asyncio.Event().wait())
 
-    async def heard(self, patience: float) -> None:
-        """Until all has been heard of once, or for so long: nobody waits for hints."""
+    async def wait_until_ready(self, patience: float) -> None:
+        """Returns when all watches have their first list, or after `patience` seconds: nothing waits longer for
+        hints."""
         with suppress(TimeoutError):
             async with asyncio.timeout(patience):
                 for watch in self.watches:
@@ -122,7 +123,7 @@ class HintService:
             advice = await self.scorer.advise(question, patience=max(0.0, patience))
         except ScorerUnavailableError as exc:
             log.warning("Scheduler unavailable", uid=review.uid, outcome=exc.outcome, problem=str(exc))
-            return HintResult(warnings=(*features.warnings, f"{exc}: the pod goes on without hints"))
+            return HintResult(warnings=(*features.warnings, f"{exc}: the pod is admitted without hints"))
         around = HintContext(self.fleet.gpu_types, self.buckets, self.classes.names, self.classes.default)
         hints = hints_of(advice, features, pod, around, self.clock())
         hints = hints if claim is not None else self._possible(hints, pod)
@@ -130,7 +131,7 @@ class HintService:
         return HintResult(hints, subject={**subject, "job_type": features.job_type})
 
     def _possible(self, hints: Hints, pod: Pod) -> Hints:
-        """For a pod that no place is looked for here: a selector has to leave it a node that it may be on."""
+        """For a pod without a claim: drops the node selector if it leaves no node for the pod."""
         nodes = NodesAsked.of(pod)
         if not hints.selector:
             return hints

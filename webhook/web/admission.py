@@ -8,7 +8,7 @@ from attrs import evolve
 from starlette.requests import Request
 from starlette.responses import Response
 
-from webhook.admission.reviewer import DEFAULT_TIMEOUT, MARGIN, Door, Reviewer
+from webhook.admission.reviewer import DEFAULT_TIMEOUT, MARGIN, Reviewer, ReviewHandler
 from webhook.core.errors import (
     MalformedReviewError,
 )
@@ -52,7 +52,7 @@ class Admission:
     async def validate(self, request: Request) -> Response:
         return await self._answered(request, self._reviewer.validated)
 
-    async def _answered(self, request: Request, door: Door) -> Response:
+    async def _answered(self, request: Request, door: ReviewHandler) -> Response:
         started = time.perf_counter()
         answer_by = self._clock() + time_to_answer(request.scope["query_string"])
         if not self._health.is_serving:
@@ -70,7 +70,7 @@ class Admission:
         with self._budgets.review(RESERVED_FOR_BINDINGS if review.is_of_bindings else 0) as has_place:
             if not has_place and not review.is_of_bindings:
                 return error(503, "as many reviews are judged as may be at once")
-            verdict = await self._reviewer.judged(review, door, answer_by) if has_place else OVERLOADED
+            verdict = await self._reviewer.answer(review, door, answer_by) if has_place else OVERLOADED
         self._reviewer.record(review, verdict, time.perf_counter() - started)
         return Response(answer(review.uid, verdict), media_type="application/json")
 

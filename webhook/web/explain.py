@@ -60,7 +60,7 @@ class Explain:
         first: dict[str, Any] = {}
         async with self._turn:
             for pod in pods:
-                told = await self._explainer.explained(pod)
+                told = await self._explainer.explain(pod)
                 if told["verdict"] == "deny":
                     return told
                 first = first or told

@@ -24,7 +24,7 @@ from webhook.core.extender_wire import (
 from webhook.runtime.clock import utc_now
 from webhook.runtime.http.budgets import SMALL
 from webhook.runtime.telemetry import Metrics
-from webhook.scheduler.extender import LEDGER_AWAY, NAMESPACE_AWAY, Extender, refused_by
+from webhook.scheduler.extender import LEDGER_AWAY, NAMESPACE_AWAY, Extender, count_rejections
 from webhook.web.body import RefusedBodyError, read_body
 from webhook.web.callers import CallerGate, bind_pods, caller_of
 from webhook.web.health import Health
@@ -94,10 +94,10 @@ class ExtenderRoutes:
     async def _filtered(self, caller: Caller, body: bytes) -> tuple[bytes, str]:
         args = ExtenderArgs.parse(body)
         await self._check(caller, args.pod.meta.namespace or "")
-        sifted = await self._extender.sift(args)
-        self._metrics.count_extender_nodes(len(sifted.passed), refused_by(sifted))
-        outcome = "passed" if sifted.passed or not args.offer.names else "refused"
-        return filter_result(args.offer, sifted), outcome
+        result = await self._extender.filter(args)
+        self._metrics.count_extender_nodes(len(result.passed), count_rejections(result))
+        outcome = "passed" if result.passed or not args.offer.names else "refused"
+        return filter_result(args.offer, result), outcome
 
     async def _prioritized(self, caller: Caller, body: bytes) -> tuple[bytes, str]:
         args = ExtenderArgs.parse(body)
@@ -107,7 +107,7 @@ class ExtenderRoutes:
     async def _preempted(self, caller: Caller, body: bytes) -> tuple[bytes, str]:
         args = PreemptArgs.parse(body)
         await self._check(caller, args.pod.meta.namespace or "")
-        left = await self._extender.worth_an_eviction(args)
+        left = await self._extender.filter_victims(args)
         return preempt_result(left), "passed" if left or not args.victims else "refused"
 
     async def _bound(self, caller: Caller, body: bytes) -> tuple[bytes, str]:

@@ -1,4 +1,4 @@
-"""Gates in an API server: opened, looked at, and what is no answer at all."""
+"""Gates in the API server: opening, checking, and malformed answers."""
 
 import json
 from collections.abc import AsyncIterator
@@ -26,7 +26,7 @@ PATCH = [{"op": "test", "path": "/metadata/uid", "value": builders.POD_UID}]
 
 @define
 class ApiServer:
-    """Says one thing of every pod, and remembers what it was asked."""
+    """Gives the same answer for every pod and records the requests."""
 
     code: int = 200
     body: bytes = b"{}"
@@ -59,29 +59,29 @@ async def gates(api_server: ApiServer) -> AsyncIterator[ApiGates]:
     await listener.stop(0)
 
 
-async def test_a_gate_is_opened_by_the_whole_patch(api_server: ApiServer, gates: ApiGates) -> None:
+async def test_gate_is_opened_with_one_patch(api_server: ApiServer, gates: ApiGates) -> None:
     assert await gates.open(THE_POD, PATCH)
     assert api_server.asked == [
         ("PATCH", "/api/v1/namespaces/ml/pods/train-0", "application/json-patch+json", PATCH),
     ]
 
 
-async def test_no_gate_of_a_pod_that_is_gone_is_opened(api_server: ApiServer, gates: ApiGates) -> None:
+async def test_gate_of_a_deleted_pod_is_not_opened(api_server: ApiServer, gates: ApiGates) -> None:
     api_server.says(404, {"kind": "Status"})
     assert not await gates.open(THE_POD, PATCH)
-    await gates.say(THE_POD, "because")
+    await gates.write_reason(THE_POD, "because")
 
 
-async def test_what_the_api_server_says_against_it_is_told(api_server: ApiServer, gates: ApiGates) -> None:
+async def test_gate_error_contains_the_api_servers_message(api_server: ApiServer, gates: ApiGates) -> None:
     api_server.says(422, {"kind": "Status", "message": "the test failed"})
     with pytest.raises(GateError, match="the test failed"):
         await gates.open(THE_POD, PATCH)
     with pytest.raises(GateError, match="the test failed"):
-        await gates.is_shut(THE_POD)
+        await gates.is_closed(THE_POD)
 
 
 @pytest.mark.parametrize(
-    ("code", "raw", "is_shut"),
+    ("code", "raw", "is_closed"),
     [
         pytest.param(200, WAITING, True, id="as-it-waits"),
         pytest.param(200, builders.created(WISH), False, id="open"),
@@ -89,8 +89,8 @@ async def test_what_the_api_server_says_against_it_is_told(api_server: ApiServer
         pytest.param(404, {"kind": "Status"}, False, id="gone"),
     ],
 )
-async def test_a_gate_is_shut_where_this_very_pod_waits_behind_it(
-    api_server: ApiServer, gates: ApiGates, code: int, raw: Any, *, is_shut: bool
+async def test_gate_is_closed_only_while_the_pod_of_this_uid_waits_behind_it(
+    api_server: ApiServer, gates: ApiGates, code: int, raw: Any, *, is_closed: bool
 ) -> None:
     api_server.says(code, raw)
-    assert await gates.is_shut(THE_POD) is is_shut
+    assert await gates.is_closed(THE_POD) is is_closed

@@ -1,4 +1,4 @@
-"""The queue: in turn, once, told why not, and whole whatever it is stopped at."""
+"""The queue: order, reasons, and restarts after any step."""
 
 import asyncio
 import itertools
@@ -53,18 +53,18 @@ LATER = NOW + timedelta(days=1)
 ON_GPU_0 = Placement("node-a", (builders.slot("GPU-0"),))
 
 
-class Yard:
-    """Pods as an API server keeps them: a patch is carried out whole, or not at all. It can be made to fail."""
+class FakeGates:
+    """Pods as the API server stores them: a patch applies as a whole or not at all. It can be made to fail."""
 
     def __init__(self) -> None:
         self.pods: dict[str, Raw] = {}
-        self.said: dict[str, str] = {}
+        self.reasons: dict[str, str] = {}
         self.failing = False
         self.fails: set[str] = set()
         self.hangs: set[str] = set()
-        self.cannot_be_told: set[str] = set()
+        self.failing_writes: set[str] = set()
         self.loses_answers = False
-        self.telling_now = self.told_at_once = 0
+        self.concurrent_writes = self.most_concurrent_writes = 0
 
     async def open(self, pod: PodIdentity, patch: list[Change]) -> bool:
         if self.failing or pod.name in self.fails:
@@ -76,23 +76,23 @@ class Yard:
             raise GateError("away")
         return True
 
-    async def say(self, pod: PodIdentity, why: str) -> None:
+    async def write_reason(self, pod: PodIdentity, why: str) -> None:
         if pod.name in self.hangs:
             await asyncio.Event().wait()
-        if pod.name in self.cannot_be_told:
+        if pod.name in self.failing_writes:
             raise GateError("away")
-        self.telling_now += 1
-        self.told_at_once = max(self.told_at_once, self.telling_now)
+        self.concurrent_writes += 1
+        self.most_concurrent_writes = max(self.most_concurrent_writes, self.concurrent_writes)
         await asyncio.sleep(0)
-        self.telling_now -= 1
-        self.said[pod.name] = why
+        self.concurrent_writes -= 1
+        self.reasons[pod.name] = why
 
-    async def is_shut(self, pod: PodIdentity) -> bool:
+    async def is_closed(self, pod: PodIdentity) -> bool:
         return pod.name in self.pods and is_waiting(self.pods[pod.name])
 
 
-class Asked(Fleet):
-    """Counts the questions that it was asked."""
+class CountingFleet(Fleet):
+    """Counts the searches."""
 
     questions = 0
 
@@ -101,8 +101,8 @@ class Asked(Fleet):
         return super().learn(asked)
 
 
-class Contested(MemoryLedger):
-    """Others are there too: before a reservation is made, `meanwhile` happens."""
+class ContestedLedger(MemoryLedger):
+    """Other writers: `meanwhile` runs before a reservation is made."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -116,35 +116,35 @@ class Contested(MemoryLedger):
         return await super().reserve(ask, placements, answer_by=answer_by)
 
 
-class NobodyToAsk:
-    """What the watch has told of namespaces is all there is."""
+class NoNamespaces:
+    """Only namespaces from the watch exist."""
 
     async def get(self, name: str) -> Raw | None:
         return None
 
 
 class Scene:
-    """Two GPUs of one node, nobody's yet, and a queue."""
+    """Two free GPUs on one node, and a queue."""
 
     def __init__(self, *, always: bool = False) -> None:
         self.now = NOW
         self.is_current = self.can_be_read = True
         self.reads = 0
         self.time: Iterator[float] = itertools.repeat(0.0)
-        self.fleet = Asked()
+        self.fleet = CountingFleet()
         self.fleet.put(node("node-a", device("GPU-0", index=0), device("GPU-1", index=1)), NOW)
-        self.ledger = Contested(self.fleet, lambda: self.now, Times(timedelta(seconds=90), timedelta(seconds=5)))
-        self.yard, self.heard = Yard(), Heard()
+        self.ledger = ContestedLedger(self.fleet, lambda: self.now, Times(timedelta(seconds=90), timedelta(seconds=5)))
+        self.gates, self.heard = FakeGates(), Heard()
         self.policy = EvidencePolicy(always)
-        self.namespaces = WatchedNamespaces(NobodyToAsk())
+        self.namespaces = WatchedNamespaces(NoNamespaces())
         self.orphans = 0
         self.queue = self.another()
 
     def another(self) -> Queue:
-        """As after a start: it knows what the watch tells and what the ledger has."""
+        """A restarted queue: it knows the watch and the ledger."""
         self.claims = ClaimReader(ClaimRules(), self.namespaces)
         self.pods = WaitingPods(self.claims, RULES)
-        self.pods.replaced(self.yard.pods)
+        self.pods.replaced(self.gates.pods)
         self.demands = DemandsListener(self.pods)
         return Queue(
             self.pods,
@@ -153,7 +153,7 @@ class Scene:
             self.policy,
             self.claims,
             RULES,
-            self.yard,
+            self.gates,
             self.heard,
             lambda: self.now,
             bind_deadline=BIND_DEADLINE,
@@ -167,22 +167,22 @@ class Scene:
         self.reads += 1
         return self.can_be_read
 
-    def demand(self, digest: str | None, *, is_heard: bool = True) -> None:
-        """The namespace of all pods here demands a hash, or no more."""
+    def require_hash(self, digest: str | None, *, is_seen: bool = True) -> None:
+        """Sets or removes the hash that the namespace of all pods requires."""
         annotations = {} if digest is None else {"gpuwarden.io/required-hash": digest}
         raw = {"metadata": {"name": "ml", "annotations": annotations}}
         self.namespaces.view.changed(raw)
-        if is_heard:
+        if is_seen:
             self.demands.changed(raw)
 
     def waiter(self, name: str) -> QueuedPod:
-        found = self.pods.lines.get(f"uid-{name}")
+        found = self.pods.queue_order.get(f"uid-{name}")
         assert found is not None
         return found
 
     def relabel(self, name: str, **labels: str) -> None:
-        """Somebody edits a pod that waits."""
-        raw = self.yard.pods[name]
+        """Edits a waiting pod."""
+        raw = self.gates.pods[name]
         meta = {**raw["metadata"], "labels": {**raw["metadata"]["labels"], **labels}, "resourceVersion": "2"}
         self.show({**raw, "metadata": meta})
 
@@ -190,34 +190,34 @@ class Scene:
         return {one.uid: [str(uuid) for uuid in one.uuids] for one in self.ledger.reservations()}
 
     def come(self, name: str, gpus: int | None = 1, *, seconds: int = 0, **members: Any) -> None:
-        """A pod that waits has been created."""
+        """Creates a waiting pod."""
         raw = builders.raw_pod(raw_container(gpus=gpus), name=name, uid=f"uid-{name}", **members)
         gated = waiting(raw, builders.claim(raw), RULES, "because")
         created = (NOW + timedelta(seconds=seconds)).isoformat().replace("+00:00", "Z")
         self.show({**gated, "metadata": {**gated["metadata"], "creationTimestamp": created, "resourceVersion": "1"}})
 
     def show(self, raw: Raw) -> None:
-        self.yard.pods[raw["metadata"]["name"]] = raw
+        self.gates.pods[raw["metadata"]["name"]] = raw
         self.pods.changed(raw)
 
     def opened(self) -> dict[str, str]:
         return {
             name: raw["metadata"]["annotations"][GPU]
-            for name, raw in self.yard.pods.items()
+            for name, raw in self.gates.pods.items()
             if "schedulingGates" not in raw["spec"]
         }
 
     async def end(self, name: str) -> None:
-        """The pod has ended, and the watch said so."""
-        raw = self.yard.pods.pop(name)
+        """The pod has ended, and the watch has reported it."""
+        raw = self.gates.pods.pop(name)
         self.pods.deleted(raw)
         held = self.ledger.of_pod(f"uid-{name}")
         if held is not None:
             await self.ledger.release(held.id, PodIdentity(raw["metadata"]["namespace"], name, f"uid-{name}"))
 
     def order(self) -> list[str]:
-        """Of those that wait and are of one kind."""
-        lines = self.pods.lines
+        """Of the waiting pods of one kind."""
+        lines = self.pods.queue_order
         return [one.pod.name for kind in lines.kinds() for head in lines.heads(kind) for one in lines.behind(head)]
 
 
@@ -226,7 +226,7 @@ def scene() -> Scene:
     return Scene()
 
 
-async def test_the_first_that_came_are_served_first(scene: Scene) -> None:
+async def test_oldest_pods_are_served_first(scene: Scene) -> None:
     scene.come("c", seconds=3)
     scene.come("a", seconds=1)
     scene.come("b", seconds=2)
@@ -238,7 +238,7 @@ async def test_the_first_that_came_are_served_first(scene: Scene) -> None:
     assert scene.opened().keys() == {"b", "c"}
 
 
-async def test_turns_go_round_by_namespace(scene: Scene) -> None:
+async def test_namespaces_take_turns(scene: Scene) -> None:
     for number in range(8):
         scene.come(f"many-{number}", seconds=number)
     scene.come("late-0", seconds=8, namespace="cv")
@@ -253,7 +253,7 @@ async def test_turns_go_round_by_namespace(scene: Scene) -> None:
     assert turns == ["many-0", "late-0", "many-1", "late-1", "many-2", "many-3"]
 
 
-async def test_a_namespace_with_too_many_orphans_is_passed_over_until_they_end(scene: Scene) -> None:
+async def test_namespace_with_too_many_orphans_is_skipped_until_they_end(scene: Scene) -> None:
     scene.orphans = 1
     scene.queue = scene.another()
     scene.come("gone")
@@ -273,25 +273,25 @@ async def test_a_namespace_with_too_many_orphans_is_passed_over_until_they_end(s
     assert scene.opened().keys() == {"other", "next"}
 
 
-async def test_another_leader_has_counted_the_turns_that_it_has_seen_taken(scene: Scene) -> None:
+async def test_standby_counts_the_turns_that_it_observes(scene: Scene) -> None:
     for number in range(3):
         scene.come(f"many-{number}", seconds=number)
     scene.come("late", seconds=8, namespace="cv")
-    raw = scene.yard.pods["many-0"]
+    raw = scene.gates.pods["many-0"]
     scene.show({**raw, "spec": {**raw["spec"], "schedulingGates": []}})
     assert scene.order() == ["late", "many-1", "many-2"]
 
 
-async def test_a_pod_that_is_deleted_while_it_waits_has_taken_no_turn(scene: Scene) -> None:
+async def test_deleted_waiting_pod_uses_no_turn(scene: Scene) -> None:
     for number in range(3):
         scene.come(f"many-{number}", seconds=number)
     scene.come("late", seconds=8, namespace="cv")
-    raw = scene.yard.pods["many-0"]
+    raw = scene.gates.pods["many-0"]
     scene.show({**raw, "metadata": {**raw["metadata"], "deletionTimestamp": "2026-01-01T00:00:00Z"}})
     assert scene.order() == ["many-1", "late", "many-2"]
 
 
-async def test_a_large_claim_that_is_first_is_overtaken_by_nobody_of_another_namespace(scene: Scene) -> None:
+async def test_large_claim_that_is_first_is_not_overtaken_from_another_namespace(scene: Scene) -> None:
     scene.come("first")
     await scene.queue.step()
     scene.come("large", 2, seconds=1)
@@ -305,8 +305,8 @@ async def test_a_large_claim_that_is_first_is_overtaken_by_nobody_of_another_nam
     assert scene.opened().keys() == {"large"}
 
 
-async def test_to_whom_a_node_is_left_stays_first_whatever_stands_before_it_in_its_namespace(scene: Scene) -> None:
-    """The one before it waits for a GPU that does not work, and has its namespace's turn in this round."""
+async def test_pod_with_a_reserved_node_stays_first(scene: Scene) -> None:
+    """The pod before it waits for a broken GPU and takes its namespace's turn in this round."""
     broken = evolve(device("GPU-2", index=2), is_healthy=False)
     scene.fleet.put(node("node-a", device("GPU-0", index=0), device("GPU-1", index=1), broken), NOW)
     scene.come("running")
@@ -321,12 +321,12 @@ async def test_to_whom_a_node_is_left_stays_first_whatever_stands_before_it_in_i
     assert scene.opened().keys() == {"large"}
 
 
-async def test_an_opened_pod_is_as_its_reservation_says(scene: Scene) -> None:
+async def test_opened_pod_is_dressed_as_reserved(scene: Scene) -> None:
     own = builders.term(builders.expression("zone", "Exists"))
     scene.fleet.put(node("node-a", device("GPU-0", index=0), labels={"zone": "a"}), NOW)
     scene.come("a", affinity=builders.required_affinity(own))
     await scene.queue.step()
-    raw = scene.yard.pods["a"]
+    raw = scene.gates.pods["a"]
     (held,) = scene.ledger.reservations()
     assert (held.phase, held.id) == (Phase.FINALIZED, "pod-uid-a")
     assert held.grace == timedelta(seconds=30)
@@ -345,14 +345,14 @@ async def test_an_opened_pod_is_as_its_reservation_says(scene: Scene) -> None:
     ] * 2
 
 
-async def test_an_opened_pod_has_its_gpus_in_the_order_of_its_maps_line(scene: Scene) -> None:
+async def test_opened_pod_has_its_gpus_in_the_order_of_its_map(scene: Scene) -> None:
     text = {"gpu-scheduling-map": "0=node-a:1,GPU-0"}
     scene.come("web-0", gpus=None, annotations=text, owners=[builders.stateful_set("web")])
-    old = scene.yard.pods["web-0"]
+    old = scene.gates.pods["web-0"]
     await scene.queue.step()
     assert scene.opened() == {"web-0": "GPU-1,GPU-0"}
     scene.fleet.put(node("node-a", device("GPU-0", index=1), device("GPU-1", index=0)), NOW)
-    raw = scene.yard.pods["web-0"]
+    raw = scene.gates.pods["web-0"]
     (held,) = scene.ledger.reservations()
     claim = recorded_claim(Pod.parse(old))
     assert claim is not None
@@ -368,13 +368,13 @@ async def test_small_claims_that_came_later_do_not_overtake_a_large_one(scene: S
     scene.come("small", 1, seconds=2)
     await scene.queue.step()
     assert scene.opened().keys() == {"first"}
-    assert "turn of another pod" in scene.yard.said["small"]
+    assert "turn of another pod" in scene.gates.reasons["small"]
     await scene.end("first")
     await scene.queue.step()
     assert scene.opened().keys() == {"large"}
 
 
-async def test_who_wants_no_gpu_waits_behind_nobody_who_does(scene: Scene) -> None:
+async def test_pod_without_gpus_does_not_wait_for_pods_with_gpus(scene: Scene) -> None:
     asked = {"gpuwarden.io/required-hash": HASH}
     scene.fleet.prove("node-a", builders.evidence("node-a"), NOW)
     scene.come("first", annotations=asked)
@@ -382,13 +382,13 @@ async def test_who_wants_no_gpu_waits_behind_nobody_who_does(scene: Scene) -> No
     scene.come("large", 2, seconds=1, annotations=asked)
     scene.come("proven-only", None, seconds=2, annotations=asked)
     await scene.queue.step()
-    assert {name for name, raw in scene.yard.pods.items() if "schedulingGates" not in raw["spec"]} == {
+    assert {name for name, raw in scene.gates.pods.items() if "schedulingGates" not in raw["spec"]} == {
         "first",
         "proven-only",
     }
 
 
-async def test_a_claim_that_no_node_could_serve_holds_nobody_up(scene: Scene) -> None:
+async def test_claim_that_no_node_could_serve_blocks_no_other(scene: Scene) -> None:
     scene.come("impossible", 3)
     scene.come("small", 1, seconds=1)
     await scene.queue.step()
@@ -396,7 +396,7 @@ async def test_a_claim_that_no_node_could_serve_holds_nobody_up(scene: Scene) ->
     assert ("impossible", Reason.NO_MATCHING_DEVICE) in scene.heard.told
 
 
-async def test_another_kind_is_not_held_up(scene: Scene) -> None:
+async def test_claims_of_another_kind_are_not_blocked(scene: Scene) -> None:
     scene.come("first")
     await scene.queue.step()
     scene.come("large", 2, seconds=1)
@@ -406,20 +406,20 @@ async def test_another_kind_is_not_held_up(scene: Scene) -> None:
     assert scene.opened().keys() == {"first", "elsewhere"}
 
 
-async def test_stopped_before_the_gate_is_opened_it_goes_on_with_the_same_gpu(scene: Scene) -> None:
+async def test_restart_before_the_gate_opens_keeps_the_same_gpu(scene: Scene) -> None:
     scene.come("a")
-    scene.yard.failing = True
+    scene.gates.failing = True
     await scene.queue.step()
     (before,) = scene.ledger.reservations()
-    scene.yard.failing = False
+    scene.gates.failing = False
     await scene.another().step()
     (after,) = scene.ledger.reservations()
     assert after == before
     assert scene.opened() == {"a": before.uuids[0]}
 
 
-async def test_stopped_right_after_it_reserved_it_finds_what_it_reserved(scene: Scene) -> None:
-    """The GPU that is held is the only one left: deciding afresh would find none."""
+async def test_restart_after_reserving_finds_the_reservation(scene: Scene) -> None:
+    """The held GPU is the last one: a new decision would find none."""
     scene.come("other")
     await scene.queue.step()
     scene.come("a", seconds=1)
@@ -441,7 +441,7 @@ async def test_stopped_right_after_it_reserved_it_finds_what_it_reserved(scene: 
         pytest.param(None, 60, True, id="without-a-name-no-creation-lasts-so-long"),
     ],
 )
-async def test_what_an_earlier_creation_left_over_is_adopted(
+async def test_reservation_of_an_earlier_creation_is_adopted(
     scene: Scene, name: str | None, seconds: int, is_adopted: bool
 ) -> None:
     scene.come("a")
@@ -456,7 +456,7 @@ async def test_what_an_earlier_creation_left_over_is_adopted(
     assert len(scene.ledger.reservations()) == (1 if is_adopted else 2)
 
 
-async def test_who_waits_is_told_when_the_reason_changes_and_not_in_every_pass(scene: Scene) -> None:
+async def test_waiting_reason_is_reported_only_when_it_changes(scene: Scene) -> None:
     asked = {"gpuwarden.io/required-hash": HASH}
     scene.come("a", 2, annotations=asked)
     for _ in range(3):
@@ -469,10 +469,10 @@ async def test_who_waits_is_told_when_the_reason_changes_and_not_in_every_pass(s
     for _ in range(3):
         await scene.queue.step()
     assert scene.heard.told == [("a", Reason.NO_PROVEN_NODE), ("a", Reason.NO_FREE_DEVICE)]
-    assert "with fewer than 2 free" in scene.yard.said["a"]
+    assert "with fewer than 2 free" in scene.gates.reasons["a"]
 
 
-async def test_a_gate_of_an_undressed_pod_is_never_opened(scene: Scene) -> None:
+async def test_gate_of_an_undressed_pod_is_never_opened(scene: Scene) -> None:
     raw = builders.raw_pod(raw_container(gpus=1), name="bare", uid="uid-bare", schedulingGates=[{"name": GATE}])
     scene.show(raw)
     for _ in range(2):
@@ -482,9 +482,9 @@ async def test_a_gate_of_an_undressed_pod_is_never_opened(scene: Scene) -> None:
     assert not scene.ledger.reservations()
 
 
-async def test_a_record_that_says_more_than_the_pod_asks_for_is_nobodys_turn(scene: Scene) -> None:
+async def test_pod_whose_record_exceeds_its_request_is_rejected(scene: Scene) -> None:
     scene.come("a")
-    raw = scene.yard.pods["a"]
+    raw = scene.gates.pods["a"]
     forged = {**raw["metadata"]["annotations"], "gpuwarden.io/claim": '{"asked":{"main":1},"gpus":2}'}
     scene.show({**raw, "metadata": {**raw["metadata"], "annotations": forged}})
     await scene.queue.step()
@@ -493,7 +493,7 @@ async def test_a_record_that_says_more_than_the_pod_asks_for_is_nobodys_turn(sce
 
 
 @pytest.mark.defect("S1-2")
-async def test_an_ordinal_without_a_line_waits_and_is_told_its_number(scene: Scene) -> None:
+async def test_pod_whose_ordinal_is_not_in_the_map_waits_and_is_named(scene: Scene) -> None:
     text = {"gpuwarden.io/gpu-map": "0=node-a:0"}
     raw = builders.raw_pod(name="web-7", uid="uid-web-7", annotations=text, owners=[builders.stateful_set("web")])
     gated = waiting(raw, builders.claim(raw), RULES, "because")
@@ -503,34 +503,34 @@ async def test_an_ordinal_without_a_line_waits_and_is_told_its_number(scene: Sce
     assert "ordinal 7" in scene.heard.messages[0]
 
 
-async def test_evidence_that_ends_before_the_gate_is_open_keeps_it_shut() -> None:
+async def test_evidence_that_ends_before_opening_keeps_the_gate_closed() -> None:
     scene = Scene(always=True)
     scene.fleet.prove("node-a", builders.evidence("node-a", until=NOW + timedelta(seconds=10)), NOW)
     scene.come("a")
-    scene.yard.failing = True
+    scene.gates.failing = True
     await scene.queue.step()
-    scene.yard.failing = False
+    scene.gates.failing = False
     scene.now += timedelta(seconds=11)
     await scene.queue.step()
     assert scene.opened() == {}
 
 
-async def test_a_line_is_asked_for_once_a_pass_however_long_it_is(scene: Scene) -> None:
+async def test_each_kind_is_decided_once_per_pass_for_any_number_of_pods(scene: Scene) -> None:
     for number in range(200):
         scene.come(f"p{number}", seconds=number)
     await scene.queue.step()
-    kind = scene.pods.lines.kinds()[0]
-    assert [head.pod.name for head in scene.pods.lines.heads(kind)] == ["p2"]
+    kind = scene.pods.queue_order.kinds()[0]
+    assert [head.pod.name for head in scene.pods.queue_order.heads(kind)] == ["p2"]
     assert len(scene.opened()) == 2
 
 
-# What is held behind a gate that is shut.
+# Reservations behind a closed gate.
 
 
-async def test_what_a_namespace_demands_by_now_is_asked_before_anything_is_held(scene: Scene) -> None:
+async def test_namespaces_current_policy_is_checked_before_reserving(scene: Scene) -> None:
     for name in ("a", "b"):
         scene.come(name)
-    scene.demand(HASH, is_heard=False)
+    scene.require_hash(HASH, is_seen=False)
     for _ in range(3):
         await scene.queue.step()
         assert scene.held() == {}
@@ -538,10 +538,10 @@ async def test_what_a_namespace_demands_by_now_is_asked_before_anything_is_held(
     assert scene.heard.told == [("a", Reason.FORGED), ("b", Reason.FORGED)]
 
 
-async def test_a_pod_that_is_edited_behind_its_gate_holds_nothing_any_more(scene: Scene) -> None:
+async def test_edited_waiting_pod_loses_its_reservation(scene: Scene) -> None:
     scene.come("a", 2)
     scene.come("b", 2, seconds=1)
-    scene.yard.fails = {"a"}
+    scene.gates.fails = {"a"}
     await scene.queue.step()
     assert scene.held().keys() == {"uid-a"}
     scene.relabel("a", **{"gpuwarden.io/gpu.model": "b200"})
@@ -551,11 +551,11 @@ async def test_a_pod_that_is_edited_behind_its_gate_holds_nothing_any_more(scene
     assert ("a", Reason.FORGED) in scene.heard.told
 
 
-async def test_a_demand_that_comes_behind_the_gate_ends_what_is_held(scene: Scene) -> None:
+async def test_new_namespace_policy_releases_the_reservation_of_a_waiting_pod(scene: Scene) -> None:
     scene.come("a")
-    scene.yard.failing = True
+    scene.gates.failing = True
     await scene.queue.step()
-    scene.demand(HASH, is_heard=False)
+    scene.require_hash(HASH, is_seen=False)
     scene.now += timedelta(minutes=1)
     await scene.queue.step()
     assert scene.held() == {}
@@ -564,7 +564,7 @@ async def test_a_demand_that_comes_behind_the_gate_ends_what_is_held(scene: Scen
 async def test_a_gate_that_cannot_be_opened_holds_gpus_until_the_bind_deadline(scene: Scene) -> None:
     scene.come("a", 2)
     scene.come("b", 2, seconds=1)
-    scene.yard.fails = {"a"}
+    scene.gates.fails = {"a"}
     while scene.now < NOW + BIND_DEADLINE:
         await scene.queue.step()
         assert scene.held().keys() == {"uid-a"}
@@ -574,18 +574,18 @@ async def test_a_gate_that_cannot_be_opened_holds_gpus_until_the_bind_deadline(s
     assert scene.opened().keys() == {"b"}
     assert ("a", Reason.BIND_DEADLINE_PASSED) in scene.heard.told
     await scene.end("b")
-    scene.yard.fails = set()
+    scene.gates.fails = set()
     scene.now += BIND_DEADLINE
     await scene.queue.step()
     assert scene.opened().keys() == {"a"}
 
 
-async def test_what_was_held_while_nobody_acted_is_held_anew(scene: Scene) -> None:
-    """Its time to get onto a node would be over as its gate is opened."""
+async def test_reservation_that_expired_during_an_outage_is_made_again(scene: Scene) -> None:
+    """Its bind deadline would have passed when its gate opens."""
     scene.come("a")
-    scene.yard.failing = True
+    scene.gates.failing = True
     await scene.queue.step()
-    scene.yard.failing = False
+    scene.gates.failing = False
     scene.now += 2 * BIND_DEADLINE
     await scene.another().step()
     assert scene.opened().keys() == {"a"}
@@ -593,16 +593,16 @@ async def test_what_was_held_while_nobody_acted_is_held_anew(scene: Scene) -> No
     assert held.since == scene.now
 
 
-async def test_of_a_pod_whose_gate_is_open_unheard_nothing_is_taken(scene: Scene) -> None:
+async def test_reservation_is_kept_if_the_gate_is_open_unnoticed(scene: Scene) -> None:
     scene.come("a")
-    scene.yard.loses_answers = True
+    scene.gates.loses_answers = True
     await scene.queue.step()
     before = scene.held()
     assert scene.opened().keys() == {"a"}
     scene.now += BIND_DEADLINE
     await scene.queue.step()
     assert scene.held() == before
-    assert "uid-a" not in scene.pods.lines
+    assert "uid-a" not in scene.pods.queue_order
 
 
 def two_proven_nodes() -> Scene:
@@ -614,11 +614,11 @@ def two_proven_nodes() -> Scene:
 
 
 @pytest.mark.parametrize("is_gone", [False, True], ids=["without-evidence", "gone"])
-async def test_a_reservation_on_a_node_that_will_not_do_any_more_is_made_anew_elsewhere(*, is_gone: bool) -> None:
+async def test_reservation_on_an_unusable_node_is_replaced_elsewhere(*, is_gone: bool) -> None:
     scene = two_proven_nodes()
     scene.come("a", 2)
     scene.come("b", 2, seconds=1)
-    scene.yard.failing = True
+    scene.gates.failing = True
     await scene.queue.step()
     first = scene.ledger.of_pod("uid-a")
     assert first is not None
@@ -626,7 +626,7 @@ async def test_a_reservation_on_a_node_that_will_not_do_any_more_is_made_anew_el
         scene.fleet.remove(first.node)
     else:
         scene.fleet.prove(first.node, None, scene.now)
-    scene.yard.failing = False
+    scene.gates.failing = False
     scene.now += timedelta(seconds=2)
     await scene.queue.step()
     second = scene.ledger.of_pod("uid-a")
@@ -636,22 +636,22 @@ async def test_a_reservation_on_a_node_that_will_not_do_any_more_is_made_anew_el
     assert len(scene.opened()) == 1
 
 
-async def test_a_reservation_on_a_node_without_evidence_does_not_hold_up_its_line() -> None:
+async def test_reservation_on_a_node_without_evidence_does_not_block_its_kind() -> None:
     scene = two_proven_nodes()
     scene.come("a")
-    scene.yard.failing = True
+    scene.gates.failing = True
     await scene.queue.step()
     (first,) = scene.ledger.reservations()
     scene.fleet.prove(first.node, None, scene.now)
     scene.come("b", seconds=1)
-    scene.yard.failing = False
+    scene.gates.failing = False
     scene.now += timedelta(seconds=2)
     await scene.queue.step()
     assert scene.opened().keys() == {"a", "b"}
     assert first.node not in {one.node for one in scene.ledger.reservations()}
 
 
-async def test_nothing_is_adopted_on_a_node_without_evidence() -> None:
+async def test_reservation_on_a_node_without_evidence_is_not_adopted() -> None:
     scene = two_proven_nodes()
     scene.come("a")
     ask = ReservationRequest(ReservationId("review-1"), "ml", scene.waiter("a").claim.digest, "a")
@@ -664,7 +664,7 @@ async def test_nothing_is_adopted_on_a_node_without_evidence() -> None:
     assert scene.opened().keys() == {"a"}
 
 
-async def test_a_reservation_for_another_claim_is_nobodys_own_whatever_its_id(scene: Scene) -> None:
+async def test_reservation_for_another_claim_is_not_used_even_with_the_pods_id(scene: Scene) -> None:
     scene.come("a", 2)
     await scene.ledger.reserve(
         ReservationRequest(ReservationId("pod-uid-a"), "ml", "forged"), [ON_GPU_0], answer_by=LATER
@@ -674,7 +674,7 @@ async def test_a_reservation_for_another_claim_is_nobodys_own_whatever_its_id(sc
     assert {one.claim_digest for one in scene.ledger.reservations()} != {"forged"}
 
 
-async def test_a_reservation_that_names_a_waiting_pod_and_is_of_another_claim_is_given_back(scene: Scene) -> None:
+async def test_reservation_for_another_claim_of_a_waiting_pod_is_released(scene: Scene) -> None:
     scene.come("a", 2)
     forged = ReservationRequest(ReservationId("review-9"), "ml", "forged")
     await scene.ledger.reserve(forged, [ON_GPU_0], answer_by=LATER)
@@ -683,10 +683,10 @@ async def test_a_reservation_that_names_a_waiting_pod_and_is_of_another_claim_is
     assert scene.opened() == {"a": "GPU-0,GPU-1"}
 
 
-# What it goes by.
+# Current data.
 
 
-async def test_while_a_watch_is_interrupted_nothing_is_done_and_afterwards_all_is_read_anew(scene: Scene) -> None:
+async def test_interrupted_watch_pauses_the_queue_and_forces_a_fresh_read(scene: Scene) -> None:
     scene.come("a")
     scene.is_current = False
     await scene.queue.step()
@@ -704,7 +704,7 @@ async def test_while_a_watch_is_interrupted_nothing_is_done_and_afterwards_all_i
     assert scene.reads == 2
 
 
-async def test_whoever_is_elected_reads_before_it_reserves(scene: Scene) -> None:
+async def test_new_leader_reads_before_it_reserves(scene: Scene) -> None:
     scene.come("a")
     scene.can_be_read = False
     for _ in range(2):
@@ -720,7 +720,7 @@ async def test_whoever_is_elected_reads_before_it_reserves(scene: Scene) -> None
 
 
 @pytest.mark.parametrize("has_acted", [False, True], ids=["before-it-acts", "after-it-has-acted-too"])
-async def test_a_leader_whose_watch_is_behind_leaves_no_second_gpu_with_a_pod(scene: Scene, *, has_acted: bool) -> None:
+async def test_leader_with_a_lagging_watch_gives_no_second_gpu(scene: Scene, *, has_acted: bool) -> None:
     bench = ClusterBench()
     second = bench.another()
     scene.come("a")
@@ -745,7 +745,7 @@ async def test_a_leader_whose_watch_is_behind_leaves_no_second_gpu_with_a_pod(sc
         scene.policy,
         scene.claims,
         RULES,
-        scene.yard,
+        scene.gates,
         scene.heard,
         lambda: bench.now,
         read_anew=read_anew,
@@ -755,64 +755,64 @@ async def test_a_leader_whose_watch_is_behind_leaves_no_second_gpu_with_a_pod(sc
     assert (len(bench.held("node-a")), len(bench.held("node-b"))) == (0, 1)
 
 
-async def test_what_a_list_says_of_pods_known_before_counts_and_the_watch_knows_the_rest(scene: Scene) -> None:
+async def test_fresh_list_updates_only_pods_known_before_it(scene: Scene) -> None:
     for name in ("gone", "edited", "deleted", "same"):
         scene.come(name)
     asked = list(scene.pods.raws)
-    listed = {name: scene.yard.pods[name] for name in ("edited", "deleted", "same")}
+    listed = {name: scene.gates.pods[name] for name in ("edited", "deleted", "same")}
     meta = listed["edited"]["metadata"]
     listed["edited"] = {**listed["edited"], "metadata": {**meta, "labels": {}, "resourceVersion": "2"}}
     scene.come("new")
-    scene.pods.deleted(scene.yard.pods["deleted"])
+    scene.pods.deleted(scene.gates.pods["deleted"])
     scene.pods.read(asked, listed.values())
-    assert scene.pods.lines.uids() == {"uid-same", "uid-new"}
-    assert scene.pods.misfits.keys() == {"uid-edited"}
+    assert scene.pods.queue_order.uids() == {"uid-same", "uid-new"}
+    assert scene.pods.rejected.keys() == {"uid-edited"}
 
 
-async def test_a_pod_fits_again_once_its_namespace_demands_what_it_did(scene: Scene) -> None:
+async def test_rejected_pod_is_queued_again_when_its_namespaces_policy_is_restored(scene: Scene) -> None:
     scene.come("a")
-    scene.yard.failing = True
-    scene.demand(HASH)
+    scene.gates.failing = True
+    scene.require_hash(HASH)
     await scene.queue.step()
     assert scene.heard.told == [("a", Reason.FORGED)]
-    scene.yard.failing = False
-    scene.demand(None)
+    scene.gates.failing = False
+    scene.require_hash(None)
     await scene.queue.step()
     assert scene.opened().keys() == {"a"}
 
 
-async def test_only_pods_of_namespaces_that_demand_something_else_are_judged_again(scene: Scene) -> None:
+async def test_only_pods_of_namespaces_with_a_changed_policy_are_rechecked(scene: Scene) -> None:
     scene.come("a")
-    scene.demand(HASH)
-    scene.pods.judge_again(9)
-    assert scene.pods.misfits.keys() == {"uid-a"}
+    scene.require_hash(HASH)
+    scene.pods.recheck(9)
+    assert scene.pods.rejected.keys() == {"uid-a"}
     scene.namespaces.view.changed({"metadata": {"name": "ml"}})
     scene.demands.changed({"metadata": {"name": "other", "annotations": {"gpuwarden.io/required-hash": HASH}}})
-    scene.pods.judge_again(9)
-    assert scene.pods.misfits.keys() == {"uid-a"}
+    scene.pods.recheck(9)
+    assert scene.pods.rejected.keys() == {"uid-a"}
     scene.demands.deleted({"metadata": {"name": "ml"}})
-    scene.pods.judge_again(9)
-    assert scene.pods.misfits == {}
+    scene.pods.recheck(9)
+    assert scene.pods.rejected == {}
 
 
-async def test_of_a_pod_that_is_gone_nobody_is_told_that_its_gate_is_open(scene: Scene) -> None:
+async def test_no_gate_opened_event_for_a_deleted_pod(scene: Scene) -> None:
     scene.come("a")
-    del scene.yard.pods["a"]
+    del scene.gates.pods["a"]
     await scene.queue.step()
     assert scene.heard.told == []
-    assert "uid-a" not in scene.pods.lines
+    assert "uid-a" not in scene.pods.queue_order
 
 
-# How much a pass does.
+# The size of a pass.
 
 
 def many_kinds(scene: Scene, number: int, gpus: int = 3) -> None:
-    """Nobody can be served."""
+    """No pod can be served."""
     for k in range(number):
         scene.come(f"p{k}", gpus, nodeSelector={"zone": f"z{k}"})
 
 
-async def test_a_pass_over_many_kinds_lets_others_work(scene: Scene) -> None:
+async def test_long_pass_yields_to_other_tasks(scene: Scene) -> None:
     many_kinds(scene, 50)
     worked = 0
 
@@ -828,19 +828,19 @@ async def test_a_pass_over_many_kinds_lets_others_work(scene: Scene) -> None:
     assert worked >= 50
 
 
-async def test_a_pass_ends_when_its_time_is_over_and_the_next_goes_on_there(scene: Scene) -> None:
+async def test_pass_ends_at_its_time_limit_and_the_next_continues(scene: Scene) -> None:
     many_kinds(scene, 30)
     scene.time = itertools.count(0.0, 0.1)
     passes = 0
-    while len(scene.yard.said) < 30:
-        before = len(scene.yard.said)
+    while len(scene.gates.reasons) < 30:
+        before = len(scene.gates.reasons)
         await scene.queue.step()
         passes += 1
-        assert 0 < len(scene.yard.said) - before < 15
+        assert 0 < len(scene.gates.reasons) - before < 15
     assert passes > 2
 
 
-async def test_kinds_are_looked_at_again_only_when_something_has_changed(scene: Scene) -> None:
+async def test_unserved_kind_is_tried_again_only_after_a_change(scene: Scene) -> None:
     many_kinds(scene, 30)
     await scene.queue.step()
     before = scene.fleet.questions
@@ -848,7 +848,7 @@ async def test_kinds_are_looked_at_again_only_when_something_has_changed(scene: 
     assert scene.fleet.questions == before
     scene.come("q", 3, nodeSelector={"zone": "z7"})
     await scene.queue.step()
-    assert before == scene.fleet.questions  # it stands behind one that wants the same
+    assert before == scene.fleet.questions  # it waits behind one with the same claim
     scene.come("r", 2, nodeSelector={"zone": "z7"})
     await scene.queue.step()
     assert before < scene.fleet.questions < before + 9
@@ -872,7 +872,7 @@ NEWS: dict[str, Callable[[Scene], object]] = {
 
 
 @pytest.mark.parametrize("news", NEWS.values(), ids=NEWS)
-async def test_whatever_a_decision_goes_by_is_noticed(scene: Scene, news: Callable[[Scene], object]) -> None:
+async def test_every_input_of_a_decision_triggers_a_new_try(scene: Scene, news: Callable[[Scene], object]) -> None:
     scene.fleet.hold(builders.reservation(builders.slot("GPU-0")))
     scene.come("a", 2)
     await scene.queue.step()
@@ -884,7 +884,7 @@ async def test_whatever_a_decision_goes_by_is_noticed(scene: Scene, news: Callab
     assert scene.fleet.questions > before
 
 
-async def test_claims_that_no_node_can_hold_wait_for_those_that_one_can(scene: Scene) -> None:
+async def test_oversized_claims_are_examined_after_those_that_fit(scene: Scene) -> None:
     for count in range(3, 200):
         scene.come(f"huge-{count}", count)
     scene.come("small", seconds=1)
@@ -893,28 +893,28 @@ async def test_claims_that_no_node_can_hold_wait_for_those_that_one_can(scene: S
     assert scene.opened().keys() == {"small"}
 
 
-async def test_pods_are_told_together_and_one_that_hangs_keeps_nobody(
+async def test_reasons_are_written_concurrently_and_a_hanging_write_blocks_none(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("webhook.admission.queue.reports.TELLING_BUDGET", 0.05)
+    monkeypatch.setattr("webhook.admission.queue.reports.REPORT_BUDGET", 0.05)
     many_kinds(scene, 40)
-    scene.yard.hangs = {"p0"}
+    scene.gates.hangs = {"p0"}
     async with asyncio.timeout(10):
         await scene.queue.step()
-    assert len(scene.yard.said) == 39
-    assert scene.yard.told_at_once > 4
-    scene.yard.hangs = set()
+    assert len(scene.gates.reasons) == 39
+    assert scene.gates.most_concurrent_writes > 4
+    scene.gates.hangs = set()
     await scene.queue.step()
-    assert len(scene.yard.said) == 40
+    assert len(scene.gates.reasons) == 40
 
 
-async def test_a_pod_that_selects_other_nodes_by_now_is_not_opened_for_the_node_it_got(scene: Scene) -> None:
+async def test_pod_with_a_changed_selector_is_not_opened_for_its_old_node(scene: Scene) -> None:
     scene.fleet.put(node("node-a", device("GPU-0"), labels={"zone": "a"}), NOW)
     scene.fleet.put(node("node-b", device("GPU-2"), device("GPU-3"), labels={"zone": "b"}), NOW)
     scene.come("a")
 
     async def narrowed() -> None:
-        raw = scene.yard.pods["a"]
+        raw = scene.gates.pods["a"]
         meta = {**raw["metadata"], "resourceVersion": "2"}
         scene.show({**raw, "metadata": meta, "spec": {**raw["spec"], "nodeSelector": {"zone": "b"}}})
 
@@ -926,38 +926,38 @@ async def test_a_pod_that_selects_other_nodes_by_now_is_not_opened_for_the_node_
     assert [one.node for one in scene.ledger.reservations()] == ["node-b"]
 
 
-async def test_what_could_not_be_written_into_a_pod_is_written_later(scene: Scene) -> None:
+async def test_failed_reason_is_written_later(scene: Scene) -> None:
     for name in ("a", "b"):
         scene.come(name, 3)
-    scene.yard.cannot_be_told = {"a"}
+    scene.gates.failing_writes = {"a"}
     for _ in range(3):
         await scene.queue.step()
-    assert scene.yard.said.keys() == {"b"}
+    assert scene.gates.reasons.keys() == {"b"}
     assert sorted(name for name, _ in scene.heard.told) == ["a", "b"]
-    scene.yard.cannot_be_told = set()
+    scene.gates.failing_writes = set()
     await scene.queue.step()
-    assert scene.yard.said.keys() == {"a", "b"}
+    assert scene.gates.reasons.keys() == {"a", "b"}
     assert len(scene.heard.told) == 2
 
 
-async def test_of_what_a_pod_waited_for_nothing_is_written_once_its_gate_is_open(scene: Scene) -> None:
+async def test_no_reason_is_written_after_the_gate_is_open(scene: Scene) -> None:
     scene.come("first", 2)
     await scene.queue.step()
     scene.come("second", 2, seconds=1)
-    scene.yard.cannot_be_told = {"second"}
+    scene.gates.failing_writes = {"second"}
     await scene.queue.step()
     await scene.end("first")
-    scene.yard.cannot_be_told = set()
+    scene.gates.failing_writes = set()
     for _ in range(2):
         await scene.queue.step()
     assert scene.opened().keys() == {"second"}
-    assert scene.yard.said == {}
+    assert scene.gates.reasons == {}
 
 
-# Others are faster.
+# Races with other writers.
 
 
-async def test_a_lost_race_is_decided_anew_at_once(scene: Scene) -> None:
+async def test_lost_race_is_decided_again_at_once(scene: Scene) -> None:
     scene.come("a")
     places: list[str] = []
 
@@ -966,7 +966,7 @@ async def test_a_lost_race_is_decided_anew_at_once(scene: Scene) -> None:
         assert not isinstance(found, Deny)
         (place,) = found
         places.append(place.slots[0].uuid)
-        await super(Contested, scene.ledger).reserve(
+        await super(ContestedLedger, scene.ledger).reserve(
             ReservationRequest(ReservationId("r1"), "ml", "d1"), [place], answer_by=LATER
         )
 
@@ -976,22 +976,22 @@ async def test_a_lost_race_is_decided_anew_at_once(scene: Scene) -> None:
     assert scene.opened()["a"] not in places
 
 
-async def test_after_a_race_lost_for_good_small_claims_do_not_overtake(scene: Scene) -> None:
+async def test_small_claims_do_not_overtake_a_claim_that_keeps_losing_races(scene: Scene) -> None:
     scene.come("large", 2)
     scene.come("small", 1, seconds=1)
 
     async def other() -> None:
-        await super(Contested, scene.ledger).reserve(
+        await super(ContestedLedger, scene.ledger).reserve(
             ReservationRequest(ReservationId("r1"), "ml", "d1"), [ON_GPU_0], answer_by=LATER
         )
 
     scene.ledger.meanwhile.append(other)
     await scene.queue.step()
     assert scene.opened() == {}
-    assert "turn of another pod" in scene.yard.said["small"]
+    assert "turn of another pod" in scene.gates.reasons["small"]
 
 
-async def test_a_claim_that_the_ledger_refuses_is_tried_later_and_holds_up_nobody(scene: Scene) -> None:
+async def test_claim_refused_by_the_ledger_is_retried_and_blocks_no_other(scene: Scene) -> None:
     scene.come("refused")
     for number in range(1, 3):
         scene.come(f"next-{number}", seconds=number)
@@ -1010,7 +1010,7 @@ async def test_a_claim_that_the_ledger_refuses_is_tried_later_and_holds_up_nobod
     assert scene.opened().keys() == {"next-2", "refused"}
 
 
-async def test_while_the_ledger_is_away_for_one_nobody_of_its_kind_overtakes_it(scene: Scene) -> None:
+async def test_pod_is_not_overtaken_while_the_ledger_is_unavailable(scene: Scene) -> None:
     scene.come("large", 2)
     scene.come("small", 1, seconds=1)
 

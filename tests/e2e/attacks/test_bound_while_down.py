@@ -50,7 +50,7 @@ GATE = "example.test/wait"
 WITH_A_SMALL_LIST = """
 import webhook.admission.binding_ends
 from webhook.cli import main
-webhook.admission.binding_ends.LARGEST = 3_000
+webhook.admission.binding_ends.MAX_BYTES = 3_000
 raise SystemExit(main())
 """
 CROWD = 60

@@ -1,4 +1,4 @@
-"""Gates of pods in the API server: opened by a JSON patch, looked at, and what a pod waits for."""
+"""Scheduling gates of pods in the API server: opens them, checks them, and writes what a pod waits for."""
 
 from typing import Any
 
@@ -25,10 +25,10 @@ class ApiGates:
     async def open(self, pod: PodIdentity, patch: list[Change]) -> bool:
         return await self._patch(pod, patch, JSON_PATCH)
 
-    async def say(self, pod: PodIdentity, why: str) -> None:
+    async def write_reason(self, pod: PodIdentity, why: str) -> None:
         await self._patch(pod, {"metadata": {"uid": pod.uid, "annotations": {keys.WAITING: why}}}, MERGE_PATCH)
 
-    async def is_shut(self, pod: PodIdentity) -> bool:
+    async def is_closed(self, pod: PodIdentity) -> bool:
         try:
             status, body = await request_json(self._api, "GET", POD_PATH, path_names(pod), seconds=REQUEST_TIMEOUT)
         except REQUEST_ERRORS as exc:
@@ -44,7 +44,7 @@ class ApiGates:
         return bool(raw["metadata"]["uid"] == pod.uid and is_waiting(raw))
 
     async def _patch(self, pod: PodIdentity, patch: list[Change] | dict[str, Any], kind: str) -> bool:
-        """Whether there was a pod of that name."""
+        """Whether a pod of that name exists."""
         try:
             status, body = await request_json(
                 self._api, "PATCH", POD_PATH, path_names(pod), patch, seconds=REQUEST_TIMEOUT, kind=kind

@@ -1,5 +1,5 @@
-"""Gates of pods whose turn has come: opened in one patch with all that a reservation means to the pod, tried again
-after a pause where that fails."""
+"""Opens the scheduling gates of pods whose turn has come. One patch removes the gate and dresses the pod; a failed
+patch is tried again after a pause."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Sequence
@@ -26,29 +26,29 @@ log = structlog.get_logger(__name__)
 Action = Callable[[], Awaitable[None]]
 
 AT_ONCE = 16
-# Between two tries at one gate: doubling, up to half a minute.
+# Between two tries at one gate.
 BACKOFF = Backoff(timedelta(seconds=1), timedelta(seconds=30))
 
 
 class GateError(GpuwardenError):
-    """Nothing can be done about the gate now; the text says why."""
+    """The request on the gate failed; the text says why."""
 
 
 class GateClient(Protocol):
-    """What is done to pods that wait. All raise GateError; a pod that is gone is no mistake."""
+    """Acts on waiting pods in the API server. All methods raise GateError. A pod that is gone is no error."""
 
     async def open(self, pod: PodIdentity, patch: list[Change]) -> bool:
-        """The whole JSON patch or nothing of it. Whether there still was a pod of that name."""
+        """Applies the whole JSON patch or none of it. Returns whether a pod of that name exists."""
 
-    async def say(self, pod: PodIdentity, why: str) -> None:
-        """What it waits for, in its annotation."""
+    async def write_reason(self, pod: PodIdentity, why: str) -> None:
+        """Writes what the pod waits for into its annotation."""
 
-    async def is_shut(self, pod: PodIdentity) -> bool:
-        """Whether this very pod is there and waits behind our gate, by a quorum read."""
+    async def is_closed(self, pod: PodIdentity) -> bool:
+        """Whether the pod of this uid exists and waits behind our gate, by a quorum read."""
 
 
 class GateOpener:
-    """Opens gates, and knows which could not be opened."""
+    """Opens gates, and remembers which could not be opened."""
 
     def __init__(self, pods: WaitingPods, gates: GateClient, rules: DressRules, events: Events, clock: Clock) -> None:
         self._pods = pods
@@ -58,32 +58,32 @@ class GateOpener:
         self._clock = clock
         self._tries: dict[str, Retry] = {}
 
-    def forget_all_but(self, uids: Collection[str]) -> None:
+    def retain(self, uids: Collection[str]) -> None:
         for uid in self._tries.keys() - set(uids):
             del self._tries[uid]
 
-    def is_to_wait(self, uid: str) -> bool:
-        """Whether it failed a moment ago."""
+    def is_paused(self, uid: str) -> bool:
+        """Whether the last try has failed and its pause is not over."""
         tries = self._tries.get(uid)
         return tries is not None and tries.not_before > self._clock()
 
-    def leave(self, uid: str, pause: timedelta) -> None:
-        """For so long, if its gate could not be opened."""
+    def postpone(self, uid: str, pause: timedelta) -> None:
+        """Sets the pause of a gate that could not be opened."""
         tries = self._tries.get(uid)
         if tries is not None:
             tries.not_before = self._clock() + pause
 
     def try_later(self, uid: str) -> None:
-        """It failed, and not by chance."""
+        """Puts the next try off, after a failure that is likely to repeat."""
         now = self._clock()
         self._tries.setdefault(uid, Retry(now)).postpone(now, BACKOFF)
 
     async def open(self, waiter: QueuedPod, outfit: Allocation) -> None:
-        pod, raw, known = waiter.pod, self._pods.raws.get(waiter.pod.uid), self._pods.lines.get(waiter.pod.uid)
+        pod, raw, known = waiter.pod, self._pods.raws.get(waiter.pod.uid), self._pods.queue_order.get(waiter.pod.uid)
         if raw is None or known is None or known.claim != waiter.claim:
-            return  # it is gone, and so will be what it holds; or has been changed meanwhile
+            return  # the pod is gone, and its reservation will follow; or it has changed
         try:
-            is_there = await self._gates.open(pod, opened(raw, outfit, self._rules))
+            is_there = await self._gates.open(pod, opening_patch(raw, outfit, self._rules))
         except GateError as exc:
             self.try_later(pod.uid)
             log.warning("gate not opened", namespace=pod.namespace, name=pod.name, problem=str(exc))
@@ -94,9 +94,9 @@ class GateOpener:
             self._events.record(Subject.of_pod(pod), Reason.GATE_OPENED, text, is_warning=False)
 
 
-def opened(raw: RawPod, outfit: Allocation, rules: DressRules) -> list[Change]:
-    """All that a reservation means to a gated pod, on the condition that the pod is as it was seen. Its containers were
-    blinded when it was created; an older version left some as they were, and nobody can change them now."""
+def opening_patch(raw: RawPod, outfit: Allocation, rules: DressRules) -> list[Change]:
+    """The patch that opens the gate and dresses the pod, if the pod has not changed. Its containers were blinded at
+    creation; older versions did not blind all of them, and those cannot be changed any more."""
     meta: dict[str, Any] = raw["metadata"]
     gates = raw["spec"]["schedulingGates"]
     place = next(number for number, gate in enumerate(gates) if gate.get("name") == keys.QUEUE_GATE)
@@ -108,8 +108,8 @@ def opened(raw: RawPod, outfit: Allocation, rules: DressRules) -> list[Change]:
     ]
 
 
-async def some_at_once(actions: Sequence[Action]) -> None:
-    """All of them, so many at a time."""
+async def run_concurrently(actions: Sequence[Action]) -> None:
+    """Runs all actions, AT_ONCE of them concurrently."""
     waiting = iter(actions)
 
     async def work() -> None:

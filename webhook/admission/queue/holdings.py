@@ -1,4 +1,5 @@
-"""What is held for pods behind shut gates: found again, adopted, or given back where it is of no use to them."""
+"""Reservations of pods that wait behind our gate: finds them again, adopts them, or releases those that the pod cannot
+use."""
 
 from collections import defaultdict
 from collections.abc import Mapping
@@ -20,13 +21,12 @@ from webhook.runtime.clock import Clock
 
 log = structlog.get_logger(__name__)
 
-# A reservation for a pod without a name is nobody's when its creation must have come to its end: the API server gives
-# a request 60 s.
+# After this time a reservation for a pod without a name belongs to no pod: the API server limits a request to 60 s.
 LONGEST_CREATION = timedelta(seconds=60)
 
 
 class QueueReservations:
-    """By what the ledger had at the last look."""
+    """Works on the ledger's state at the last call of `by_pod`."""
 
     def __init__(
         self,
@@ -44,10 +44,10 @@ class QueueReservations:
         self._gates = gates
         self._clock = clock
         self._left_over: dict[tuple[str, str], list[Reservation]] = {}
-        """What no pod has come for yet, by namespace and digest of its claim."""
+        """Reservations without a pod, by namespace and claim digest."""
 
-    def look(self) -> Mapping[str, list[Reservation]]:
-        """What each pod that waits holds, by its uid; first what it is to keep."""
+    def by_pod(self) -> Mapping[str, list[Reservation]]:
+        """The reservations of each waiting pod by uid; the one to keep comes first."""
         held_by = defaultdict[str, list[Reservation]](list)
         left_over = defaultdict[tuple[str, str], list[Reservation]](list)
         moment = self._clock()
@@ -65,7 +65,7 @@ class QueueReservations:
         return held_by
 
     def objection(self, waiter: QueuedPod, held: Reservation) -> str:
-        """Why the reservation is of no use to the pod."""
+        """Why the pod cannot use the reservation; empty if it can."""
         claim, pod = waiter.claim, waiter.pod
         if held.claim_digest != claim.digest or not held.may_be(pod):
             return "it was made for another claim"
@@ -76,25 +76,28 @@ class QueueReservations:
         if unproven is not None:
             return unproven.message
         is_selected = claim.nodes.matches(node, self._fleet.indexed_nodes[node].labels)
-        return "" if is_selected else f"node {node} is not what the pod selects any more"
+        return "" if is_selected else f"the pod no longer selects node {node}"
 
-    async def give_back(self, pod: PodIdentity, held: Reservation, why: str) -> bool:
-        """Whether it is free. Of a pod whose gate is open already, by an answer that was lost, nothing is taken."""
+    async def release(self, pod: PodIdentity, held: Reservation, why: str) -> bool:
+        """Releases the reservation; returns whether it is free. Does nothing if the gate is open already: an answer may
+        have been lost."""
         owner = pod if held.uid == pod.uid else PodIdentity(held.namespace, "", "")
         try:
-            if not await self._gates.is_shut(pod):
+            if not await self._gates.is_closed(pod):
                 self._pods.forget(pod.uid)
                 return False
             is_free = await self._ledger.release(held.id, owner, node=held.node, since=held.since)
         except (GateError, LedgerError) as exc:
-            log.warning("not given back", reservation=held.id, problem=str(exc))
+            log.warning("reservation not released", reservation=held.id, problem=str(exc))
             return False
-        log.info("given back behind a gate", reservation=held.id, pod=f"{pod.namespace}/{pod.name}", why=why)
+        log.info(
+            "reservation of a waiting pod released", reservation=held.id, pod=f"{pod.namespace}/{pod.name}", why=why
+        )
         return is_free
 
-    def adopted(self, waiter: QueuedPod) -> Reservation | None:
-        """What nobody else can come for: while this pod exists no other can be created under its name, and no creation
-        lasts longer than the API server lets it."""
+    def adopt(self, waiter: QueuedPod) -> Reservation | None:
+        """A reservation that only this pod can use. No other pod can be created under its name while it exists, and no
+        creation outlasts the API server's limit."""
         left = self._left_over.get((waiter.pod.namespace, waiter.claim.digest), [])
         moment = self._clock()
         for one in left:

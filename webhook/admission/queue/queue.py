@@ -1,8 +1,8 @@
-"""The queue: pods that wait behind our gate get their GPUs here, per kind of claim. Turns go round by namespace.
+"""Reserves GPUs for pods that wait behind our gate, and opens it. Pods of one kind of claim take turns by namespace.
 
-Every step can be the last one of this process. The reservation's id follows from the pod's uid and is found again; it
-is the pod's before the gate is opened, and the gate is opened in one patch with all that the reservation means to the
-pod. Behind a shut gate nothing is held that the pod cannot use.
+The process may stop after any step. The reservation's id derives from the pod's uid, so that it is found again. The
+reservation is bound to the pod before its gate opens, and one patch opens the gate and dresses the pod. A pod whose
+gate is closed holds no reservation that it cannot use.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ import structlog
 from attrs import define, frozen
 
 from webhook.admission.namespaces import ClaimReader, NamespacesUnavailableError
-from webhook.admission.queue.gates import Action, GateClient, GateOpener, some_at_once
+from webhook.admission.queue.gates import Action, GateClient, GateOpener, run_concurrently
 from webhook.admission.queue.holdings import QueueReservations
 from webhook.admission.queue.reports import QueueReporter
 from webhook.admission.queue.waiting_pods import WaitingPods, identity_in
@@ -46,31 +46,31 @@ from webhook.runtime.clock import Clock
 
 log = structlog.get_logger(__name__)
 
-# For a reservation that nobody's review waits for.
+# The time limit for a reservation that no review waits for.
 PATIENCE = timedelta(seconds=10)
-# What one pass does: more would keep other work of the process waiting. In seconds, for what is decided, and in pods.
+# The most that one pass does, so that the process's other work is not held up: seconds for decisions, and pods.
 BUDGET = 1.0
 OPENED_AT_A_TIME = 100
-JUDGED_AT_A_TIME = 50
-# How often somebody else may have been faster before the line waits for another pass.
-MOST_RACES = 8
-# What no change of the fleet tells of is noticed after this.
-LOOK_AGAIN = timedelta(seconds=5)
+RECHECKED_AT_A_TIME = 50
+# Conflicts with other writers before the pods of the kind wait for the next pass.
+MAX_CONFLICTS = 8
+# A kind that could not be served is tried again after this, even if the fleet has not changed.
+RETRY_AFTER = timedelta(seconds=5)
 
 
 class QueueTurn(Enum):
-    """What came of a pod's turn, if nothing speaks against it."""
+    """The outcome of a pod's turn, unless it was denied."""
 
     SERVED = auto()
     PASSED_OVER = auto()
-    """It cannot be served for a while, by a fault of its own: others need not wait for it."""
+    """The pod cannot be served for a while, for a reason of its own. Other pods need not wait for it."""
     UNDECIDED = auto()
-    """Nobody can say at this moment: nobody of its kind overtakes it."""
+    """Unknown for the moment. No pod of its kind overtakes it."""
 
 
 @frozen
 class UnservedKind:
-    """A kind of which nobody could be served, by what there was to decide on."""
+    """A kind whose pods could not be served, and the state that this was decided on."""
 
     fleet_changes: int
     heads: tuple[QueuedPod, ...]
@@ -79,7 +79,7 @@ class UnservedKind:
 
 @frozen
 class BackfillNode:
-    """Which node is left to the pod that is first among those of a kind that wait for devices to become free."""
+    """The node that is reserved for the first pod of a kind that waits for devices to become free."""
 
     uid: str
     node: str
@@ -87,12 +87,12 @@ class BackfillNode:
 
 @define
 class QueuePass:
-    """One pass."""
+    """The state of one pass."""
 
     until: float
     opening: list[Action]
     served: set[str]
-    """Uids of pods that have their reservation: their turn is over."""
+    """Uids of pods that have their reservation: they need no turn."""
 
 
 async def nothing_to_read() -> bool:
@@ -100,7 +100,7 @@ async def nothing_to_read() -> bool:
 
 
 class Queue:
-    """Acts in `step`, by what the watch has told `pods`."""
+    """Serves the pods in `pods`, one pass for each call of `step`."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class Queue:
         timer: Callable[[], float] = time.monotonic,
         orphans_per_namespace: int = 0,
     ) -> None:
-        """`read_anew` has pods and reservations as they are at that moment, and says whether it could."""
+        """`read_anew` reads pods and reservations from the API server and returns whether it could."""
         self._pods = pods
         self._ledger = ledger
         self._fleet = fleet
@@ -135,26 +135,26 @@ class Queue:
         self._timer = timer
         self._orphans_per_namespace = orphans_per_namespace
         self._is_up_to_date = False
-        self._holdings = QueueReservations(pods, ledger, fleet, policy, gates, clock)
-        self._doorkeeper = GateOpener(pods, gates, rules, events, clock)
-        self._telling = QueueReporter(pods, gates, events)
-        self._why: dict[ClaimKind, dict[int, Deny]] = {}
-        self._left: dict[ClaimKind, BackfillNode] = {}
-        self._looked: dict[ClaimKind, UnservedKind] = {}
+        self._reservations = QueueReservations(pods, ledger, fleet, policy, gates, clock)
+        self._gate_opener = GateOpener(pods, gates, rules, events, clock)
+        self._reporter = QueueReporter(pods, gates, events)
+        self._denials: dict[ClaimKind, dict[int, Deny]] = {}
+        self._backfill_nodes: dict[ClaimKind, BackfillNode] = {}
+        self._unserved: dict[ClaimKind, UnservedKind] = {}
         self._next: ClaimKind | None = None
 
     def begin(self) -> None:
-        """Elected: until now nobody cared how far behind the watches are."""
+        """Called when this process is elected: the watches may lag behind."""
         self._is_up_to_date = False
 
     async def step(self) -> None:
-        """One pass. Who cannot be served now waits on, and is told why when that changes."""
+        """One pass. A pod that cannot be served keeps waiting, and a change of the reason is reported."""
         if not self._is_current():
             self._is_up_to_date = False
             return
-        self._doorkeeper.forget_all_but(self._pods.raws)
-        self._telling.forget_all_but(self._pods.raws)
-        self._pods.judge_again(JUDGED_AT_A_TIME)
+        self._gate_opener.retain(self._pods.raws)
+        self._reporter.retain(self._pods.raws)
+        self._pods.recheck(RECHECKED_AT_A_TIME)
         if not self._pods.raws:
             return
         self._is_up_to_date = self._is_up_to_date or await self._read_anew()
@@ -162,108 +162,108 @@ class Queue:
             return
         self._fleet.advance(self._clock())
         now = QueuePass(self._timer() + BUDGET, [], set())
-        await self._keep(now)
+        await self._process_reserved(now)
         now.until = self._timer() + BUDGET
         await self._serve_all(now)
-        await some_at_once(now.opening)
-        await self._telling.tell(self._why, now.served)
+        await run_concurrently(now.opening)
+        await self._reporter.report(self._denials, now.served)
 
-    def _is_over(self, now: QueuePass) -> bool:
+    def _is_pass_over(self, now: QueuePass) -> bool:
         return len(now.opening) >= OPENED_AT_A_TIME or self._timer() >= now.until or not self._is_current()
 
-    # What is held behind gates already.
+    # Pods that have a reservation already.
 
-    async def _keep(self, now: QueuePass) -> None:
-        """A pod that has its reservation needs no turn: its gate is opened, or what it cannot use is given back."""
-        held_by = self._holdings.look()
+    async def _process_reserved(self, now: QueuePass) -> None:
+        """Opens the gate of each pod that has a reservation, or releases the reservation if the pod cannot use it."""
+        held_by = self._reservations.by_pod()
         now.served.update(held_by)
         for uid, (held, *others) in held_by.items():
-            if self._is_over(now):
+            if self._is_pass_over(now):
                 return
             await asyncio.sleep(0)
-            for other in others:  # two who acted at once, of whom one was far behind
+            for other in others:  # two processes acted at the same time, one of them on old data
                 raw = self._pods.raws.get(uid)
                 if raw is not None:
-                    await self._holdings.give_back(identity_in(raw), other, "the pod has another one")
-            await self._keep_one(uid, held, now)
+                    await self._reservations.release(identity_in(raw), other, "the pod has another reservation")
+            await self._process_one_reserved(uid, held, now)
 
-    async def _keep_one(self, uid: str, held: Reservation, now: QueuePass) -> None:
-        waiter, misfit = self._pods.lines.get(uid), self._pods.misfits.get(uid)
-        if misfit is not None:
-            await self._holdings.give_back(misfit[0], held, misfit[1].message)
+    async def _process_one_reserved(self, uid: str, held: Reservation, now: QueuePass) -> None:
+        waiter, rejection = self._pods.queue_order.get(uid), self._pods.rejected.get(uid)
+        if rejection is not None:
+            await self._reservations.release(rejection[0], held, rejection[1].message)
         if waiter is None:
             return
-        against = self._holdings.objection(waiter, held)
+        against = self._reservations.objection(waiter, held)
         is_late = not against and held.since + self._bind_deadline <= self._clock()
         if against or is_late:
-            if await self._holdings.give_back(waiter.pod, held, against or "its time is over"):
-                now.served.discard(uid)  # it stands in its line again
+            if await self._reservations.release(waiter.pod, held, against or "the bind deadline has passed"):
+                now.served.discard(uid)  # it waits for its turn again
                 if is_late:
                     self._set_aside(waiter.pod, held)
             return
         await self._turn(waiter, held, now)
-        misfit = self._pods.misfits.get(uid)
-        if misfit is not None:
-            await self._holdings.give_back(waiter.pod, held, misfit[1].message)
+        rejection = self._pods.rejected.get(uid)
+        if rejection is not None:
+            await self._reservations.release(waiter.pod, held, rejection[1].message)
 
     def _set_aside(self, pod: PodIdentity, held: Reservation) -> None:
-        """Past the bind deadline nobody may put it on a node. Where that is for a gate that cannot be opened, others
-        have the devices for as long as it had them."""
-        self._doorkeeper.leave(pod.uid, self._bind_deadline)
-        text = f"its gate was not opened within {self._bind_deadline}: {','.join(held.uuids)} can be had again"
+        """Handles a gate that was not opened within the bind deadline: the pod may not be bound any more. It is put off
+        for as long as it held its devices, so that others can have them."""
+        self._gate_opener.postpone(pod.uid, self._bind_deadline)
+        text = f"its gate was not opened within {self._bind_deadline}: {','.join(held.uuids)} is free again"
         self._events.record(Subject.of_pod(pod), Reason.BIND_DEADLINE_PASSED, text)
 
-    # Whose turn it is.
+    # Pods that wait for a reservation.
 
     async def _serve_all(self, now: QueuePass) -> None:
-        """Kind by kind; the next pass goes on with those for whom there was no time."""
-        kinds = self._pods.lines.kinds()
-        self._why = {kind: self._why[kind] for kind in kinds if kind in self._why}
-        self._left = {kind: self._left[kind] for kind in kinds if kind in self._left}
-        self._looked = {kind: self._looked[kind] for kind in kinds if kind in self._looked}
+        """Serves the kinds one after the other. If the time runs out, the next pass starts where this one stopped."""
+        kinds = self._pods.queue_order.kinds()
+        self._denials = {kind: self._denials[kind] for kind in kinds if kind in self._denials}
+        self._backfill_nodes = {kind: self._backfill_nodes[kind] for kind in kinds if kind in self._backfill_nodes}
+        self._unserved = {kind: self._unserved[kind] for kind in kinds if kind in self._unserved}
         first = kinds.index(self._next) if self._next in kinds else 0
         self._next = None
         for kind in (*kinds[first:], *kinds[:first]):
-            if self._is_over(now):
+            if self._is_pass_over(now):
                 self._next = kind
                 return
             await asyncio.sleep(0)
             await self._serve(kind, now)
 
     async def _serve(self, kind: ClaimKind, now: QueuePass) -> None:
-        heads = tuple(self._pods.lines.heads(kind))
-        if not heads or self._is_nothing_new(kind, heads):
+        heads = tuple(self._pods.queue_order.heads(kind))
+        if not heads or self._is_unchanged(kind, heads):
             return
         changes = self._fleet.changes
-        most = heads[0].claim.count if len(heads) == 1 else self._most(heads[0].claim)
+        most = heads[0].claim.count if len(heads) == 1 else self._most_free(heads[0].claim)
         why: dict[int, Deny] = {}
-        is_all = await self._serve_line([head for head in heads if head.claim.count <= most], now, why)
-        is_all &= await self._look_at([head for head in heads if head.claim.count > most], now, why)
-        before = self._why.get(kind, {})
+        is_all = await self._serve_in_order([head for head in heads if head.claim.count <= most], now, why)
+        is_all &= await self._explain_oversized([head for head in heads if head.claim.count > most], now, why)
+        before = self._denials.get(kind, {})
         kept = {} if is_all else {head.claim.count: before.get(head.claim.count) for head in heads}
-        self._why[kind] = {count: one for count, one in {**kept, **why}.items() if one is not None}
+        self._denials[kind] = {count: one for count, one in {**kept, **why}.items() if one is not None}
         if is_all and len(why) == len(heads):
-            self._looked[kind] = UnservedKind(changes, heads, self._clock())
+            self._unserved[kind] = UnservedKind(changes, heads, self._clock())
 
-    def _is_nothing_new(self, kind: ClaimKind, heads: tuple[QueuedPod, ...]) -> bool:
-        looked = self._looked.get(kind)
+    def _is_unchanged(self, kind: ClaimKind, heads: tuple[QueuedPod, ...]) -> bool:
+        looked = self._unserved.get(kind)
         return (
             looked is not None
             and looked.fleet_changes == self._fleet.changes
             and looked.heads == heads
-            and self._clock() - looked.at < LOOK_AGAIN
+            and self._clock() - looked.at < RETRY_AFTER
         )
 
-    def _most(self, claim: Claim) -> int:
+    def _most_free(self, claim: Claim) -> int:
         return ClaimSearch(claim, self._fleet, self._policy).most()
 
-    async def _serve_line(self, heads: list[QueuedPod], now: QueuePass, why: dict[int, Deny]) -> bool:
-        """In the order of their turns, whatever number each wants. To the first one that waits for devices to become
-        free a node is left, and those behind it have the others. Whether all have had their turn."""
-        turns, ahead = TurnOrder(self._pods.lines, heads, self._first_of(heads)), None
+    async def _serve_in_order(self, heads: list[QueuedPod], now: QueuePass, why: dict[int, Deny]) -> bool:
+        """Serves pods in the order of their turns, whatever their number of GPUs. The first one that waits for devices
+        to become free gets a node reserved, and later pods use the others. Returns whether all had their turn."""
+        turns, ahead = TurnOrder(self._pods.queue_order, heads, self._backfill_pod(heads)), None
         while turns:
             waiter = turns.take()
-            came = await self._turn_if_there(waiter, now, ahead)
+            came = await self._turn_if_waiting(waiter, now, ahead)
             if came is QueueTurn.UNDECIDED:
                 return False
             if isinstance(came, QueueTurn):
@@ -271,67 +271,68 @@ class Queue:
             else:
                 why[waiter.claim.count] = came
                 if came.reason is Reason.NO_FREE_DEVICE:
-                    ahead = ahead or self._left_to(waiter)
+                    ahead = ahead or self._reserve_node_for(waiter)
                     held_up = turns.held_up_by(waiter)
                     why |= {one.claim.count: its_turn_is_later(one.claim, waiter.claim.count) for one in held_up}
-            if turns and self._is_over(now):
+            if turns and self._is_pass_over(now):
                 return False
         return True
 
-    def _first_of(self, heads: list[QueuedPod]) -> QueuedPod | None:
-        """To whom a node is left already."""
-        left = self._left.get(heads[0].kind) if heads else None
-        waiter = None if left is None else self._pods.lines.get(left.uid)
+    def _backfill_pod(self, heads: list[QueuedPod]) -> QueuedPod | None:
+        """The pod that has a node reserved already."""
+        left = self._backfill_nodes.get(heads[0].kind) if heads else None
+        waiter = None if left is None else self._pods.queue_order.get(left.uid)
         return waiter if waiter is not None and waiter.kind == heads[0].kind else None
 
-    def _left_to(self, waiter: QueuedPod) -> Ahead | None:
-        """None if no device that becomes free would serve it: then nobody takes anything from it."""
-        left = self._left.get(waiter.kind)
+    def _reserve_node_for(self, waiter: QueuedPod) -> Ahead | None:
+        """Reserves a node for the pod. None if no device that becomes free would serve it: then it holds no pod
+        back."""
+        left = self._backfill_nodes.get(waiter.kind)
         before = left.node if left is not None and left.uid == waiter.pod.uid else None
         node = node_left_to(waiter.claim, self._fleet, self._policy, before)
         if node is None:
             return None
-        self._left[waiter.kind] = BackfillNode(waiter.pod.uid, node)
+        self._backfill_nodes[waiter.kind] = BackfillNode(waiter.pod.uid, node)
         return Ahead(waiter.claim, node)
 
-    async def _look_at(self, heads: list[QueuedPod], now: QueuePass, why: dict[int, Deny]) -> bool:
-        """Those who want more than any node has: they hold up nobody, and are told so when there is time."""
-        known = self._why.get(heads[0].kind, {}) if heads else {}
+    async def _explain_oversized(self, heads: list[QueuedPod], now: QueuePass, why: dict[int, Deny]) -> bool:
+        """Finds the reasons for pods that want more GPUs than any node has. They hold no other pod back."""
+        known = self._denials.get(heads[0].kind, {}) if heads else {}
         for head in sorted(heads, key=lambda one: one.claim.count in known):
-            if self._is_over(now):
+            if self._is_pass_over(now):
                 return False
-            came = await self._turn_if_there(head, now)
+            came = await self._turn_if_waiting(head, now)
             if isinstance(came, Deny):
                 why[head.claim.count] = came
         return True
 
-    async def _turn_if_there(self, waiter: QueuedPod, now: QueuePass, ahead: Ahead | None = None) -> QueueTurn | Deny:
+    async def _turn_if_waiting(self, waiter: QueuedPod, now: QueuePass, ahead: Ahead | None = None) -> QueueTurn | Deny:
         await asyncio.sleep(0)
-        if waiter.pod.uid not in self._pods.lines or waiter.pod.uid in now.served:
+        if waiter.pod.uid not in self._pods.queue_order or waiter.pod.uid in now.served:
             return QueueTurn.PASSED_OVER
         return await self._turn(waiter, None, now, ahead)
 
     async def _turn(
         self, waiter: QueuedPod, held: Reservation | None, now: QueuePass, ahead: Ahead | None = None
     ) -> QueueTurn | Deny:
-        """Its place, and its gate among those to be opened; or why not."""
-        if self._doorkeeper.is_to_wait(waiter.pod.uid):
+        """Reserves GPUs for the pod and schedules the opening of its gate; or says why not."""
+        if self._gate_opener.is_paused(waiter.pod.uid):
             return QueueTurn.PASSED_OVER
-        held = held or self._holdings.adopted(waiter)
+        held = held or self._reservations.adopt(waiter)
         if held is None and self._has_too_many_orphans(waiter):
-            self._doorkeeper.try_later(waiter.pod.uid)
+            self._gate_opener.try_later(waiter.pod.uid)
             return QueueTurn.PASSED_OVER
         places = placed(waiter.claim, self._fleet, self._policy, ahead) if held is None else ()
         if isinstance(places, Deny):
             return places
         try:
-            if await self._is_misfit(waiter):
+            if await self._is_rejected(waiter):
                 return QueueTurn.PASSED_OVER
-            outfit = await self._outfit(waiter, held, places, ahead)
+            outfit = await self._allocate(waiter, held, places, ahead)
         except (ReservationConflictError, PlacementRefusedError) as exc:
             name = f"{waiter.pod.namespace}/{waiter.pod.name}"
-            log.warning("nothing can be held for it", pod=name, error=type(exc).__name__)
-            self._doorkeeper.try_later(waiter.pod.uid)
+            log.warning("nothing can be reserved for it", pod=name, error=type(exc).__name__)
+            self._gate_opener.try_later(waiter.pod.uid)
             return QueueTurn.PASSED_OVER
         except (LedgerError, NamespacesUnavailableError) as exc:
             name = f"{waiter.pod.namespace}/{waiter.pod.name}"
@@ -340,15 +341,15 @@ class Queue:
         if isinstance(outfit, Deny):
             return outfit
         now.served.add(waiter.pod.uid)
-        now.opening.append(partial(self._doorkeeper.open, waiter, outfit))
+        now.opening.append(partial(self._gate_opener.open, waiter, outfit))
         return QueueTurn.SERVED
 
     def _has_too_many_orphans(self, waiter: QueuedPod) -> bool:
         namespace, gpus = waiter.pod.namespace, waiter.claim.count
         return too_many_orphans(self._ledger.orphaned, namespace, gpus, self._orphans_per_namespace) is not None
 
-    async def _is_misfit(self, waiter: QueuedPod) -> bool:
-        """Once more, by what its namespace demands at this moment: before anything is held for it."""
+    async def _is_rejected(self, waiter: QueuedPod) -> bool:
+        """Checks the pod again, by the current rules of its namespace, before GPUs are reserved for it."""
         raw = self._pods.raws.get(waiter.pod.uid)
         if raw is None:
             return True
@@ -361,13 +362,13 @@ class Queue:
             self._pods.refuse(waiter.pod.uid, refused)
         return refused is not None
 
-    async def _outfit(
+    async def _allocate(
         self, waiter: QueuedPod, held: Reservation | None, places: Sequence[Placement], ahead: Ahead | None
     ) -> Allocation | Deny:
         claim, pod = waiter.claim, waiter.pod
         if not claim.count:
             return Allocation(claim, tuple(sorted(place.node for place in places)), has_waited=True)
-        known = await self._reserved(waiter, places, ahead) if held is None else held
+        known = await self._reserve(waiter, places, ahead) if held is None else held
         if isinstance(known, Deny):
             return known
         if known.phase is not Phase.FINALIZED or known.uid != pod.uid:
@@ -378,13 +379,11 @@ class Queue:
         uuids = gpu_order.as_mapped(claim, known.uuids, () if indexed is None else indexed.node.devices)
         return Allocation(claim, (known.node,), known.id, uuids, has_waited=True)
 
-    async def _reserved(
-        self, waiter: QueuedPod, places: Sequence[Placement], ahead: Ahead | None
-    ) -> Reservation | Deny:
-        """Whoever is faster costs a fresh decision, and not the turn."""
+    async def _reserve(self, waiter: QueuedPod, places: Sequence[Placement], ahead: Ahead | None) -> Reservation | Deny:
+        """Reserves GPUs. If another writer takes them first, decides again within the same turn."""
         claim, pod = waiter.claim, waiter.pod
         ask = ReservationRequest(reservation_id_of(pod), pod.namespace, claim.digest, pod.name, claim.is_shared)
-        for _ in range(MOST_RACES):
+        for _ in range(MAX_CONFLICTS):
             try:
                 return await self._ledger.reserve(ask, places, answer_by=self._clock() + PATIENCE)
             except PlacementRefusedError:

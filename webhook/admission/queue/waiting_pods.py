@@ -1,10 +1,10 @@
-"""The pods that wait behind our gate, as a watch tells of them: in lines, and only those that we have dressed."""
+"""The pods that wait behind our gate, by the watch of pods. Only pods that were dressed by us are queued."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import islice
 from typing import Any
 
-from webhook.admission.namespaces import ClaimReader, bond_of
+from webhook.admission.namespaces import ClaimReader, hash_policy_of
 from webhook.core import check, keys
 from webhook.core.claim import recorded_claim
 from webhook.core.dress import DressRules
@@ -19,31 +19,32 @@ from webhook.core.verdict import Deny
 from webhook.runtime.clock import LONG_AGO
 
 
-def nobody_cares(uid: str) -> None:
+def ignore_new_pod(uid: str) -> None:
     return None
 
 
 class WaitingPods:
-    """Hears of pods. A gate that anybody could have put on keeps its pod out of the lines for ever."""
+    """Listener of the watch of pods. A pod whose gate was not set by us is never queued: anyone could have added it."""
 
     def __init__(
         self,
         claims: ClaimReader,
         rules: DressRules,
         *,
-        lines: QueueOrder | None = None,
-        has_come: Callable[[str], None] = nobody_cares,
+        queue_order: QueueOrder | None = None,
+        on_new_pod: Callable[[str], None] = ignore_new_pod,
     ) -> None:
-        self.lines = QueueOrder() if lines is None else lines
+        self.queue_order = QueueOrder() if queue_order is None else queue_order
         self.raws: dict[str, Raw] = {}
-        """All of them, those in the lines and the misfits."""
-        self.misfits: dict[str, tuple[PodIdentity, Deny]] = {}
+        """All waiting pods: queued and rejected ones."""
+        self.rejected: dict[str, tuple[PodIdentity, Deny]] = {}
         self._claims = claims
         self._rules = rules
-        self._has_come = has_come
-        self._doubtful: dict[str, None] = {}  # uids of those that were judged by what no longer holds
+        self._on_new_pod = on_new_pod
+        # Uids of pods to check again because the rules of their namespace have changed.
+        self._to_recheck: dict[str, None] = {}
 
-    # What the watch tells.
+    # The listener of the watch of pods.
 
     def replaced(self, objects: Mapping[str, Raw]) -> None:
         there = {str(raw["metadata"].get("uid")) for raw in objects.values()}
@@ -58,25 +59,25 @@ class WaitingPods:
             self.forget(uid, was_served="deletionTimestamp" not in raw["metadata"])
             return
         is_new = uid not in self.raws
-        self._judge(uid, raw)
+        self._classify(uid, raw)
         if is_new:
-            self._has_come(uid)
+            self._on_new_pod(uid)
 
     def deleted(self, raw: Raw) -> None:
         self.forget(str(raw["metadata"].get("uid")))
 
     def forget(self, uid: str, *, was_served: bool = False) -> None:
-        """It is gone, or, if it was served, its gate is open."""
+        """Drops a pod that is gone, or whose gate is open (`was_served`)."""
         if self.raws.pop(uid, None) is not None:
-            self.lines.drop(uid, was_served=was_served)
-            self.misfits.pop(uid, None)
-            self._doubtful.pop(uid, None)
+            self.queue_order.drop(uid, was_served=was_served)
+            self.rejected.pop(uid, None)
+            self._to_recheck.pop(uid, None)
 
-    # What else is learnt of them.
+    # Other sources.
 
     def read(self, asked: Collection[str], found: Iterable[Raw]) -> None:
-        """All that are on no node, as a list has them that was asked for when `asked` were known. Those that came or
-        went meanwhile, the watch knows better."""
+        """Applies a list of all pods without a node. It was requested when `asked` were known; for pods that came or
+        went since, the watch is newer."""
         there = {str(raw["metadata"].get("uid")): raw for raw in found}
         for uid in [uid for uid in asked if uid in self.raws]:
             raw = there.get(uid)
@@ -86,32 +87,32 @@ class WaitingPods:
                 self.changed(raw)
 
     def refuse(self, uid: str, refused: Deny) -> None:
-        """It is not as it has to be, as somebody has found who knows better."""
-        waiter = self.lines.get(uid)
+        """Takes the pod out of the queue, because a fresh check has refused it."""
+        waiter = self.queue_order.get(uid)
         if waiter is not None:
-            self.lines.drop(uid)
-            self.misfits[uid] = waiter.pod, refused
+            self.queue_order.drop(uid)
+            self.rejected[uid] = waiter.pod, refused
 
-    def doubt(self, namespaces: Collection[str]) -> None:
-        """Those in namespaces that demand something else than before."""
+    def mark_for_recheck(self, namespaces: Collection[str]) -> None:
+        """Marks the pods in namespaces whose requirements have changed."""
         found = (uid for uid, raw in self.raws.items() if raw["metadata"].get("namespace") in namespaces)
-        self._doubtful.update(dict.fromkeys(found))
+        self._to_recheck.update(dict.fromkeys(found))
 
-    def judge_again(self, most: int) -> None:
-        """Some of those that are in doubt."""
-        for uid in list(islice(self._doubtful, most)):
-            del self._doubtful[uid]
-            self._judge(uid, self.raws[uid])
+    def recheck(self, most: int) -> None:
+        """Checks some of the marked pods again."""
+        for uid in list(islice(self._to_recheck, most)):
+            del self._to_recheck[uid]
+            self._classify(uid, self.raws[uid])
 
-    def _judge(self, uid: str, raw: Raw) -> None:
+    def _classify(self, uid: str, raw: Raw) -> None:
         self.raws[uid] = raw
         found = self._waiter(raw)
         if isinstance(found, QueuedPod):
-            self.misfits.pop(uid, None)
-            self.lines.put(found)
+            self.rejected.pop(uid, None)
+            self.queue_order.put(found)
         else:
-            self.lines.drop(uid)
-            self.misfits[uid] = found
+            self.queue_order.drop(uid)
+            self.rejected[uid] = found
 
     def _waiter(self, raw: Raw) -> QueuedPod | tuple[PodIdentity, Deny]:
         identity = identity_in(raw)
@@ -130,34 +131,37 @@ class WaitingPods:
 
 
 class DemandsListener:
-    """Hears of namespaces on behalf of the pods that wait in them; after whoever the pods are judged by."""
+    """Listener of the watch of namespaces, for the pods that wait in them. It must come after the listener by which
+    pods are checked."""
 
     def __init__(self, pods: WaitingPods) -> None:
         self._pods = pods
-        self._bonds: dict[str, HashPolicy] = {}
+        self._policies: dict[str, HashPolicy] = {}
 
     def replaced(self, objects: Mapping[str, Raw]) -> None:
-        there = {raw["metadata"]["name"]: bond_of(raw) for raw in objects.values()}
-        gone = self._bonds.keys() - there.keys()
-        self._pods.doubt(gone | {name for name, bond in there.items() if self._bonds.get(name) != bond})
-        self._bonds = there
+        there = {raw["metadata"]["name"]: hash_policy_of(raw) for raw in objects.values()}
+        gone = self._policies.keys() - there.keys()
+        self._pods.mark_for_recheck(
+            gone | {name for name, policy in there.items() if self._policies.get(name) != policy}
+        )
+        self._policies = there
 
     def changed(self, raw: Raw) -> None:
-        name, bond = raw["metadata"]["name"], bond_of(raw)
-        if self._bonds.get(name) != bond:
-            self._bonds[name] = bond
-            self._pods.doubt({name})
+        name, policy = raw["metadata"]["name"], hash_policy_of(raw)
+        if self._policies.get(name) != policy:
+            self._policies[name] = policy
+            self._pods.mark_for_recheck({name})
 
     def deleted(self, raw: Raw) -> None:
-        if self._bonds.pop(raw["metadata"]["name"], None) is not None:
-            self._pods.doubt({raw["metadata"]["name"]})
+        if self._policies.pop(raw["metadata"]["name"], None) is not None:
+            self._pods.mark_for_recheck({raw["metadata"]["name"]})
 
 
-NOT_OURS = Deny(Reason.FORGED, "the pod is not as a pod waits in the queue")
+NOT_OURS = Deny(Reason.FORGED, "the pod was not put into the queue by gpuwarden")
 
 
 def is_waiting(raw: Raw) -> bool:
-    """Whether our gate is all that keeps it; cheap, for it is asked of every pod."""
+    """Whether only our gate holds the pod back. Cheap, because it runs for every pod."""
     spec = raw.get("spec") or {}
     gates = spec.get("schedulingGates")
     if not gates or spec.get("nodeName") or raw["metadata"].get("deletionTimestamp"):

@@ -74,7 +74,7 @@ class LocalSource:
 
     async def explained(self, raw: Raw) -> Raw:
         try:
-            told = await self._explainer.explained(raw)
+            told = await self._explainer.explain(raw)
         except CannotExplainError as exc:
             raise CannotSayError(str(exc)) from exc
         return {**told, "reason": str(told["reason"])}

@@ -79,7 +79,7 @@ class Attestation:
         """Fetch the trust bundle for the first time."""
         await self.bundle.refresh()
 
-    async def first_answers(self) -> None:
+    async def wait_for_first_answers(self) -> None:
         """If proofs end with the process, wait until tokens can be verified: until then every node would be refused."""
         if self.ends_with_process:
             await self.bundle.first()
