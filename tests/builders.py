@@ -231,7 +231,7 @@ def fleet(*nodes: Node, proven: Mapping[str, str] | None = None, now: datetime =
     for one in nodes:
         there.put(one, now)
     for name, digest in (proven or {}).items():
-        there.prove(name, evidence(name, digest), now)
+        there.set_evidence(name, evidence(name, digest), now)
     return there
 
 

@@ -36,9 +36,9 @@ class Asked(Fleet):
 
     questions = 0
 
-    def learn(self, asked: NodesAsked) -> frozenset[str]:
+    def index_labels(self, asked: NodesAsked) -> frozenset[str]:
         self.questions += 1
-        return super().learn(asked)
+        return super().index_labels(asked)
 
 
 ZONE = builders.required_affinity(builders.term(builders.expression("kubernetes.io/hostname", "NotIn", "node-x")))

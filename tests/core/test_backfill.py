@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from tests import builders
 from tests.builders import HASH, NOW, device, node, raw_container, raw_pod
-from webhook.core.backfill import Ahead, node_left_to, placed
+from webhook.core.backfill import HeldNode, choose_held_node, place_around
 from webhook.core.claim import Claim
 from webhook.core.decide import EvidencePolicy, decide, explain
 from webhook.core.device import Node
 from webhook.core.fleet import Fleet
 from webhook.core.gpu_map import MapOwner, SetId
-from webhook.core.queue_order import QueuedPod, QueueOrder, TurnOrder, its_turn_is_later
+from webhook.core.queue_order import KindPass, QueuedPod, QueueOrder, earlier_pod_waits
 from webhook.core.reasons import Reason
 from webhook.core.reservation import Phase, Placement, PodIdentity, Reservation
 from webhook.core.verdict import Deny
@@ -40,7 +40,7 @@ def busy(fleet: Fleet, *uuids: str) -> None:
 
 
 def left_to(asked: Claim, fleet: Fleet, before: str | None = None, policy: EvidencePolicy = POLICY) -> str | None:
-    return node_left_to(asked, fleet, policy, before)
+    return choose_held_node(asked, fleet, policy, before)
 
 
 # Which node.
@@ -84,7 +84,7 @@ def test_one_without_the_evidence_that_is_asked_for_is_left_to_nobody() -> None:
     asked = claim(4, annotations={"gpuwarden.io/required-hash": HASH})
     assert [left_to(asked, fleet, before) for before in (None, "a", "c")] == ["b", "b", "b"]
     assert left_to(claim(4), fleet, policy=EvidencePolicy(is_always_required=True)) == "c"
-    fleet.prove("b", None, NOW)
+    fleet.set_evidence("b", None, NOW)
     assert left_to(asked, fleet, "b") is None
 
 
@@ -175,25 +175,25 @@ def test_the_index_says_what_a_look_at_each_node_would_say(data: st.DataObject) 
 def test_later_claims_are_placed_beside_it_and_told_whose_turn_it_is() -> None:
     fleet = builders.fleet(sized("a", 2), sized("b", 2))
     busy(fleet, "a-0", "b-0")
-    ahead = Ahead(claim(2), "a")
-    found = placed(claim(1), fleet, POLICY, ahead)
+    ahead = HeldNode(claim(2), "a")
+    found = place_around(claim(1), fleet, POLICY, ahead)
     assert not isinstance(found, Deny)
     assert [place.node for place in found] == ["b"]
     busy(fleet, "b-1")
-    assert placed(claim(1), fleet, POLICY, ahead) == its_turn_is_later(claim(1), 2)
+    assert place_around(claim(1), fleet, POLICY, ahead) == earlier_pod_waits(claim(1), 2)
     busy(fleet, "a-1")
-    assert placed(claim(1), fleet, POLICY, ahead) == decide(claim(1), fleet, POLICY)
+    assert place_around(claim(1), fleet, POLICY, ahead) == decide(claim(1), fleet, POLICY)
 
 
 def test_where_no_node_is_left_to_anybody_it_is_the_decision() -> None:
     fleet = builders.fleet(sized("a", 2))
-    assert placed(claim(1), fleet, POLICY, None) == decide(claim(1), fleet, POLICY)
+    assert place_around(claim(1), fleet, POLICY, None) == decide(claim(1), fleet, POLICY)
 
 
 def test_who_wants_no_device_takes_none_away() -> None:
     fleet = builders.fleet(sized("a", 2), proven={"a": HASH})
     asked = builders.claim(raw_pod(annotations={"gpuwarden.io/required-hash": HASH}))
-    found = placed(asked, fleet, POLICY, Ahead(claim(2), "a"))
+    found = place_around(asked, fleet, POLICY, HeldNode(claim(2), "a"))
     assert not isinstance(found, Deny)
     assert [place.node for place in found] == ["a"]
 
@@ -223,27 +223,27 @@ class World:
     def make_pass(self) -> None:
         heads = [head for kind in self.lines.kinds() for head in self.lines.heads(kind)]  # they are of one kind
         first = None if self.left is None else self.lines.get(self.left[0])
-        turns, ahead, self.first = TurnOrder(self.lines, heads, first), None, None
+        turns, ahead, self.first = KindPass(self.lines, heads, first), None, None
         while turns:
             waiter = turns.take()
-            found = placed(waiter.claim, self.fleet, POLICY, ahead)
+            found = place_around(waiter.claim, self.fleet, POLICY, ahead)
             if not isinstance(found, Deny):
                 assert ahead is None or found[0].node != ahead.node
                 self.run(waiter, found[0])
-                turns.goes_on(waiter)
+                turns.skip(waiter)
             elif found.reason is Reason.NO_FREE_DEVICE:
                 ahead = ahead or self.leave(waiter)
-                turns.held_up_by(waiter)
+                turns.block(waiter)
 
-    def leave(self, waiter: QueuedPod) -> Ahead | None:
+    def leave(self, waiter: QueuedPod) -> HeldNode | None:
         before = self.left[1] if self.left is not None and self.left[0] == waiter.pod.uid else None
-        chosen = node_left_to(waiter.claim, self.fleet, POLICY, before)
+        chosen = choose_held_node(waiter.claim, self.fleet, POLICY, before)
         if chosen is None:
             return None
         if before is not None and chosen != before:
             assert self.free_on(chosen) > self.free_on(before)
         self.left, self.first = (waiter.pod.uid, chosen), waiter
-        return Ahead(waiter.claim, chosen)
+        return HeldNode(waiter.claim, chosen)
 
     def run(self, waiter: QueuedPod, place: Placement) -> None:
         self.lines.drop(waiter.pod.uid, was_served=True)

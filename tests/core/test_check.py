@@ -32,18 +32,18 @@ from tests.builders import (
     term,
 )
 from webhook.core.check import (
-    markers,
+    gpu_access_unchanged,
+    gpu_fields,
+    grace_within_limit,
+    matches_claim_without_gpus,
+    matches_queued_pod,
     matches_reservation,
-    no_markers,
-    no_other_ways,
+    no_bypass_fields,
+    no_gpu_fields,
     preset_node,
-    proven_only,
     readable,
-    still_held,
     still_proven,
-    takes_too_long,
-    unchanged,
-    waits_as_dressed,
+    still_reserved,
 )
 from webhook.core.claim import Claim, ClaimRules, recorded_claim
 from webhook.core.decide import EvidencePolicy
@@ -224,10 +224,10 @@ def test_a_forgery_is_refused_and_its_field_named(change: Change, field: str) ->
 )
 def test_a_pod_whose_containers_may_take_too_long_to_stop_is_refused(spec: Raw, *, is_refused: bool) -> None:
     pod = Pod.parse({"spec": spec})
-    refused = takes_too_long(pod, DressRules(max_grace=timedelta(seconds=60)))
+    refused = grace_within_limit(pod, DressRules(max_grace=timedelta(seconds=60)))
     assert (refused is not None) == is_refused
     assert refused is None or refused.reason is Reason.INVALID_POD
-    assert takes_too_long(pod, RULES) is None
+    assert grace_within_limit(pod, RULES) is None
 
 
 def test_a_claim_that_grew_is_refused() -> None:
@@ -313,7 +313,7 @@ def test_a_pod_without_a_record_has_no_recorded_claim() -> None:
 def test_a_living_pod_goes_nowhere_with_gpus_that_are_not_its_own(held: Raw | None, said: str) -> None:
     asked = {"id": "r-1", "digest": CLAIM.digest, **(held or {})}
     known = None if held is None else reservation(slot("GPU-1"), **asked)
-    assert refused(still_held(CLAIM, known, Pod.parse(given_pod()))) == (
+    assert refused(still_reserved(CLAIM, known, Pod.parse(given_pod()))) == (
         Reason.NOT_RESERVED,
         f"metadata.annotations[gpuwarden.io/reservation-id]: reservation 'r-1' is {said}; "
         "the pod's containers would see GPUs that may be another's",
@@ -324,7 +324,7 @@ def test_a_living_pod_goes_nowhere_with_gpus_that_are_not_its_own(held: Raw | No
 @pytest.mark.parametrize("uid", [None, identity().uid], ids=["not bound yet", "bound"])
 def test_a_living_pod_goes_where_its_own_gpus_are(phase: Phase, uid: str | None) -> None:
     known = reservation(slot("GPU-1"), id="r-1", digest=CLAIM.digest, phase=phase, uid=uid)
-    assert still_held(CLAIM, known, Pod.parse(given_pod())) is None
+    assert still_reserved(CLAIM, known, Pod.parse(given_pod())) is None
 
 
 def test_a_request_that_comes_later_is_refused_where_it_is_not_taken_off() -> None:
@@ -333,7 +333,7 @@ def test_a_request_that_comes_later_is_refused_where_it_is_not_taken_off() -> No
     held = reservation(slot("GPU-1"), id="r-1", digest=asked.digest)
     raw = created(dressed(wish, outfit(held, asked), CUDA))
     main(raw)["resources"] = {"limits": {"nvidia.com/gpu": "4"}, "requests": {"nvidia.com/gpu": "4"}}
-    verdict = matches_reservation(raw, asked, held, identity(), CUDA) or no_other_ways(Pod.parse(raw), CUDA)
+    verdict = matches_reservation(raw, asked, held, identity(), CUDA) or no_bypass_fields(Pod.parse(raw), CUDA)
     assert verdict is not None
 
 
@@ -379,7 +379,7 @@ def proven(raw: Raw) -> Deny | None:
     parsed = Pod.parse(raw)
     asked = recorded_claim(parsed)
     assert asked is not None
-    return proven_only(raw, parsed, asked, PROVEN, LAX, ClaimRules())
+    return matches_claim_without_gpus(raw, parsed, asked, PROVEN, LAX, ClaimRules())
 
 
 def test_a_pod_held_to_proven_nodes_is_let_in() -> None:
@@ -563,7 +563,7 @@ def test_a_debug_container_that_comes_with_the_pod_sees_its_own_gpus_at_most(env
 
 @pytest.mark.parametrize(("raw", "field"), MARKED.values(), ids=MARKED)
 def test_a_pod_without_a_claim_is_shown_no_gpu_by_any_way(raw: Raw, field: str) -> None:
-    verdict = no_markers(Pod.parse(raw), RULES)
+    verdict = no_gpu_fields(Pod.parse(raw), RULES)
     assert refused(verdict) == (
         Reason.GPU_WITHOUT_CLAIM,
         f"{field}: would show the pod a GPU, and the pod has no claim",
@@ -571,7 +571,7 @@ def test_a_pod_without_a_claim_is_shown_no_gpu_by_any_way(raw: Raw, field: str) 
 
 
 def test_a_request_without_a_claim_is_a_marker_too() -> None:
-    assert list(markers(pod(raw_container(gpus=1)), RULES)) == ["spec.containers[0].resources[nvidia.com/gpu]"]
+    assert list(gpu_fields(pod(raw_container(gpus=1)), RULES)) == ["spec.containers[0].resources[nvidia.com/gpu]"]
 
 
 @pytest.mark.parametrize(
@@ -585,7 +585,7 @@ def test_a_request_without_a_claim_is_a_marker_too() -> None:
     ],
 )
 def test_hiding_all_gpus_is_nobodys_harm(env: list[Raw]) -> None:
-    assert no_markers(pod(raw_container(env=env)), RULES) is None
+    assert no_gpu_fields(pod(raw_container(env=env)), RULES) is None
 
 
 @pytest.mark.parametrize(
@@ -598,7 +598,7 @@ def test_hiding_all_gpus_is_nobodys_harm(env: list[Raw]) -> None:
     ],
 )
 def test_what_looks_like_hiding_is_not(env: list[Raw]) -> None:
-    assert no_markers(pod(raw_container(env=env)), RULES) is not None
+    assert no_gpu_fields(pod(raw_container(env=env)), RULES) is not None
 
 
 @pytest.mark.parametrize(
@@ -607,21 +607,21 @@ def test_what_looks_like_hiding_is_not(env: list[Raw]) -> None:
 )
 def test_a_pod_with_a_claim_is_served_in_one_way_only(name: str) -> None:
     raw, field = MARKED[name]
-    assert refused(no_other_ways(Pod.parse(raw), RULES)) == (
+    assert refused(no_bypass_fields(Pod.parse(raw), RULES)) == (
         Reason.GPU_WITHOUT_CLAIM,
         f"{field}: would show the pod a GPU, and a claim is served in one way only",
     )
 
 
 def test_a_plain_pod_has_no_marker() -> None:
-    assert no_markers(pod(raw_container(env=raw_env(A="b"), resources={"limits": {"cpu": "1"}})), RULES) is None
+    assert no_gpu_fields(pod(raw_container(env=raw_env(A="b"), resources={"limits": {"cpu": "1"}})), RULES) is None
 
 
 # A pod that waits.
 
 
 def judged_waiting(raw: Raw, asked: Claim) -> Deny | None:
-    return waits_as_dressed(raw, Pod.parse(raw), asked, RULES, ClaimRules())
+    return matches_queued_pod(raw, Pod.parse(raw), asked, RULES, ClaimRules())
 
 
 @pytest.mark.parametrize("name", MARKED)
@@ -657,7 +657,7 @@ OWN = ("GPU-1",)
 def changed(change: Change, reserved: tuple[str, ...] = OWN) -> Deny | None:
     new = copy.deepcopy(OLD)
     change(new)
-    return unchanged(Pod.parse(new), Pod.parse(OLD), reserved, RULES)
+    return gpu_access_unchanged(Pod.parse(new), Pod.parse(OLD), reserved, RULES)
 
 
 def debug(*env: Raw) -> Change:
@@ -764,7 +764,7 @@ def test_an_old_debug_container_does_not_block_the_next() -> None:
     debug({"name": "NVIDIA_VISIBLE_DEVICES", "value": "GPU-1"})(old)
     new = copy.deepcopy(old)
     new["spec"]["ephemeralContainers"].append(raw_container("debug-2"))
-    assert unchanged(Pod.parse(new), Pod.parse(old), (), RULES) is None
+    assert gpu_access_unchanged(Pod.parse(new), Pod.parse(old), (), RULES) is None
 
 
 @pytest.mark.parametrize(

@@ -244,19 +244,19 @@ def mapped(text: str, ordinal: str = "0", *containers: Raw, **annotations: str) 
 
 
 def test_a_map_says_the_place() -> None:
-    assert claim(mapped("0=node-a:0\n1=rack-1:GPU-1,GPU-2", "1")).place == MapEntry("rack-1", ("GPU-1", "GPU-2"))
+    assert claim(mapped("0=node-a:0\n1=rack-1:GPU-1,GPU-2", "1")).map_entry == MapEntry("rack-1", ("GPU-1", "GPU-2"))
 
 
 @pytest.mark.defect("S1-2")
 def test_an_ordinal_that_its_map_has_no_line_for_is_a_claim_that_waits_for_one() -> None:
     found = claim(mapped("1=node-a:0", "7"))
-    assert (found.place, found.record.unmapped, found.count, found.is_mapped) == (None, 7, 1, True)
+    assert (found.map_entry, found.record.unmapped, found.count, found.is_mapped) == (None, 7, 1, True)
     assert found.sentence == "the place that a map gives to ordinal 7"
     assert Claim(ClaimRecord.parse(found.record.text())).digest == found.digest
 
 
 def test_a_claim_without_a_map_has_no_place() -> None:
-    assert claim(raw_pod(raw_container(gpus=1))).place is None
+    assert claim(raw_pod(raw_container(gpus=1))).map_entry is None
 
 
 @pytest.mark.parametrize(

@@ -315,9 +315,9 @@ def everything_wrong() -> Fleet:
             **dict.fromkeys(("dark", "cordoned", "tainted", "lesser", "busy"), HASH),
         },
     )
-    there.prove("stale", evidence("stale", until=NOW), NOW)
-    there.prove("banned", evidence("banned", is_banned=True), NOW)
-    there.prove("conflict", evidence("conflict", is_conflict=True), NOW)
+    there.set_evidence("stale", evidence("stale", until=NOW), NOW)
+    there.set_evidence("banned", evidence("banned", is_banned=True), NOW)
+    there.set_evidence("conflict", evidence("conflict", is_conflict=True), NOW)
     hold(there, slot("GPU-busy"))
     return there
 

@@ -27,13 +27,13 @@ from webhook.core.dress import (
     Allocation,
     DressRules,
     Injection,
-    asked_anew,
     changes,
     dressed,
     nodes_pinned_to,
     pinned,
-    replaced_env,
+    replaced_env_warnings,
     undressed,
+    undressed_with_claim,
     unpinned,
 )
 from webhook.core.nodes_asked import NodesAsked
@@ -140,10 +140,10 @@ def test_undressing_takes_off_what_only_we_may_write() -> None:
 
 def test_a_copy_asks_for_what_the_dressed_pod_asked_for() -> None:
     raw = raw_pod(raw_container(gpus=2), annotations={"team": "x"})
-    clean, first = asked_anew(raw, Pod.parse(raw), ClaimRules())
+    clean, first = undressed_with_claim(raw, Pod.parse(raw), ClaimRules())
     assert (clean, first is not None and first.count) == (raw, 2)
     copied = dressed(raw, outfit(main=2), RULES)
-    clean, again = asked_anew(copied, Pod.parse(copied), ClaimRules())
+    clean, again = undressed_with_claim(copied, Pod.parse(copied), ClaimRules())
     assert clean["metadata"]["annotations"] == {"team": "x"}
     assert again is not None
     assert first is not None
@@ -153,7 +153,7 @@ def test_a_copy_asks_for_what_the_dressed_pod_asked_for() -> None:
 @pytest.mark.parametrize("record", ["{}", "[]", "not ours", '{"gpus":9,"asked":{"another":9}}'])
 def test_a_record_that_somebody_made_up_asks_for_nothing(record: str) -> None:
     raw = raw_pod(annotations={"gpuwarden.io/claim": record})
-    assert asked_anew(raw, Pod.parse(raw), ClaimRules()) == (undressed(raw), None)
+    assert undressed_with_claim(raw, Pod.parse(raw), ClaimRules()) == (undressed(raw), None)
 
 
 def test_an_alias_that_is_not_written_is_not_left_to_others() -> None:
@@ -431,7 +431,7 @@ def test_the_user_is_told_whose_variables_give_way() -> None:
         raw_container("b", env=raw_env(NVIDIA_VISIBLE_DEVICES="void")),
         init=[raw_container("i", env=raw_env(CUDA_VISIBLE_DEVICES="0"))],
     )
-    assert list(replaced_env(there, outfit(), RULES)) == [
+    assert list(replaced_env_warnings(there, outfit(), RULES)) == [
         "spec.initContainers[0]: CUDA_VISIBLE_DEVICES of container i is set by gpuwarden; yours is replaced",
         "spec.containers[0]: NVIDIA_VISIBLE_DEVICES of container a is set by gpuwarden; yours is replaced",
     ]

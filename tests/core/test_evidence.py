@@ -115,7 +115,7 @@ def test_who_is_asked_and_says_nothing_leaves_the_node_unproven() -> None:
     assert state_of(combined([word], {"static"}), NOW) is EvidenceState.FRESH
     half = combined([word], {"static", "spire-server"})
     assert half is not None
-    assert half.silent == {"spire-server"}
+    assert half.missing_sources == {"spire-server"}
     assert state_of(half, NOW) is EvidenceState.ABSENT
     assert combined([], {"static", "spire-server"}) is None
 

@@ -25,7 +25,7 @@ from tests.builders import (
 )
 from tests.core.scan import World
 from webhook.core.claim import Claim, ClaimRecord
-from webhook.core.decide import MAX_ASKED, MAX_PLACEMENTS, MAX_PROVEN_NODES, EvidencePolicy, decide, explain
+from webhook.core.decide import MAX_NODE_CHECKS, MAX_PLACEMENTS, MAX_PROVEN_NODES, EvidencePolicy, decide, explain
 from webhook.core.device import Device, DeviceUuid, Node, Taint
 from webhook.core.evidence import Evidence, EvidenceState
 from webhook.core.fleet import MAX_CLASS_VALUES, Fleet
@@ -209,7 +209,7 @@ class IndexedFleet(RuleBasedStateMachine):
         self._say(name, None)
 
     def _say(self, name: str, word: Evidence | None) -> None:
-        self.fleet.prove(name, word, self.world.now)
+        self.fleet.set_evidence(name, word, self.world.now)
         if name in self.world.nodes and word is not None:
             self.world.evidence[name] = word
         else:
@@ -283,8 +283,8 @@ class IndexedFleet(RuleBasedStateMachine):
         for name, indexed in self.fleet.indexed_nodes.items():
             proven = indexed.evidence if indexed.state is EvidenceState.FRESH else None
             group = (indexed.state, None if proven is None else proven.hash)
-            assert indexed.row is self.fleet.rows(group)[indexed.cell.node_class]
-            assert name in indexed.row.shapes[indexed.cell.shape]
+            assert indexed.row is self.fleet.rows(group)[indexed.node_group.node_class]
+            assert name in indexed.row.shapes[indexed.node_group.shape]
 
     @invariant()
     def no_slot_is_held_twice(self) -> None:
@@ -309,7 +309,7 @@ class IndexedFleet(RuleBasedStateMachine):
             ill = any(d.uuid == uuid and not d.is_healthy for n in self.world.nodes.values() for d in n.devices)
             if len(homes) != 1 or not ill:
                 assert self.fleet.is_quarantined(uuid) is (len(homes) != 1)
-            assert (self.fleet.home_of(uuid) is None) is (homes == [])
+            assert (self.fleet.node_of_device(uuid) is None) is (homes == [])
 
 
 IndexedFleet.TestCase.settings = settings(
@@ -410,9 +410,14 @@ class FleetOfMaps(RuleBasedStateMachine):
 
     @invariant()
     def what_a_map_means_is_kept_and_nothing_else(self) -> None:
-        alone = [d for one in self.world.nodes.values() for d in one.devices if len(self.fleet.places_of(d.uuid)) == 1]
+        alone = [
+            d
+            for one in self.world.nodes.values()
+            for d in one.devices
+            if len(self.fleet.nodes_with_device(d.uuid)) == 1
+        ]
         kept = {one.uuid for one in alone if self.world.is_kept(one)}
-        disputed = {uuid for uuid in map(DeviceUuid, FEW_UUIDS) if len(self.fleet.places_of(uuid)) > 1}
+        disputed = {uuid for uuid in map(DeviceUuid, FEW_UUIDS) if len(self.fleet.nodes_with_device(uuid)) > 1}
         assert self.fleet.set_aside_devices - disputed == kept
 
     @invariant()
@@ -422,7 +427,7 @@ class FleetOfMaps(RuleBasedStateMachine):
         each = {
             name
             for name, one in self.world.nodes.items()
-            if any(len(self.fleet.places_of(d.uuid)) == 1 and self.world.is_available(d) for d in one.devices)
+            if any(len(self.fleet.nodes_with_device(d.uuid)) == 1 and self.world.is_available(d) for d in one.devices)
         }
         assert placed == each
 
@@ -532,7 +537,7 @@ def test_a_fleet_that_was_split_too_often_still_answers_rightly() -> None:
 )
 def test_who_shuts_out_two_nodes_has_every_other_counted_for_what_it_is(term: NodeTerm) -> None:
     """There are more nodes than are asked one by one."""
-    names = [f"node-{number}" for number in range(MAX_ASKED + 1)]
+    names = [f"node-{number}" for number in range(MAX_NODE_CHECKS + 1)]
     out = set(names[:2])
     labels = [{"kubernetes.io/hostname": name} for name in names]
     there = fleet(*(node(name, labels=own, is_cordoned=name in out) for name, own in zip(names, labels, strict=True)))
@@ -646,7 +651,7 @@ def test_a_node_that_comes_back_has_to_prove_itself_anew() -> None:
 
 def test_evidence_ends_when_time_reaches_its_end() -> None:
     there = fleet(node("node-a", device("GPU-1")))
-    there.prove("node-a", evidence("node-a", until=NOW + 5 * SECOND), NOW)
+    there.set_evidence("node-a", evidence("node-a", until=NOW + 5 * SECOND), NOW)
     asked = Claim(ClaimRecord(gpus=1, hashes=(HASH,)))
     fits = []
     for seconds in (0, 4, 5, 6):
@@ -657,7 +662,7 @@ def test_evidence_ends_when_time_reaches_its_end() -> None:
 
 def test_evidence_of_the_future_counts_from_its_beginning() -> None:
     there = fleet(node("node-a", device("GPU-1")))
-    there.prove("node-a", evidence("node-a", since=NOW + SECOND, until=NOW + 2 * SECOND), NOW)
+    there.set_evidence("node-a", evidence("node-a", since=NOW + SECOND, until=NOW + 2 * SECOND), NOW)
     asked = Claim(ClaimRecord(gpus=1, hashes=(HASH,)))
     fits = []
     for seconds in (0, 1, 2):

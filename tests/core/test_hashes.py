@@ -5,7 +5,7 @@ import pytest
 from tests.builders import HASH, OTHER_HASH, Raw, claim, raw_container, raw_pod
 from webhook.core.claim import ClaimRules, claim_of
 from webhook.core.errors import InvalidPodError
-from webhook.core.hashes import NO_BOND, HashPolicy
+from webhook.core.hashes import NO_HASH_POLICY, HashPolicy
 from webhook.core.pod import Pod
 
 KEY = "gpuwarden.io/required-hash"
@@ -13,7 +13,7 @@ THIRD = "sha256:cc33"
 
 
 def bound(*hashes: str) -> ClaimRules:
-    return ClaimRules(bond=HashPolicy.of("ml", {KEY: ",".join(hashes)}))
+    return ClaimRules(hash_policy=HashPolicy.of("ml", {KEY: ",".join(hashes)}))
 
 
 def asking(*hashes: str, gpus: int = 1) -> Raw:
@@ -58,7 +58,7 @@ def test_a_pod_that_names_only_others_is_refused_with_both() -> None:
     ids=["nothing", "an empty one", "white space", "too long", "too many"],
 )
 def test_what_nobody_can_read_on_a_namespace_lets_no_claim_through(text: str, mistake: str) -> None:
-    rules = ClaimRules(bond=HashPolicy.of("ml", {KEY: text}))
+    rules = ClaimRules(hash_policy=HashPolicy.of("ml", {KEY: text}))
     with pytest.raises(InvalidPodError) as refused:
         claim_of(Pod.parse(asking(HASH)), rules)
     assert len(refused.value.mistakes) == 1
@@ -68,10 +68,10 @@ def test_what_nobody_can_read_on_a_namespace_lets_no_claim_through(text: str, mi
 
 @pytest.mark.parametrize("text", [HASH, ""], ids=["a hash", "unreadable"])
 def test_a_pod_without_a_claim_is_nobodys_business(text: str) -> None:
-    assert claim_of(Pod.parse(raw_pod()), ClaimRules(bond=HashPolicy.of("ml", {KEY: text}))) is None
+    assert claim_of(Pod.parse(raw_pod()), ClaimRules(hash_policy=HashPolicy.of("ml", {KEY: text}))) is None
 
 
 def test_a_namespace_that_says_nothing_changes_nothing() -> None:
-    assert HashPolicy.of("ml", {"team": "vision"}) is NO_BOND
+    assert HashPolicy.of("ml", {"team": "vision"}) is NO_HASH_POLICY
     assert claim(asking(), bound(HASH)) != claim(asking(), ClaimRules())
     assert claim(asking(THIRD), ClaimRules()).record.hashes == (THIRD,)

@@ -17,11 +17,11 @@ from webhook.core.hints import (
     Hints,
     class_for,
     features_of,
-    handed_down,
     hinted,
     hints_of,
-    is_to_be_scored,
+    should_score,
     was_hinted,
+    with_features_in_template,
 )
 from webhook.core.pod import Pod, Toleration
 
@@ -118,15 +118,15 @@ def test_a_pod_that_requests_a_gpu_and_names_no_memory_needs_forty() -> None:
 @pytest.mark.defect("S3-17")
 def test_a_pod_that_requests_no_gpu_is_not_scored(container: Raw) -> None:
     pod = Pod.parse(scored(container))
-    assert not is_to_be_scored(pod, None)
+    assert not should_score(pod, None)
 
 
 def test_gpus_of_others_are_gpus_and_so_is_a_claim() -> None:
-    assert is_to_be_scored(Pod.parse(scored(raw_container(resources={"requests": {"amd.com/gpu": "1"}}))), None)
+    assert should_score(Pod.parse(scored(raw_container(resources={"requests": {"amd.com/gpu": "1"}}))), None)
     counted = Pod.parse(scored(raw_container(), annotations={"gpuwarden.io/gpu-count": "1"}))
-    assert is_to_be_scored(counted, claim_of(counted, ClaimRules()))
+    assert should_score(counted, claim_of(counted, ClaimRules()))
     proven = Pod.parse(scored(raw_container(), annotations={"gpuwarden.io/required-hash": "sha256:aa"}))
-    assert not is_to_be_scored(proven, claim_of(proven, ClaimRules()))
+    assert not should_score(proven, claim_of(proven, ClaimRules()))
 
 
 # Priority.
@@ -350,9 +350,9 @@ def test_the_pod_of_a_moment_ago_keeps_its_hints_and_an_old_copy_does_not() -> N
 
 def test_a_selector_that_no_found_node_has_is_dropped_and_said() -> None:
     hints = advised(scored())
-    assert hints.on_nodes_with({"gpu.nvidia.com/class": "A100-80GB", "zone": "a"}) is hints
-    assert hints.on_nodes_with() is hints
-    elsewhere = hints.on_nodes_with({"gpu.nvidia.com/class": "L4-24GB"})
+    assert hints.fitted_to_nodes({"gpu.nvidia.com/class": "A100-80GB", "zone": "a"}) is hints
+    assert hints.fitted_to_nodes() is hints
+    elsewhere = hints.fitted_to_nodes({"gpu.nvidia.com/class": "L4-24GB"})
     assert elsewhere.selector == ()
     assert "no node with gpu.nvidia.com/class=A100-80GB can serve the pod" in elsewhere.warnings[-1]
 
@@ -369,7 +369,7 @@ def job(said: dict[str, str] | None, template: Any = None) -> Raw:
 @pytest.mark.parametrize("template", [None, {}, {"annotations": None}], ids=repr)
 def test_what_a_job_says_of_its_work_its_pods_say(template: Any) -> None:
     said = {"app.kubernetes.io/job-type": "train-bert", "gpu.mem.gi": "40", "other": "not ours"}
-    found = handed_down(job(said, template))
+    found = with_features_in_template(job(said, template))
     assert found["spec"]["template"]["metadata"]["annotations"] == {
         "app.kubernetes.io/job-type": "train-bert",
         "gpu.mem.gi": "40",
@@ -379,7 +379,7 @@ def test_what_a_job_says_of_its_work_its_pods_say(template: Any) -> None:
 
 def test_what_the_template_says_wins() -> None:
     own = {"annotations": {"app.kubernetes.io/job-type": "mine", "x": "y"}}
-    found = handed_down(job({"app.kubernetes.io/job-type": "its", "ml.batch_size": "1"}, own))
+    found = with_features_in_template(job({"app.kubernetes.io/job-type": "its", "ml.batch_size": "1"}, own))
     assert found["spec"]["template"]["metadata"]["annotations"] == {
         "app.kubernetes.io/job-type": "mine",
         "x": "y",
@@ -389,4 +389,4 @@ def test_what_the_template_says_wins() -> None:
 
 @pytest.mark.parametrize("raw", [job(None), job({}), job({"other": "x"}), {}, {"spec": {}}], ids=repr)
 def test_a_job_that_says_nothing_stays_as_it_is(raw: Raw) -> None:
-    assert handed_down(raw) == raw
+    assert with_features_in_template(raw) == raw

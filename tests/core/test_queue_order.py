@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests import builders
 from tests.builders import NOW, raw_container
-from webhook.core.queue_order import OWN_IDS, ClaimKind, QueuedPod, QueueOrder, TurnOrder, reservation_id_of
+from webhook.core.queue_order import OWN_IDS, ClaimKind, KindPass, QueuedPod, QueueOrder, reservation_id_of
 from webhook.core.reservation import PodIdentity
 
 
@@ -37,7 +37,7 @@ def test_the_heads_are_the_oldest_of_each_number() -> None:
         lines.put(one)
     (kind,) = lines.kinds()
     assert [head.pod.name for head in lines.heads(kind)] == ["p3", "p2"]
-    assert [one.pod.name for one in lines.behind(lines.heads(kind)[0])] == ["p3", "p1"]
+    assert [one.pod.name for one in lines.same_count_from(lines.heads(kind)[0])] == ["p3", "p1"]
 
 
 def test_who_wants_something_else_now_stands_in_another_line() -> None:
@@ -62,13 +62,13 @@ def test_lines_say_what_a_plain_list_would_say(moves: list[tuple[int, int, int, 
             lines.drop(one.pod.uid)
             plain.pop(one.pod.uid, None)
     assert lines.uids() == plain.keys()
-    in_order = sorted(plain.values(), key=lambda one: one.turn)
+    in_order = sorted(plain.values(), key=lambda one: one.arrival)
     firsts = {one.claim.count: one for one in reversed(in_order)}
     heads = [head for kind in lines.kinds() for head in lines.heads(kind)]
-    assert heads == sorted(firsts.values(), key=lambda one: one.turn)
+    assert heads == sorted(firsts.values(), key=lambda one: one.arrival)
     for head in heads:
         same = [one for one in in_order if one.claim.count == head.claim.count]
-        assert list(lines.behind(head)) == same
+        assert list(lines.same_count_from(head)) == same
 
 
 def test_turns_are_taken_by_age_whatever_number_each_wants() -> None:
@@ -76,10 +76,10 @@ def test_turns_are_taken_by_age_whatever_number_each_wants() -> None:
     for one in (waiter(1, 8, 1), waiter(2, 1, 2), waiter(3, 8, 3), waiter(4, 1, 4)):
         lines.put(one)
     (kind,) = lines.kinds()
-    turns, taken = TurnOrder(lines, lines.heads(kind)), []
+    turns, taken = KindPass(lines, lines.heads(kind)), []
     while turns:
         taken.append(turns.take())
-        turns.goes_on(taken[-1])
+        turns.skip(taken[-1])
     assert [one.pod.name for one in taken] == ["p1", "p2", "p3", "p4"]
 
 
@@ -90,16 +90,16 @@ def test_turns_go_round_by_namespace_whatever_number_each_wants() -> None:
     (kind,) = lines.kinds()
     assert [head.pod.name for head in lines.heads(kind)] == ["p1", "p4"]
     assert lines.counts(kind) == [1, 8]
-    turns, taken = TurnOrder(lines, lines.heads(kind)), []
+    turns, taken = KindPass(lines, lines.heads(kind)), []
     while turns:
         taken.append(turns.take())
-        turns.goes_on(taken[-1])
+        turns.skip(taken[-1])
     assert [one.pod.name for one in taken] == ["p1", "p4", "p2", "p3"]
     lines.drop("uid-001", was_served=True)
     assert [head.pod.name for head in lines.heads(kind)] == ["p4", "p3"]
     lines.drop("uid-004", was_served=True)
     lines.put(waiter(5, 1, 5, namespace="cv"))
-    assert [one.pod.name for head in lines.heads(kind) for one in lines.behind(head)] == ["p2", "p5", "p3"]
+    assert [one.pod.name for head in lines.heads(kind) for one in lines.same_count_from(head)] == ["p2", "p5", "p3"]
 
 
 def test_kinds_take_turns_by_namespace_too() -> None:
@@ -144,10 +144,10 @@ def test_to_whom_a_node_is_left_has_the_first_turn_and_no_second_one() -> None:
     for one in (waiter(1, 1, 1), waiter(2, 8, 2), waiter(3, 8, 3), waiter(4, 1, 4)):
         lines.put(one)
     (kind,) = lines.kinds()
-    turns, taken = TurnOrder(lines, lines.heads(kind), lines.get("uid-003")), []
+    turns, taken = KindPass(lines, lines.heads(kind), lines.get("uid-003")), []
     while turns:
         taken.append(turns.take())
-        turns.goes_on(taken[-1])
+        turns.skip(taken[-1])
     assert [one.pod.name for one in taken] == ["p3", "p1", "p2", "p4"]
 
 
@@ -156,9 +156,9 @@ def test_whoever_waits_holds_up_those_that_want_as_many_or_more_and_nobody_else(
     for one in (waiter(1, 4, 1), waiter(2, 8, 2), waiter(3, 1, 3), waiter(4, 4, 4), waiter(5, 2, 5)):
         lines.put(one)
     (kind,) = lines.kinds()
-    turns = TurnOrder(lines, lines.heads(kind))
+    turns = KindPass(lines, lines.heads(kind))
     first = turns.take()
-    assert [one.pod.name for one in turns.held_up_by(first)] == ["p2"]
+    assert [one.pod.name for one in turns.block(first)] == ["p2"]
     assert [turns.take().pod.name for _ in range(len(turns))] == ["p3", "p5"]
 
 

@@ -75,19 +75,19 @@ def test_a_reservation_waits_until_its_deadline_not_on_it(left: timedelta, is_pa
 def test_a_reservation_is_only_ever_one_pods(
     pod_name: str | None, uid: str | None, pod: PodIdentity, may_be: bool
 ) -> None:
-    assert reservation(slot("GPU-1"), pod_name=pod_name, uid=uid).may_be(pod) is may_be
+    assert reservation(slot("GPU-1"), pod_name=pod_name, uid=uid).may_belong_to(pod) is may_be
 
 
 def test_a_name_that_was_not_told_speaks_against_nothing() -> None:
-    assert reservation(slot("GPU-1"), pod_name="train-0", uid=POD_UID).may_be(identity(name=""))
+    assert reservation(slot("GPU-1"), pod_name="train-0", uid=POD_UID).may_belong_to(identity(name=""))
 
 
 def test_a_pod_that_does_not_tell_its_name_does_not_erase_it() -> None:
-    assert reservation(slot("GPU-1"), pod_name="train-0").of_pod(identity(name="")).pod_name == "train-0"
+    assert reservation(slot("GPU-1"), pod_name="train-0").with_pod(identity(name="")).pod_name == "train-0"
 
 
 def test_a_name_that_was_not_known_is_learnt_with_the_uid() -> None:
-    bound = reservation(slot("GPU-1"), pod_name=None).of_pod(identity(name="train-x7k2p"))
+    bound = reservation(slot("GPU-1"), pod_name=None).with_pod(identity(name="train-x7k2p"))
     assert (bound.pod_name, bound.uid) == ("train-x7k2p", POD_UID)
 
 
@@ -106,4 +106,4 @@ def test_the_phases_keep_their_words() -> None:
 def test_an_orphan_that_is_told_of_twice_keeps_the_longest_grace_period_and_its_first_boot() -> None:
     first = Orphan(NOW, timedelta(minutes=10), "boot-1")
     again = Orphan(NOW + SECOND, timedelta(seconds=5), "boot-2")
-    assert first.and_also(again) == Orphan(NOW + SECOND, timedelta(minutes=10), "boot-1")
+    assert first.merged_with(again) == Orphan(NOW + SECOND, timedelta(minutes=10), "boot-1")

@@ -25,7 +25,7 @@ from tests.builders import (
     update,
     validating_create,
 )
-from webhook.core.check import no_markers, no_other_ways, unchanged
+from webhook.core.check import gpu_access_unchanged, no_bypass_fields, no_gpu_fields
 from webhook.core.claim import ClaimRules, claim_of, recorded_claim
 from webhook.core.dress import Allocation, DressRules, changes, dressed, undressed
 from webhook.core.errors import InvalidPodError, MalformedReviewError
@@ -386,7 +386,7 @@ def answered(text: bytes) -> bytes | None:
     try:
         pod, old = Pod.parse(raw), Pod.parse(read.raw_old or {})
         recorded_claim(pod)
-        refusal = no_markers(pod, dress) or no_other_ways(pod, dress) or unchanged(pod, old, (), dress)
+        refusal = no_gpu_fields(pod, dress) or no_bypass_fields(pod, dress) or gpu_access_unchanged(pod, old, (), dress)
         asked = claim_of(pod, rules)
     except InvalidPodError as mistake:
         return answer(read.uid, Deny(Reason.INVALID_POD, str(mistake), causes=mistake.mistakes))

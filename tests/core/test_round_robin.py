@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.builders import NOW
-from webhook.core.round_robin import RoundRobin, Turn
+from webhook.core.round_robin import Arrival, RoundRobin
 
 
 class Line:
@@ -16,7 +16,7 @@ class Line:
 
     def __init__(self) -> None:
         self.rounds = RoundRobin()
-        self.members: dict[str, tuple[str, Turn]] = {}
+        self.members: dict[str, tuple[str, Arrival]] = {}
         self._came = 0
 
     def comes(self, namespace: str, times: int = 1) -> None:

@@ -354,10 +354,10 @@ async def test_a_pod_whose_evidence_has_ended_waits_until_it_is_back(scene: Scen
     await scene.reserved()
     fleet, now = scene.house.parts.fleet, scene.house.now
     word = fleet.indexed_nodes["node-a"].evidence
-    fleet.prove("node-a", None, now)
+    fleet.set_evidence("node-a", None, now)
     assert await scene.passes() == []
     assert "node node-a: no evidence" in scene.says
-    fleet.prove("node-a", word, now)
+    fleet.set_evidence("node-a", word, now)
     scene.world.touch("node-a")
     assert await scene.passes() == [("train-0", "node-a")]
 

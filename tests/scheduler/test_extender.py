@@ -71,7 +71,7 @@ def onto(node: str, uid: str = POD_UID) -> BindArgs:
 
 async def unproven(house: House) -> None:
     for name in NODES:
-        house.parts.fleet.prove(name, None, NOW)
+        house.parts.fleet.set_evidence(name, None, NOW)
 
 
 async def test_a_pod_with_a_reservation_passes_on_its_node_whoever_is_asked(

@@ -77,7 +77,7 @@ def test_one_of_several_hashes_is_enough() -> None:
 )
 def test_evidence_that_proves_nothing_now_is_not_evidence(members: Raw, said: Objection) -> None:
     fleet = there()
-    fleet.prove("node-a", builders.evidence("node-a", HASH, **members), NOW)
+    fleet.set_evidence("node-a", builders.evidence("node-a", HASH, **members), NOW)
     found = judged(NodeQuery(claim(HASH)), fleet)
     assert found.passed == frozenset()
     assert found.unresolvable["node-a"] == SAID[said]
@@ -95,7 +95,7 @@ def test_what_another_pods_end_may_free_is_told_apart() -> None:
 
 def test_gpus_that_nobody_has_told_of_are_counted_by_the_scheduler() -> None:
     fleet = there()
-    fleet.prove("node-c", builders.evidence("node-c", HASH), NOW)
+    fleet.set_evidence("node-c", builders.evidence("node-c", HASH), NOW)
     assert judged(NodeQuery(claim(HASH, gpus=1)), fleet).passed == {"node-a", "node-c"}
     labelled = claim(HASH, gpus=1, labels={"gpuwarden.io/gpu.model": "h100"})
     found = judged(NodeQuery(labelled), fleet)
@@ -133,7 +133,7 @@ def test_a_pod_with_a_reservation_goes_nowhere_else() -> None:
 @pytest.mark.defect("S0-6")
 def test_a_reservation_is_worth_nothing_without_evidence() -> None:
     fleet = there()
-    fleet.prove("node-a", None, NOW)
+    fleet.set_evidence("node-a", None, NOW)
     found = judged(NodeQuery(claim(HASH, gpus=1), reserved="node-a", is_recorded=True), fleet)
     assert found.passed == frozenset()
     assert found.unresolvable["node-a"] == ABSENT
@@ -168,7 +168,7 @@ def varied() -> Fleet:
         fleet.put(node(name, *devices, labels=labels, is_ready=number % 11 != 0, taints=taints), NOW)
         if number % 5:
             members = ODD_EVIDENCE.get(number % 31, {})
-            fleet.prove(name, builders.evidence(name, HASH if number % 2 else OTHER_HASH, **members), NOW)
+            fleet.set_evidence(name, builders.evidence(name, HASH if number % 2 else OTHER_HASH, **members), NOW)
         if number % 13 == 1:
             fleet.hold(reservation(slot(f"GPU-{number}-0"), id=f"r{number}", node=name))
     return fleet

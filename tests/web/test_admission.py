@@ -597,9 +597,11 @@ async def test_a_pod_with_gpus_that_names_no_runtime_class_gets_the_one_that_is_
 
 async def test_only_pods_that_are_given_gpus_get_a_runtime_class(build: Build) -> None:
     house = await build(runtime_class="nvidia")
-    proven_only = await house.create(raw_pod(raw_container(), annotations={"gpuwarden.io/required-hash": HASH}))
-    assert "affinity" in proven_only["spec"]
-    assert "runtimeClassName" not in proven_only["spec"]
+    matches_claim_without_gpus = await house.create(
+        raw_pod(raw_container(), annotations={"gpuwarden.io/required-hash": HASH})
+    )
+    assert "affinity" in matches_claim_without_gpus["spec"]
+    assert "runtimeClassName" not in matches_claim_without_gpus["spec"]
     assert "runtimeClassName" not in (await (await build()).create(gpu_pod()))["spec"]
 
 

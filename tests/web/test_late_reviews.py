@@ -134,7 +134,7 @@ async def test_evidence_that_ended_meanwhile_counts(replica: Open, shared: Share
     review = await dressed(house, wanted(annotations={"gpuwarden.io/required-hash": builders.OTHER_HASH}))
     house.wait(DEADLINE + SKEW)
     await cleared(house)
-    house.parts.fleet.prove("node-b", None, house.now)
+    house.parts.fleet.set_evidence("node-b", None, house.now)
     assert refusal(await house.validate(review)) == (403, "NoProvenNode")
     assert slots(shared) == {}
 

@@ -8,7 +8,7 @@ import structlog
 from attrs import evolve
 
 from webhook.core.device import Device, Node
-from webhook.core.evidence import Evidence, is_older
+from webhook.core.evidence import Evidence, predates_node
 from webhook.core.fleet import Fleet
 from webhook.core.raw import Raw
 from webhook.kube.gpu_node import GpuNode, UnreadableGpuNodeError
@@ -62,8 +62,8 @@ class ClusterFleet:
     def prove(self, name: str) -> None:
         """The word on a node's evidence may have changed."""
         word = self._proven(name)
-        is_of_another = word is not None and is_older(word, self._born.get(name))
-        self._fleet.prove(name, None if is_of_another else word, self._clock())
+        is_of_another = word is not None and predates_node(word, self._born.get(name))
+        self._fleet.set_evidence(name, None if is_of_another else word, self._clock())
 
     def _show(self, name: str) -> None:
         node = self._nodes.get(name)

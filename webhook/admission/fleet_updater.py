@@ -101,7 +101,7 @@ class FleetUpdater:
         self._fleet.advance(self._clock())
         for one in self._changes.since_last():
             tell = log.warning if one.is_worse else log.info
-            tell("evidence changed", node=one.node, was=str(one.was), now=str(one.word), by=one.source)
+            tell("evidence changed", node=one.node, was=str(one.before), now=str(one.after), by=one.source)
 
     async def _new_inventory(self) -> Inventory | None:
         """None if nothing is new, or what is new cannot be used: evidence is asked for all the same."""
@@ -179,7 +179,7 @@ class FleetUpdater:
 
     def _prove(self, name: str) -> None:
         word = combined([said[name] for said in self._said.values() if name in said], self._round.asked)
-        self._fleet.prove(name, word, self._clock())
+        self._fleet.set_evidence(name, word, self._clock())
 
 
 async def breathe(number: int) -> None:

@@ -15,7 +15,7 @@ from webhook.core.errors import (
     SlotsTakenError,
 )
 from webhook.core.fleet import Fleet
-from webhook.core.queue_order import ClaimKind, QueueOrder, its_turn_is_later
+from webhook.core.queue_order import ClaimKind, QueueOrder, earlier_pod_waits
 from webhook.core.reasons import Reason
 from webhook.core.reservation import Placement, Reservation, ReservationRequest
 from webhook.core.verdict import Deny
@@ -74,7 +74,7 @@ class Reserver:
         self.fleet.advance(self._clock())
         most = ClaimSearch(claim, self.fleet, self.policy).most()
         first = next((count for count in counts if count <= most), None)
-        return None if first is None else its_turn_is_later(claim, first)
+        return None if first is None else earlier_pod_waits(claim, first)
 
     def never(self, claim: Claim) -> Deny | None:
         """More than any node has, whatever is free: no waiting heals that. Of a fleet without a GPU nothing is known,

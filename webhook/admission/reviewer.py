@@ -24,7 +24,7 @@ from webhook.core.errors import (
 from webhook.core.reasons import Reason
 from webhook.core.reservation import ReservationId
 from webhook.core.review import Operation, Review
-from webhook.core.verdict import Admit, Deny, Rehearsal, Verdict
+from webhook.core.verdict import Admit, Deny, DryRunResult, Verdict
 from webhook.ledger.pods import PodSource, PodsUnavailableError
 from webhook.runtime.clock import Clock
 from webhook.runtime.telemetry import Metrics
@@ -68,18 +68,18 @@ class Reviewer:
         self.validated: Door = validator.validated
         self.binding_mutated: Door = validator.binding_mutated
 
-    async def rehearsed(self, raw: dict[str, Any], namespace: str) -> Rehearsal:
+    async def rehearsed(self, raw: dict[str, Any], namespace: str) -> DryRunResult:
         """Both webhooks' answers to a dry run of the creation of `raw`, the second one of the pod as patched."""
         answer_by = self._clock() + DEFAULT_TIMEOUT - MARGIN
         review = dry_run(raw, namespace)
         mutated = await self.judged(review, self.mutated, answer_by)
         if isinstance(mutated, Deny):
-            return Rehearsal(mutated, raw)
+            return DryRunResult(mutated, raw)
         final: dict[str, Any] = apply_patch(raw, mutated.patch) if mutated.patch else raw
         validated = await self.judged(evolve(review, raw=final), self.validated, answer_by)
         if isinstance(validated, Deny):
-            return Rehearsal(validated, raw, warnings=mutated.warnings)
-        return Rehearsal(mutated, final, tuple(mutated.patch), mutated.warnings)
+            return DryRunResult(validated, raw, warnings=mutated.warnings)
+        return DryRunResult(mutated, final, tuple(mutated.patch), mutated.warnings)
 
     async def judged(self, review: Review, door: Door, answer_by: datetime) -> Verdict:
         """The door's verdict; whatever goes wrong behind it is a denial with its own reason."""

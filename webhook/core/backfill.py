@@ -6,23 +6,25 @@ from itertools import islice
 from attrs import frozen
 
 from webhook.core.claim import Claim
-from webhook.core.decide import MAX_ASKED, MAX_PLACEMENTS, ClaimSearch, EvidencePolicy, Objection, decide
+from webhook.core.decide import MAX_NODE_CHECKS, MAX_PLACEMENTS, ClaimSearch, EvidencePolicy, Objection, decide
 from webhook.core.fleet import Fleet
 from webhook.core.fleet_index import FEWER_MATCHING, IndexedNode
-from webhook.core.queue_order import its_turn_is_later
+from webhook.core.queue_order import earlier_pod_waits
 from webhook.core.reservation import Placement
 from webhook.core.verdict import Deny
 
 
 @frozen
-class Ahead:
+class HeldNode:
     """A claim that waits for devices to become free, and the node that is left to it."""
 
     claim: Claim
     node: str
 
 
-def placed(claim: Claim, fleet: Fleet, policy: EvidencePolicy, ahead: Ahead | None) -> tuple[Placement, ...] | Deny:
+def place_around(
+    claim: Claim, fleet: Fleet, policy: EvidencePolicy, ahead: HeldNode | None
+) -> tuple[Placement, ...] | Deny:
     """The decision for a claim that came later than `ahead`: nothing is taken from the node that is left to that."""
     if ahead is None or not claim.count:
         return decide(claim, fleet, policy)
@@ -31,10 +33,10 @@ def placed(claim: Claim, fleet: Fleet, policy: EvidencePolicy, ahead: Ahead | No
     if found:
         return found
     anywhere = decide(claim, fleet, policy, most=1)
-    return anywhere if isinstance(anywhere, Deny) else its_turn_is_later(claim, ahead.claim.count)
+    return anywhere if isinstance(anywhere, Deny) else earlier_pod_waits(claim, ahead.claim.count)
 
 
-def node_left_to(claim: Claim, fleet: Fleet, policy: EvidencePolicy, before: str | None) -> str | None:
+def choose_held_node(claim: Claim, fleet: Fleet, policy: EvidencePolicy, before: str | None) -> str | None:
     """Where the claim will be served the soonest, as far as can be seen: of the nodes that have enough devices, held or
     not, the one with the most free, the first by name.
 
@@ -52,15 +54,15 @@ class Candidates:
     def __init__(self, claim: Claim, fleet: Fleet, policy: EvidencePolicy) -> None:
         self._fleet = fleet
         self._question = ClaimSearch(claim, fleet, policy)
-        self._free = fleet.room(self._question.kinds, 0)  # by shape
-        self._patience = MAX_ASKED // max(1, claim.nodes.expressions)
+        self._free = fleet.spare_by_shape(self._question.kinds, 0)  # by shape
+        self._patience = MAX_NODE_CHECKS // max(1, claim.nodes.expressions)
 
     def free_on(self, name: str) -> int | None:
         """How many devices are free there; None if it is no candidate."""
         indexed = self._fleet.indexed_nodes.get(name)
         if indexed is None or self._question.objection(indexed) not in (None, Objection.FEWER_FREE):
             return None
-        return self._free[indexed.cell.shape] if self._is_enough(indexed) else None
+        return self._free[indexed.node_group.shape] if self._is_enough(indexed) else None
 
     def best(self, least: int) -> str | None:
         """The one with the most free, if that is more than `least`."""
@@ -92,7 +94,7 @@ class Candidates:
             for node_class, row in self._fleet.rows(group).items():
                 if self._question.class_objection(node_class) is None:
                     for shape, names in row.shapes.items():
-                        if self._question.room[shape] != FEWER_MATCHING:
+                        if self._question.spare[shape] != FEWER_MATCHING:
                             yield self._free[shape], names
 
     def _may_be(self, name: str) -> bool:

@@ -8,7 +8,6 @@ from attrs import evolve
 
 from webhook.core import gpu_order, keys
 from webhook.core.binding import Binding
-from webhook.core.blind import is_harmless, visible_env, wants_all
 from webhook.core.claim import Claim, ClaimRules, claim_of
 from webhook.core.decide import ClaimSearch, EvidencePolicy
 from webhook.core.dress import (
@@ -24,6 +23,7 @@ from webhook.core.dress import (
     waiting,
 )
 from webhook.core.fleet import Fleet
+from webhook.core.gpu_visibility import exposes_all_gpus, is_harmless, visible_env
 from webhook.core.pod import Container, EnvVar, Pod
 from webhook.core.reasons import Reason
 from webhook.core.reservation import Phase, PodIdentity, Reservation
@@ -38,21 +38,21 @@ OTHER_WAYS_HINT = "ask with nvidia.com/gpu, gpuwarden.io/gpu-count or a gpuwarde
 # Ways to a GPU that are not ours.
 
 
-def markers(pod: Pod, rules: DressRules) -> Iterator[str]:
+def gpu_fields(pod: Pod, rules: DressRules) -> Iterator[str]:
     """Every place in the pod that would show it a GPU, the request of our own resource included."""
-    yield from env_markers(pod)
-    yield from other_ways(pod, rules)
+    yield from gpu_env_fields(pod)
+    yield from bypass_fields(pod, rules)
     for path, container in pod.containers():
         if rules.resource in container.resource_names():
             yield f"{path}.resources[{rules.resource}]"
 
 
-def env_markers(pod: Pod) -> Iterator[str]:
+def gpu_env_fields(pod: Pod) -> Iterator[str]:
     for path, container in pod.containers():
         yield from (f"{path}.env[{one.name}]" for one in visible_env(container))
 
 
-def other_ways(pod: Pod, rules: DressRules) -> Iterator[str]:
+def bypass_fields(pod: Pod, rules: DressRules) -> Iterator[str]:
     """Ways that lead past the ledger, whether or not the pod has a claim."""
     for key in pod.annotations:
         if keys.is_cdi(key):
@@ -66,28 +66,28 @@ def other_ways(pod: Pod, rules: DressRules) -> Iterator[str]:
         yield "spec.resourceClaims"
 
 
-def no_markers(pod: Pod, rules: DressRules) -> Deny | None:
+def no_gpu_fields(pod: Pod, rules: DressRules) -> Deny | None:
     """A pod without a claim gets no GPU by any way."""
-    fields = sorted(set(markers(pod, rules)))
+    fields = sorted(set(gpu_fields(pod, rules)))
     return gpu_without_claim(fields, "the pod has no claim") if fields else None
 
 
-def no_other_ways(pod: Pod, rules: DressRules) -> Deny | None:
+def no_bypass_fields(pod: Pod, rules: DressRules) -> Deny | None:
     """A pod with a claim gets its GPUs in one way only."""
-    fields = sorted(set(other_ways(pod, rules)))
+    fields = sorted(set(bypass_fields(pod, rules)))
     return gpu_without_claim(fields, "a claim is served in one way only") if fields else None
 
 
-def all_blinded(pod: Pod, rules: DressRules) -> Deny | None:
+def no_exposed_containers(pod: Pod, rules: DressRules) -> Deny | None:
     """No new pod has a container that `CUDA_VERSION` shows all GPUs of its node."""
-    found = [f"{path}.env[{keys.CUDA_VERSION}]" for path, container in pod.containers() if wants_all(container)]
-    return gpu_without_claim(found, f"{keys.NVIDIA_ENV} is not set beside it") if found and rules.blinds else None
+    found = [f"{path}.env[{keys.CUDA_VERSION}]" for path, container in pod.containers() if exposes_all_gpus(container)]
+    return gpu_without_claim(found, f"{keys.NVIDIA_ENV} is not set beside it") if found and rules.hides_gpus else None
 
 
-def refused_at_once(pod: Pod, claim: Claim, rules: DressRules) -> Deny | None:
+def precheck(pod: Pod, claim: Claim, rules: DressRules) -> Deny | None:
     """What speaks against a pod with a claim before any node is looked at."""
     if not claim.count:
-        return no_markers(pod, rules)
+        return no_gpu_fields(pod, rules)
     if rules.map_visible is MapVisible.INDEX and any(is_serial(gpu) for gpu in claim.record.devices):
         return Deny(
             Reason.INVALID_POD,
@@ -102,10 +102,10 @@ def refused_at_once(pod: Pod, claim: Claim, rules: DressRules) -> Deny | None:
             "the device plugin would hand out another GPU",
             hint=f"ask with {keys.GPU_COUNT.name} instead",
         )
-    return takes_too_long(pod, rules) or no_other_ways(pod, rules)
+    return grace_within_limit(pod, rules) or no_bypass_fields(pod, rules)
 
 
-def takes_too_long(pod: Pod, rules: DressRules) -> Deny | None:
+def grace_within_limit(pod: Pod, rules: DressRules) -> Deny | None:
     """GPUs of a pod that goes unseen are kept from others for as long as any pod may take to stop."""
     most, asked = rules.max_grace, pod.body.longest_grace
     if most is None or asked <= most.total_seconds():
@@ -134,7 +134,7 @@ def gpu_without_claim(fields: list[str], why: str) -> Deny:
 # A pod at its creation.
 
 
-def asks_for_more(pod: Pod, claim: Claim, rules: DressRules) -> Deny | None:
+def no_added_request(pod: Pod, claim: Claim, rules: DressRules) -> Deny | None:
     """Another webhook has a container ask for GPUs when the pod's own are chosen: dressing would take that off."""
     known = claim.record.asked
     added = [
@@ -176,17 +176,17 @@ def matches_reservation(
         )
     if reservation.phase is Phase.RELEASING:
         return Deny(Reason.RESERVATION_EXPIRED, f"reservation {reservation.id} is being released: create the pod anew")
-    if not reservation.may_be(pod):
+    if not reservation.may_belong_to(pod):
         return Deny(
             Reason.RESERVATION_CONFLICT,
             f"metadata.annotations[{keys.RESERVATION_ID.name}]: reservation {reservation.id} belongs to another pod",
             hint=CREATE_AGAIN
-            if is_named_anew(raw, reservation)
+            if has_new_generated_name(raw, reservation)
             else "take the gpuwarden.io/ annotations off a copied manifest",
         )
-    uuids = gpu_order.as_said(raw["metadata"].get("annotations") or {}, reservation.uuids)
+    uuids = gpu_order.in_annotated_order(raw["metadata"].get("annotations") or {}, reservation.uuids)
     outfit = Allocation(claim, (reservation.node,), reservation.id, uuids, has_waited=has_waited)
-    fields = differing(raw, (dressed(raw, evolve(outfit, blinds_all=all_), rules) for all_ in (True, False)))
+    fields = differing(raw, (dressed(raw, evolve(outfit, hides_gpus_everywhere=all_), rules) for all_ in (True, False)))
     fields += sorted(set(debug_env(raw, outfit.visible)))
     if fields:
         return Deny(
@@ -215,27 +215,27 @@ def debug_env(raw: RawPod, visible: str) -> Iterator[str]:
             yield from (f"{path}.env[{one.name}]" for one in gpu_env(container) if not is_own(one, (visible,)))
 
 
-def is_named_anew(raw: RawPod, reservation: Reservation) -> bool:
+def has_new_generated_name(raw: RawPod, reservation: Reservation) -> bool:
     """Where a generated name is taken the API server makes up another, and a uid; it asks validating webhooks only. Or
     somebody has copied a pod with a generated name: nothing here tells the one from the other, so both are refused."""
     prefix = raw["metadata"].get("generateName")
     return bool(prefix) and (reservation.pod_name or "").startswith(prefix)
 
 
-def waits_as_dressed(raw: RawPod, pod: Pod, claim: Claim, rules: DressRules, claims: ClaimRules) -> Deny | None:
+def matches_queued_pod(raw: RawPod, pod: Pod, claim: Claim, rules: DressRules, claims: ClaimRules) -> Deny | None:
     """A gated pod without a reservation is as we made it: nothing of what its GPUs will be is said yet, nothing else
     would show it any, and the claim that they will be chosen by is what the pod asks for."""
-    forged = said_of_gpus(pod)
+    forged = reservation_annotations(pod)
     if forged:
         return Deny(Reason.FORGED, f"metadata.annotations[{forged[0]}]: a pod that waits for GPUs has none yet")
-    other_way = no_other_ways(pod, rules) if claim.count else no_markers(pod, rules)
+    other_way = no_bypass_fields(pod, rules) if claim.count else no_gpu_fields(pod, rules)
     if other_way is not None:
         return other_way
     asked = claim_of(pod, claims, claim.record.asked)
-    if asked is None or not says_no_less(claim, asked):
+    if asked is None or not is_at_least_as_strict(claim, asked):
         return Deny(Reason.FORGED, f"metadata.annotations[{keys.CLAIM.name}]: not what the pod asks for")
     why = pod.annotations.get(keys.WAITING) or ""
-    fields = differing(raw, (waiting(raw, claim, rules, why, blinds_all=all_) for all_ in (True, False)))
+    fields = differing(raw, (waiting(raw, claim, rules, why, hides_gpus_everywhere=all_) for all_ in (True, False)))
     if fields or not pod.is_gated:
         return Deny(
             Reason.FORGED,
@@ -246,7 +246,7 @@ def waits_as_dressed(raw: RawPod, pod: Pod, claim: Claim, rules: DressRules, cla
     return preset_node(pod, ())
 
 
-def gate_alone(pod: Pod) -> Deny | None:
+def no_stray_gate(pod: Pod) -> Deny | None:
     """Our gate in a pod that nobody of ours has dressed would never be opened."""
     if not pod.is_gated:
         return None
@@ -262,34 +262,36 @@ def preset_node(pod: Pod, allowed: Collection[str]) -> Deny | None:
     return Deny(Reason.FORGED, f"spec.nodeName: the pod is set on {name}, reserved is {reserved}")
 
 
-def proven_only(
+def matches_claim_without_gpus(
     raw: RawPod, pod: Pod, claim: Claim, fleet: Fleet, policy: EvidencePolicy, rules: ClaimRules
 ) -> Deny | None:
     """A claim without GPUs is held to proven nodes by its affinity alone: every node it allows must be one."""
     asked = claim_of(pod, rules)
-    if asked is None or not says_no_less(claim, asked):
+    if asked is None or not is_at_least_as_strict(claim, asked):
         return Deny(
             Reason.FORGED,
             f"metadata.annotations[{keys.CLAIM.name}]: not what the pod asks for",
-            hint="create the pod anew if what its namespace demands has changed" if rules.bond.hashes else "",
+            hint="create the pod anew if what its namespace demands has changed" if rules.hash_policy.hashes else "",
         )
-    return proven_nodes(raw, claim, fleet, policy) or preset_node(pod, {n for n in nodes_pinned_to(raw) if n})
+    return allows_only_proven_nodes(raw, claim, fleet, policy) or preset_node(
+        pod, {n for n in nodes_pinned_to(raw) if n}
+    )
 
 
-def without_gpus(pod: Pod, rules: DressRules) -> Deny | None:
+def is_dressed_without_gpus(pod: Pod, rules: DressRules) -> Deny | None:
     """Nothing in a pod whose claim is for a proven node alone says that GPUs are its own, or would show it one."""
-    forged = said_of_gpus(pod)
+    forged = reservation_annotations(pod)
     if forged:
         return Deny(Reason.FORGED, f"metadata.annotations[{forged[0]}]: the pod has no reservation")
-    return no_markers(pod, rules)
+    return no_gpu_fields(pod, rules)
 
 
-def said_of_gpus(pod: Pod) -> list[str]:
+def reservation_annotations(pod: Pod) -> list[str]:
     """The annotations that only a reservation brings."""
     return sorted((keys.OUTPUT_NAMES - {keys.CLAIM.name}) & pod.annotations.keys())
 
 
-def proven_nodes(raw: RawPod, claim: Claim, fleet: Fleet, policy: EvidencePolicy) -> Deny | None:
+def allows_only_proven_nodes(raw: RawPod, claim: Claim, fleet: Fleet, policy: EvidencePolicy) -> Deny | None:
     """Every node that the pod's affinity allows is one that suits the claim."""
     question = ClaimSearch(claim, fleet, policy)
     allowed = nodes_pinned_to(raw)
@@ -303,7 +305,7 @@ def proven_nodes(raw: RawPod, claim: Claim, fleet: Fleet, policy: EvidencePolicy
     return None
 
 
-def says_no_less(recorded: Claim, asked: Claim) -> bool:
+def is_at_least_as_strict(recorded: Claim, asked: Claim) -> bool:
     """Whether the record is what is asked, or holds the pod to fewer hashes: what a namespace demands may have been
     loosened meanwhile. A record that allows more is nobody's promise where no ledger knows it. A copy of a dressed pod
     names the node that it was pinned to; no promise hangs on that."""
@@ -321,7 +323,7 @@ def still_proven(claim: Claim, node: str, fleet: Fleet, policy: EvidencePolicy) 
     return Deny(Reason.NO_PROVEN_NODE, f"{claim.sentence}: node {node}: {objection}") if objection else None
 
 
-def still_selects(claim: Claim, node: str, fleet: Fleet) -> Deny | None:
+def still_allows_node(claim: Claim, node: str, fleet: Fleet) -> Deny | None:
     """The pod lets itself be put where its GPUs are: another webhook may have seen to the contrary after us. A nodeName
     is `preset_node`'s question."""
     indexed = fleet.indexed_nodes.get(node)
@@ -340,13 +342,13 @@ def still_selects(claim: Claim, node: str, fleet: Fleet) -> Deny | None:
 # A pod on its way to a node.
 
 
-def still_held(claim: Claim, held: Reservation | None, living: Pod) -> Deny | None:
+def still_reserved(claim: Claim, held: Reservation | None, living: Pod) -> Deny | None:
     """The GPUs that a living pod was created with are its own at this moment too."""
     is_its_own = (
         held is not None
         and held.phase is not Phase.RELEASING
         and held.claim_digest == claim.digest
-        and held.may_be(identity_of(living))
+        and held.may_belong_to(identity_of(living))
     )
     if is_its_own:
         return None
@@ -360,7 +362,7 @@ def still_held(claim: Claim, held: Reservation | None, living: Pod) -> Deny | No
     )
 
 
-def in_time(living: Pod, held: Reservation | None, now: datetime, bind_deadline: timedelta) -> Deny | None:
+def before_bind_deadline(living: Pod, held: Reservation | None, now: datetime, bind_deadline: timedelta) -> Deny | None:
     """Its GPUs have not been given up meanwhile, and will not be while the API server puts it on its node. A pod that
     has waited in the queue has them from when they were reserved."""
     created = living.meta.creation_timestamp
@@ -380,7 +382,7 @@ def identity_of(living: Pod) -> PodIdentity:
     return PodIdentity(living.meta.namespace or "", living.meta.name or "", living.meta.uid or "")
 
 
-def bound_as_reserved(binding: Binding, held: Reservation | None, living: Pod | None = None) -> Deny | None:
+def binds_as_reserved(binding: Binding, held: Reservation | None, living: Pod | None = None) -> Deny | None:
     """The Binding leads where the pod's GPUs are, and plants nothing that only we may write, but what the pod says."""
     if held is not None and binding.node != held.node:
         return Deny(
@@ -390,7 +392,7 @@ def bound_as_reserved(binding: Binding, held: Reservation | None, living: Pod | 
             hint="let a scheduler that obeys node affinity place the pod",
         )
     said = binding.annotations if living is None else living.annotations
-    uuids = () if held is None else gpu_order.as_said(said, held.uuids)
+    uuids = () if held is None else gpu_order.in_annotated_order(said, held.uuids)
     values = () if held is None else reservation_values(held.id, ",".join(uuids), held.node)
     ours = {name: value for key, value in values for name in key.names}
     planted = sorted(
@@ -406,7 +408,7 @@ def bound_as_reserved(binding: Binding, held: Reservation | None, living: Pod | 
 # A pod that exists.
 
 
-def unchanged(new: Pod, old: Pod, reserved: Collection[str], rules: DressRules) -> Deny | None:
+def gpu_access_unchanged(new: Pod, old: Pod, reserved: Collection[str], rules: DressRules) -> Deny | None:
     """What shows a pod its GPUs stays as it was created; `reserved` are values that are the pod's own GPUs."""
     before, after = protected(old), protected(new)
     changed = sorted(key for key in before.keys() | after.keys() if before.get(key) != after.get(key))
@@ -421,7 +423,7 @@ def unchanged(new: Pod, old: Pod, reserved: Collection[str], rules: DressRules) 
             hint="a debug container may set them to the pod's own GPUs, or to void",
             causes=tuple(fields[:20]),
         )
-    added = sorted(set(other_ways(new, rules)) - set(other_ways(old, rules)))
+    added = sorted(set(bypass_fields(new, rules)) - set(bypass_fields(old, rules)))
     return gpu_without_claim(added, "the pod was created without it") if added else None
 
 
@@ -435,8 +437,8 @@ def changed_env(new: Pod, old: Pod, reserved: Collection[str]) -> Iterator[str]:
     for path, container in new.containers():
         was, now = known.get((group_of(path), container.name)), gpu_env(container)
         if was is None:
-            yield from (f"{path}.env[{one.name}]" for one in visible_env(container) if one.shown not in reserved)
-            if wants_all(container):
+            yield from (f"{path}.env[{one.name}]" for one in visible_env(container) if one.literal not in reserved)
+            if exposes_all_gpus(container):
                 yield f"{path}.env[{keys.CUDA_VERSION}]"
             if is_claimed and container.env_from and not any(one.name == keys.NVIDIA_ENV for one in now):
                 yield f"{path}.envFrom"  # which may bring it, and which a variable of its own would beat
@@ -447,7 +449,7 @@ def changed_env(new: Pod, old: Pod, reserved: Collection[str]) -> Iterator[str]:
 
 
 def is_own(one: EnvVar, reserved: Collection[str]) -> bool:
-    return is_harmless(one) or one.shown in reserved
+    return is_harmless(one) or one.literal in reserved
 
 
 def gpu_env(container: Container) -> list[EnvVar]:

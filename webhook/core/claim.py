@@ -10,7 +10,7 @@ from msgspec import structs
 from webhook.core import keys
 from webhook.core.errors import InvalidPodError
 from webhook.core.gpu_map import ORDINAL, MapEntry, SetId, parse_map
-from webhook.core.hashes import NO_BOND, HashPolicy, hashes_in
+from webhook.core.hashes import NO_HASH_POLICY, HashPolicy, hashes_in
 from webhook.core.keys import Key
 from webhook.core.nodes_asked import NodesAsked
 from webhook.core.pod import Pod, whole_number
@@ -30,7 +30,7 @@ class ClaimRules:
 
     resource: str = "nvidia.com/gpu"
     hash_aliases: tuple[str, ...] = keys.REQUIRED_HASH.aliases
-    bond: HashPolicy = NO_BOND
+    hash_policy: HashPolicy = NO_HASH_POLICY
 
     @property
     def required_hash(self) -> Key:
@@ -97,7 +97,7 @@ class Claim:
     def count(self) -> int:
         return self.record.gpus
 
-    def first_read(self, *, named: bool) -> "Claim":
+    def with_named(self, *, named: bool) -> "Claim":
         """The claim of a pod that has been pinned since it was first read."""
         return self if named == self.record.named else evolve(self, record=structs.replace(self.record, named=named))
 
@@ -106,7 +106,7 @@ class Claim:
         return self.record.shared
 
     @property
-    def place(self) -> MapEntry | None:
+    def map_entry(self) -> MapEntry | None:
         """Where a placement map puts it."""
         return MapEntry(self.record.node, self.record.devices) if self.record.node else None
 
@@ -125,8 +125,8 @@ class Claim:
         parts = [f"{self.count} GPU{'' if self.count == 1 else 's'}" if self.count else "a node"]
         if self.record.unmapped is not None:
             parts = [f"the place that a map gives to ordinal {self.record.unmapped}"]
-        elif self.place:
-            parts = [f"GPU {','.join(self.place.gpus)} of node {self.place.node}"]
+        elif self.map_entry:
+            parts = [f"GPU {','.join(self.map_entry.gpus)} of node {self.map_entry.node}"]
         if self.record.requirements:
             parts.append("with " + " and ".join(self.record.requirements))
         if self.is_shared:
@@ -157,7 +157,7 @@ def recorded_claim(pod: Pod) -> Claim | None:
     return Claim(ClaimRecord.parse(text), NodesAsked.of(pod), of_set=set_of(pod))
 
 
-def recorded_or_none(pod: Pod) -> Claim | None:
+def recorded_claim_or_none(pod: Pod) -> Claim | None:
     """The record in a pod that may be a copy, or somebody's invention."""
     try:
         return recorded_claim(pod)
@@ -165,7 +165,7 @@ def recorded_or_none(pod: Pod) -> Claim | None:
         return None
 
 
-def believed(recorded: Claim, asked: Claim | None) -> Claim | None:
+def strictest_claim(recorded: Claim, asked: Claim | None) -> Claim | None:
     """Of a record without GPUs, which no ledger vouches for: where no webhook stands in front, its author may have
     written it. So it may say no less than the pod asks, within its namespace; None if no hash would do for both."""
     hashes = [one.hashes for one in (recorded, asked) if one is not None and one.hashes]
@@ -286,11 +286,11 @@ class ClaimParser:
 
     def _bound(self, own: tuple[str, ...]) -> tuple[str, ...]:
         """What the pod is held to in its namespace, whatever it names itself."""
-        bond = self.rules.bond
-        self.mistakes += bond.mistakes
-        hashes = bond.held_to(own)
+        policy = self.rules.hash_policy
+        self.mistakes += policy.mistakes
+        hashes = policy.restrict(own)
         if own and not hashes:
-            self.mistakes.append(bond.refusal(own))
+            self.mistakes.append(policy.refusal(own))
         return hashes
 
     def _requirements(self) -> set[str]:

@@ -11,7 +11,7 @@ from webhook.core.claim import Claim
 from webhook.core.device import Device, Slot
 from webhook.core.evidence import EvidenceState
 from webhook.core.fleet import Fleet
-from webhook.core.fleet_index import FEWER_FREE, FEWER_MATCHING, ClassNodes, Group, IndexedNode
+from webhook.core.fleet_index import FEWER_FREE, FEWER_MATCHING, ClassNodes, EvidenceGroup, IndexedNode
 from webhook.core.gpu_map import MapEntry
 from webhook.core.keys import GPU_MAP, LOGICAL_NODE_LABEL
 from webhook.core.nodes_asked import NAME_FIELD, NodeTerm
@@ -65,7 +65,7 @@ MOST_NAMED = 8
 NO_NODE = -1
 
 # Nodes times expressions that one decision may ask, where the index cannot answer; it takes some 20 ms.
-MAX_ASKED = 20_000
+MAX_NODE_CHECKS = 20_000
 
 # The last hurdle that any node reached is the one to tell of.
 REASONS: tuple[tuple[Reason, frozenset[Objection]], ...] = (
@@ -147,10 +147,10 @@ def unmapped(claim: Claim) -> Deny | None:
 
 def ambiguous(question: "ClaimSearch") -> Deny | None:
     """Which of two nodes a map means nobody can tell."""
-    place = question.claim.place
+    place = question.claim.map_entry
     if place is None:
         return None
-    named = question.fleet.meant_by(place.node)
+    named = question.fleet.nodes_for_map_name(place.node)
     if len(named) < 2:
         return None
     nodes = len(question.fleet.indexed_nodes)
@@ -165,7 +165,7 @@ def ambiguous(question: "ClaimSearch") -> Deny | None:
 
 def nowhere(question: "ClaimSearch") -> Deny | None:
     """The map means a node that there is not."""
-    place = question.claim.place
+    place = question.claim.map_entry
     if place is None or any(name in question.fleet.indexed_nodes for name in question.named() or ()):
         return None
     return Deny(
@@ -202,12 +202,12 @@ class ClaimSearch:
         self.claim = claim
         self.fleet = fleet
         self.needs_evidence = bool(claim.hashes) or policy.is_always_required
-        self.directory_keys = fleet.learn(claim.nodes)  # may number kinds anew, so it comes first
+        self.directory_keys = fleet.index_labels(claim.nodes)  # may number kinds anew, so it comes first
         self.kinds = fleet.kinds_serving(claim.requirements, is_shared=claim.is_shared)
         self._class_objections: dict[int, Objection | None] = {}
         self._out = 0  # nodes that have what is asked, and that nobody can run on now
-        self.room = fleet.room(self.kinds, claim.count)
-        self.most_room = max(self.room, default=FEWER_MATCHING)
+        self.spare = fleet.spare_by_shape(self.kinds, claim.count)
+        self.most_spare = max(self.spare, default=FEWER_MATCHING)
 
     # Placements.
 
@@ -222,7 +222,9 @@ class ClaimSearch:
     def _patience(self) -> int:
         """How many nodes may be asked one by one, where classes cannot tell."""
         return (
-            MAX_ASKED // max(1, self.claim.nodes.expressions) if self.needs_each_node else len(self.fleet.indexed_nodes)
+            MAX_NODE_CHECKS // max(1, self.claim.nodes.expressions)
+            if self.checks_each_node
+            else len(self.fleet.indexed_nodes)
         )
 
     def _among(self, names: Iterable[str]) -> Iterator[Placement]:
@@ -236,7 +238,7 @@ class ClaimSearch:
         if names is not None:
             indexed_nodes = [self.fleet.indexed_nodes[name] for name in names if name in self.fleet.indexed_nodes]
             return max((self._total(one) for one in indexed_nodes if self.node_objection(one) is None), default=NO_NODE)
-        if not self.needs_each_node:
+        if not self.checks_each_node:
             return max((total for total, _ in self._totals()), default=NO_NODE)
         each = islice(((total, name) for total, nodes in self._totals() for name in nodes), self._patience())
         return max((total for total, name in each if self.is_selected(self.fleet.indexed_nodes[name])), default=NO_NODE)
@@ -250,7 +252,7 @@ class ClaimSearch:
                         yield self._total(self.fleet.indexed_nodes[next(iter(names))]), names
 
     def _total(self, indexed: IndexedNode) -> int:
-        place = self.claim.place
+        place = self.claim.map_entry
         if place is None:
             return sum(kind in self.kinds for kind in indexed.kinds)
         return sum(map(self.can_serve, called(indexed, place)))
@@ -261,8 +263,8 @@ class ClaimSearch:
     def _ranked(self) -> Iterator[Placement]:
         """From the cells, tightest fit first, so that large gaps stay for large claims."""
         fitting: list[tuple[int, Mapping[str, None]]] = []
-        room = self.room
-        if self.most_room < 0:
+        room = self.spare
+        if self.most_spare < 0:
             return
         for group in self.groups():
             for node_class, row in self.fleet.rows(group).items():
@@ -272,7 +274,7 @@ class ClaimSearch:
         while fitting:
             tightest = min(fitting, key=tightness)
             fitting.remove(tightest)
-            for name in self.fleet.in_own_order(tightest[1]):
+            for name in self.fleet.rotated(tightest[1]):
                 patience -= 1
                 if patience < 0:
                     return
@@ -280,7 +282,7 @@ class ClaimSearch:
                 if self.is_selected(indexed):
                     yield Placement(name, self.slots(indexed))
 
-    def groups(self) -> Iterable[Group]:
+    def groups(self) -> Iterable[EvidenceGroup]:
         """Where the nodes with good enough evidence are."""
         if self.claim.hashes:
             return [(EvidenceState.FRESH, one) for one in sorted(self.claim.hashes)]
@@ -290,8 +292,8 @@ class ClaimSearch:
 
     def named(self) -> list[str] | None:
         """The only nodes that can be meant, if the claim says so."""
-        if self.claim.place is not None:
-            found = self.fleet.meant_by(self.claim.place.node)
+        if self.claim.map_entry is not None:
+            found = self.fleet.nodes_for_map_name(self.claim.map_entry.node)
             return found if len(found) == 1 else []
         if self.claim.is_mapped:
             return []
@@ -306,32 +308,34 @@ class ClaimSearch:
 
     def slots(self, indexed: IndexedNode) -> tuple[Slot, ...]:
         """The devices of a node that fits: plain ones before special ones, begun shares before whole ones."""
-        if self.claim.place is not None:
-            return self._mapped_slots(indexed, self.claim.place.gpus)
+        if self.claim.map_entry is not None:
+            return self._mapped_slots(indexed, self.claim.map_entry.gpus)
         known = zip(indexed.node.devices, indexed.kinds, strict=True)
         able = [device for device, kind in known if kind in self.kinds and self.fleet.is_offered(device)]
-        able = list(self.fleet.in_own_order(able))
+        able = list(self.fleet.rotated(able))
         able.sort(key=lambda d: (-len(self.fleet.holders(d.uuid)), len(d.labels)))
         return tuple(self.free_slot(device) for device in able[: self.claim.count])
 
     def _mapped_slots(self, indexed: IndexedNode, gpus: tuple[str, ...]) -> tuple[Slot, ...]:
-        devices = [[d for d in indexed.node.devices if d.is_called(gpu)] for gpu in gpus]
+        devices = [[d for d in indexed.node.devices if d.has_name(gpu)] for gpu in gpus]
         able = dict.fromkeys(d for (d,) in (found for found in devices if len(found) == 1) if self.can_serve(d))
         return tuple(self.free_slot(device) for device in able if self._can_have(device))
 
     def _can_have(self, device: Device) -> bool:
         """Of two sets whose maps name it, the older one; unless it is there to be shared."""
         claim, fleet = self.claim, self.fleet
-        return fleet.is_available(device) and (claim.is_shared or not fleet.is_kept_from(device, claim.of_set))
+        return fleet.is_available(device) and (
+            claim.is_shared or not fleet.is_set_aside_for_other(device, claim.of_set)
+        )
 
     def others(self) -> list[Device]:
         """Those that the claim's map names, and that are for another set."""
-        place, fleet = self.claim.place, self.fleet
+        place, fleet = self.claim.map_entry, self.fleet
         if place is None or self.claim.is_shared:
             return []
         indexed_nodes = (fleet.indexed_nodes[name] for name in self.named() or () if name in fleet.indexed_nodes)
         meant = (device for indexed in indexed_nodes for device in called(indexed, place))
-        return [device for device in meant if fleet.is_kept_from(device, self.claim.of_set)]
+        return [device for device in meant if fleet.is_set_aside_for_other(device, self.claim.of_set)]
 
     def can_serve(self, device: Device) -> bool:
         return self.fleet.kind_of(device) in self.kinds
@@ -348,8 +352,8 @@ class ClaimSearch:
         if objection is not None:
             return NodeFit(indexed.node.name, (), objection)
         slots = self.slots(indexed)
-        if self.claim.place is not None:
-            objection = self._map_objection(indexed, self.claim.place, len(slots))
+        if self.claim.map_entry is not None:
+            objection = self._map_objection(indexed, self.claim.map_entry, len(slots))
         return NodeFit(indexed.node.name, () if objection else slots, objection)
 
     def objection(self, indexed: IndexedNode) -> Objection | None:
@@ -358,13 +362,15 @@ class ClaimSearch:
 
     def devices_objection(self, indexed: IndexedNode) -> Objection | None:
         """What speaks against its devices; none are chosen where the index can tell."""
-        place = self.claim.place
+        place = self.claim.map_entry
         if place is None:
-            return self.shape_objection(indexed.cell.shape)
+            return self.shape_objection(indexed.node_group.shape)
         return self._map_objection(indexed, place, len(self.slots(indexed)))
 
     def _objection(self, indexed: IndexedNode) -> Objection | None:
-        return self.node_objection(indexed) or (None if self.claim.place else self.shape_objection(indexed.cell.shape))
+        return self.node_objection(indexed) or (
+            None if self.claim.map_entry else self.shape_objection(indexed.node_group.shape)
+        )
 
     def node_objection(self, indexed: IndexedNode) -> Objection | None:
         """What speaks against the node, whatever devices it has."""
@@ -372,12 +378,12 @@ class ClaimSearch:
             return Objection.NOT_SELECTED
         if self.claim.is_mapped and indexed.node.name not in (self.named() or ()):
             return Objection.NOT_SELECTED
-        return self.evidence_objection(indexed) or self._condition_objection(indexed.cell.node_class)
+        return self.evidence_objection(indexed) or self._condition_objection(indexed.node_group.node_class)
 
     def _map_objection(self, indexed: IndexedNode, place: MapEntry, found: int) -> Objection | None:
         if found == self.claim.count:
             return None
-        meant = [[device for device in indexed.node.devices if device.is_called(gpu)] for gpu in place.gpus]
+        meant = [[device for device in indexed.node.devices if device.has_name(gpu)] for gpu in place.gpus]
         if any(len(devices) > 1 for devices in meant):
             return Objection.SEVERAL_CALLED
         if len({device.uuid for devices in meant for device in devices}) < sum(map(len, meant)):
@@ -403,7 +409,7 @@ class ClaimSearch:
         return self._class_objections[number]
 
     def _class_is_selected(self, number: int) -> bool:
-        if self.takes_any_node or self.needs_each_node:
+        if self.takes_any_node or self.checks_each_node:
             return True
         return self.claim.nodes.matches("", self.fleet.class_labels(number))
 
@@ -412,12 +418,12 @@ class ClaimSearch:
         return not self.claim.nodes.selector and self.claim.nodes.terms is None
 
     @property
-    def needs_each_node(self) -> bool:
+    def checks_each_node(self) -> bool:
         """Whether classes cannot tell: the claim asks about names, or about labels that are as good as names."""
         return bool(self.directory_keys) or any(term.fields for term in self.claim.nodes.terms or ())
 
     def is_selected(self, indexed: IndexedNode) -> bool:
-        return not self.needs_each_node or self.claim.nodes.matches(indexed.node.name, indexed.labels)
+        return not self.checks_each_node or self.claim.nodes.matches(indexed.node.name, indexed.labels)
 
     def _condition_objection(self, number: int) -> Objection | None:
         node_class = self.fleet.node_class(number)
@@ -430,7 +436,7 @@ class ClaimSearch:
         return None
 
     def shape_objection(self, number: int) -> Objection | None:
-        return ROOM_OBJECTIONS.get(self.room[number])
+        return ROOM_OBJECTIONS.get(self.spare[number])
 
     # Denial.
 
@@ -464,7 +470,7 @@ class ClaimSearch:
         if names is not None:
             indexed_nodes = [self.fleet.indexed_nodes[name] for name in names if name in self.fleet.indexed_nodes]
             return self._count_one_by_one(indexed_nodes, others=len(self.fleet.indexed_nodes) - len(indexed_nodes))
-        if self.needs_each_node:
+        if self.checks_each_node:
             apart = self._shut_out()
             if apart is not None:
                 return self._count_but_for(*apart)
@@ -490,7 +496,7 @@ class ClaimSearch:
         others = tuple(e for e in term.labels if e not in single)
         free = evolve(nodes, terms=(NodeTerm(others, ()),) if others else None)
         rest = ClaimSearch(evolve(self.claim, nodes=free), fleet, EvidencePolicy(self.needs_evidence))
-        is_few = len(names) <= self._patience() and not rest.needs_each_node
+        is_few = len(names) <= self._patience() and not rest.checks_each_node
         return (rest, [fleet.indexed_nodes[name] for name in names]) if is_few else None
 
     def _count_but_for(self, rest: "ClaimSearch", shut_out: Iterable[IndexedNode]) -> Counter[Objection]:
@@ -541,12 +547,12 @@ class ClaimSearch:
 
     def _count_row(self, counts: Counter[Objection], node_class: int, row: ClassNodes) -> None:
         objection = self._condition_objection(node_class)
-        room = self.room
+        room = self.spare
         if objection is not None:
             counts[objection] += row.count
             self._out += sum(len(names) for shape, names in row.shapes.items() if room[shape] != FEWER_MATCHING)
             return
-        if self.most_room == FEWER_MATCHING:
+        if self.most_spare == FEWER_MATCHING:
             counts[Objection.FEWER_MATCHING] += row.count
             return
         matching = free = 0
@@ -565,4 +571,4 @@ def tightness(fitting: tuple[int, Mapping[str, None]]) -> int:
 
 def called(indexed: IndexedNode, place: MapEntry) -> list[Device]:
     """The node's devices that a map means."""
-    return [d for d in indexed.node.devices if any(d.is_called(gpu) for gpu in place.gpus)]
+    return [d for d in indexed.node.devices if any(d.has_name(gpu) for gpu in place.gpus)]

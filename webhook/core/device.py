@@ -50,7 +50,7 @@ class Device:
         """What placement maps may call it, an index in its plain form."""
         return (self.uuid, self.serial, *(() if self.index is None else (str(self.index),)))
 
-    def is_called(self, name: str) -> bool:
+    def has_name(self, name: str) -> bool:
         """Whether a placement map means this device: by UUID, serial or index."""
         return name in (self.uuid, self.serial) or (name.isdecimal() and self.index == int(name))
 

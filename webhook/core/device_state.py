@@ -24,7 +24,9 @@ class DeviceState(StrEnum):
     QUARANTINED = "quarantined"  # unhealthy, vanished, or the same UUID on two nodes
 
 
-def state_of_free(*, is_ready: bool, is_cordoned: bool, evidence: EvidenceState, needs_evidence: bool) -> DeviceState:
+def free_device_state(
+    *, is_ready: bool, is_cordoned: bool, evidence: EvidenceState, needs_evidence: bool
+) -> DeviceState:
     """The state of the devices that nobody holds on such a node. `needs_evidence`: every claim needs a proven node."""
     if not is_ready:
         return DeviceState.NOT_READY
@@ -35,7 +37,7 @@ def state_of_free(*, is_ready: bool, is_cordoned: bool, evidence: EvidenceState,
     return DeviceState.STALE if evidence is EvidenceState.STALE else DeviceState.UNPROVEN
 
 
-def or_kept(if_free: DeviceState, *, is_set_aside: bool) -> DeviceState:
+def or_set_aside(if_free: DeviceState, *, is_set_aside: bool) -> DeviceState:
     """The state of a device that nobody holds, where `if_free` is that of others on its node."""
     return DeviceState.KEPT if is_set_aside and if_free is DeviceState.AVAILABLE else if_free
 

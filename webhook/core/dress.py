@@ -8,9 +8,9 @@ from typing import Any
 from attrs import frozen
 
 from webhook.core import keys
-from webhook.core.blind import blinded, blinded_unless_said, hides_all, is_harmless, with_nothing_shown
-from webhook.core.claim import Claim, ClaimRules, claim_of, recorded_or_none
+from webhook.core.claim import Claim, ClaimRules, claim_of, recorded_claim_or_none
 from webhook.core.difference import Change, difference
+from webhook.core.gpu_visibility import env_hiding_gpus, hidden_unless_set, hides_all, is_harmless, with_gpus_hidden
 from webhook.core.keys import Key
 from webhook.core.pod import Pod
 
@@ -58,7 +58,7 @@ class DressRules:
         return keys.GPU_ENV if self.injection is Injection.NVIDIA else (keys.CUDA_ENV,)
 
     @property
-    def blinds(self) -> bool:
+    def hides_gpus(self) -> bool:
         """Containers without GPUs of their own are shown none. With `cuda` every container sees them all."""
         return self.injection is Injection.NVIDIA
 
@@ -80,7 +80,7 @@ class Allocation:
     # Whether it has waited in the queue: its containers were there before its GPUs were chosen.
     has_waited: bool = False
     # False for a pod of an older version, which blinded only containers with `envFrom`.
-    blinds_all: bool = True
+    hides_gpus_everywhere: bool = True
 
     @property
     def visible(self) -> str:
@@ -89,8 +89,8 @@ class Allocation:
     def env(self, name: str, rules: DressRules) -> dict[str, Json]:
         """The variable of that name as a container gets it. A placement map's indices are known before any GPU is
         reserved; what else a pod that waits will see is written into its annotations later."""
-        if rules.map_visible is MapVisible.INDEX and self.claim.place is not None:
-            return {"name": name, "value": ",".join(self.claim.place.gpus)}
+        if rules.map_visible is MapVisible.INDEX and self.claim.map_entry is not None:
+            return {"name": name, "value": ",".join(self.claim.map_entry.gpus)}
         return {"name": name, "valueFrom": REFERENCE} if self.has_waited else {"name": name, "value": self.visible}
 
 
@@ -103,10 +103,12 @@ def dressed(raw: RawPod, outfit: Allocation, rules: DressRules) -> dict[str, Jso
     made = {**raw, "metadata": meta, "spec": spec}
     if outfit.uuids:
         spec |= dressed_containers(spec, outfit, rules)
-    return dict(blind(made, rules)) if outfit.blinds_all and not outfit.uuids else made
+    return dict(hide_gpus(made, rules)) if outfit.hides_gpus_everywhere and not outfit.uuids else made
 
 
-def waiting(raw: RawPod, claim: Claim, rules: DressRules, why: str, *, blinds_all: bool = True) -> dict[str, Json]:
+def waiting(
+    raw: RawPod, claim: Claim, rules: DressRules, why: str, *, hides_gpus_everywhere: bool = True
+) -> dict[str, Json]:
     """The pod as it waits for its turn: gated, with all in its spec that cannot be changed once it exists."""
     meta = without_outputs(raw)
     meta["annotations"] |= {keys.CLAIM.name: claim.record.text(), keys.WAITING: why}
@@ -116,22 +118,24 @@ def waiting(raw: RawPod, claim: Claim, rules: DressRules, why: str, *, blinds_al
         spec["schedulingGates"] = [*(spec.get("schedulingGates") or ()), {"name": keys.QUEUE_GATE}]
     made = {**raw, "metadata": meta, "spec": spec}
     if claim.count:
-        spec |= dressed_containers(spec, Allocation(claim, (), has_waited=True, blinds_all=blinds_all), rules)
-    return dict(blind(made, rules)) if blinds_all and not claim.count else made
+        spec |= dressed_containers(
+            spec, Allocation(claim, (), has_waited=True, hides_gpus_everywhere=hides_gpus_everywhere), rules
+        )
+    return dict(hide_gpus(made, rules)) if hides_gpus_everywhere and not claim.count else made
 
 
-def blind(raw: RawPod, rules: DressRules) -> RawPod:
+def hide_gpus(raw: RawPod, rules: DressRules) -> RawPod:
     """The pod as it is shown no GPU, whatever its images and `envFrom` bring; the same object if nothing changes."""
-    return with_nothing_shown(raw, "initContainers", "containers") if rules.blinds else raw
+    return with_gpus_hidden(raw, "initContainers", "containers") if rules.hides_gpus else raw
 
 
-def blind_debugging(raw: RawPod, old: RawPod, rules: DressRules) -> RawPod:
+def hide_gpus_from_debug_containers(raw: RawPod, old: RawPod, rules: DressRules) -> RawPod:
     """The same for the debug containers that a pod gets while it runs. Those that it has cannot be changed."""
     groups = [(one.get("spec") or {}).get("ephemeralContainers") or [] for one in (raw, old)]
     known = {one.get("name") for one in groups[1]}
-    if not rules.blinds:
+    if not rules.hides_gpus:
         return raw
-    made = [one if one.get("name") in known else blinded_unless_said(one) for one in groups[0]]
+    made = [one if one.get("name") in known else hidden_unless_set(one) for one in groups[0]]
     return raw if made == groups[0] else {**raw, "spec": {**raw["spec"], "ephemeralContainers": made}}
 
 
@@ -143,7 +147,7 @@ def dressed_containers(spec: Mapping[str, Json], outfit: Allocation, rules: Dres
     }
 
 
-def in_runtime_class(raw: RawPod, rules: DressRules) -> RawPod:
+def with_runtime_class(raw: RawPod, rules: DressRules) -> RawPod:
     """The pod as it is created, started by the runtime that hands out GPUs if it names none.
 
     No part of `dressed`: it cannot be changed once the pod exists, and no promise hangs on it.
@@ -154,7 +158,7 @@ def in_runtime_class(raw: RawPod, rules: DressRules) -> RawPod:
     return {**raw, "spec": {**spec, "runtimeClassName": rules.runtime_class}}
 
 
-def other_runtime(raw: RawPod, rules: DressRules) -> Iterator[str]:
+def runtime_class_warnings(raw: RawPod, rules: DressRules) -> Iterator[str]:
     """The runtime class that stays although it is not the one for GPUs, as a warning."""
     named = (raw.get("spec") or {}).get("runtimeClassName")
     if rules.runtime_class is not None and named and named != rules.runtime_class:
@@ -176,18 +180,18 @@ def ungated(spec: Mapping[str, Json]) -> dict[str, Json]:
     return {**rest, "schedulingGates": left} if left else rest
 
 
-def asked_anew(raw: RawPod, pod: Pod, rules: ClaimRules) -> tuple[RawPod, Claim | None]:
+def undressed_with_claim(raw: RawPod, pod: Pod, rules: ClaimRules) -> tuple[RawPod, Claim | None]:
     """The pod without what only we may write, and what it asks for.
 
     A copy of a dressed pod asks for what that one asked for: its request was taken off when it was dressed.
     """
     if not keys.OUTPUT_NAMES & pod.annotations.keys() and not pod.is_gated:
         return raw, claim_of(pod, rules)
-    clean, recorded = undressed(raw), recorded_or_none(pod)
+    clean, recorded = undressed(raw), recorded_claim_or_none(pod)
     if recorded is None:
         return clean, claim_of(Pod.parse(clean), rules)
     claim = claim_of(Pod.parse(clean), rules, recorded.record.asked)
-    return clean, None if claim is None else claim.first_read(named=recorded.record.named)
+    return clean, None if claim is None else claim.with_named(named=recorded.record.named)
 
 
 def without_outputs(raw: RawPod) -> dict[str, Json]:
@@ -296,8 +300,8 @@ def dressed_container(raw: dict[str, Json], outfit: Allocation, rules: DressRule
     named = outfit.claim.record.asked or outfit.claim.record.containers
     if not named or raw.get("name") in named or shows_gpus(raw.get("env") or (), rules):
         container["env"] = dressed_env(raw.get("env") or [], outfit, rules)
-    elif rules.blinds and (outfit.blinds_all or is_open_to_others(raw)):
-        container["env"] = blinded(raw.get("env") or [])
+    elif rules.hides_gpus and (outfit.hides_gpus_everywhere or is_open_to_others(raw)):
+        container["env"] = env_hiding_gpus(raw.get("env") or [])
     if rules.takes_request_off and raw.get("resources"):
         container["resources"] = without_request(raw["resources"], rules.resource)
     return container
@@ -337,7 +341,7 @@ def without_request(resources: Mapping[str, Json], resource: str) -> dict[str, J
     }
 
 
-def replaced_env(pod: Pod, outfit: Allocation, rules: DressRules) -> Iterator[str]:
+def replaced_env_warnings(pod: Pod, outfit: Allocation, rules: DressRules) -> Iterator[str]:
     """The containers whose own GPU variables give way to ours, as warnings."""
     for path, container in pod.containers():
         for one in container.env or ():

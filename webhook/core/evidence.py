@@ -36,7 +36,7 @@ class Evidence:
     is_banned: bool = False
     is_conflict: bool = False
     oldest: datetime | None = None
-    silent: frozenset[str] = frozenset()
+    missing_sources: frozenset[str] = frozenset()
 
 
 def state_of(evidence: Evidence | None, now: datetime) -> EvidenceState:
@@ -50,7 +50,7 @@ def state_of(evidence: Evidence | None, now: datetime) -> EvidenceState:
             return EvidenceState.CONFLICT
         case Evidence(hash=""):
             return EvidenceState.ABSENT
-        case Evidence(silent=silent) if silent:
+        case Evidence(missing_sources=missing) if missing:
             return EvidenceState.ABSENT
         case Evidence(since=datetime() as since) if since > now:
             return EvidenceState.ABSENT
@@ -72,9 +72,9 @@ def combined(pieces: list[Evidence], asked: Collection[str] = ()) -> Evidence | 
     if not pieces:
         return None
     first, *others = pieces
-    silent = frozenset(asked) - {p.source for p in pieces}
+    missing_sources = frozenset(asked) - {p.source for p in pieces}
     if not others:
-        return evolve(first, silent=silent) if silent else first
+        return evolve(first, missing_sources=missing_sources) if missing_sources else first
     return Evidence(
         node=first.node,
         hash=first.hash,
@@ -84,11 +84,11 @@ def combined(pieces: list[Evidence], asked: Collection[str] = ()) -> Evidence | 
         is_banned=any(p.is_banned for p in pieces),
         is_conflict=any(p.is_conflict for p in pieces) or len({p.hash for p in pieces}) > 1,
         oldest=min((p.oldest or p.since for p in pieces if p.since), default=None),
-        silent=silent,
+        missing_sources=missing_sources,
     )
 
 
-def is_older(word: Evidence, born: datetime | None) -> bool:
+def predates_node(word: Evidence, born: datetime | None) -> bool:
     """Whether it speaks of the node that had this name before: one that was made anew has to prove itself anew."""
     begin = word.oldest or word.since
     if word.is_banned or word.is_conflict or begin is None or born is None:

@@ -29,7 +29,7 @@ class EvidenceStatus:
 
     @property
     def source(self) -> str:
-        return sources_of(self.said) if self.said else ""
+        return describe_sources(self.said) if self.said else ""
 
     def __str__(self) -> str:
         return f"{self.state} as {self.hash}" if self.hash else str(self.state)
@@ -40,16 +40,16 @@ class Change:
     """Of one node."""
 
     node: str
-    was: EvidenceStatus
-    word: EvidenceStatus
+    before: EvidenceStatus
+    after: EvidenceStatus
 
     @property
     def is_worse(self) -> bool:
-        return self.word.state is not EvidenceState.FRESH or self.was.state is EvidenceState.FRESH
+        return self.after.state is not EvidenceState.FRESH or self.before.state is EvidenceState.FRESH
 
     @property
     def source(self) -> str:
-        return self.word.source or self.was.source or "nobody"
+        return self.after.source or self.before.source or "nobody"
 
 
 class Changes:
@@ -83,6 +83,6 @@ class Changes:
         return found
 
 
-def sources_of(said: Evidence) -> str:
+def describe_sources(said: Evidence) -> str:
     """Whose word it is, and who says nothing though asked."""
-    return said.source + "".join(f", and nothing by {one}" for one in sorted(said.silent))
+    return said.source + "".join(f", and nothing by {one}" for one in sorted(said.missing_sources))

@@ -78,7 +78,7 @@ class ExtenderArgs:
     def parse(cls, body: bytes) -> "ExtenderArgs":
         """Raises MalformedArgsError."""
         members = members_of(body)
-        return cls(pod_of(members), offer_of(members))
+        return cls(pod_of(members), count_devices(members))
 
 
 @frozen
@@ -168,7 +168,7 @@ def decoded(decoder: "msgspec.json.Decoder[T]", raw: msgspec.Raw | bytes, what: 
         raise MalformedArgsError(f"the body holds no {what} that can be read: {plain(str(exc))}") from exc
 
 
-def offer_of(members: Members) -> OfferedNodes:
+def count_devices(members: Members) -> OfferedNodes:
     """Names win where there are any: a scheduler fills one member and never both."""
     names = decoded(NAMES, members.get("nodenames", NULL), "NodeNames")
     nodes = decoded(NODE_LIST, members.get("nodes", NULL), "Nodes")

@@ -18,7 +18,7 @@ from webhook.core.fleet_index import (
     ClassNodes,
     DeviceKind,
     DeviceStock,
-    Group,
+    EvidenceGroup,
     IndexedNode,
     NodeClass,
     NodeGroup,
@@ -53,9 +53,9 @@ Thing = TypeVar("Thing")
 class Fleet:
     """Everything a decision needs to know, kept current by those who learn it."""
 
-    def __init__(self, turn: int = 0) -> None:
+    def __init__(self, offset: int = 0) -> None:
         """Fleets with different turns prefer different nodes among equals, so that replicas seldom want the same."""
-        self._turn = turn
+        self._offset = offset
         self.indexed_nodes: dict[str, IndexedNode] = {}
         self.states: Counter[EvidenceState] = Counter()
         self.changes = 0
@@ -63,7 +63,7 @@ class Fleet:
         self._kinds: Numbered[DeviceKind] = Numbered()
         self._shapes: Numbered[Shape] = Numbered()
         self._classes: Numbered[NodeClass] = Numbered()
-        self._groups: dict[Group, dict[int, ClassNodes]] = {}  # of rows by class
+        self._groups: dict[EvidenceGroup, dict[int, ClassNodes]] = {}  # of rows by class
         self._sizes = Counter[int]()  # nodes by how many devices they have
         self._homes: dict[DeviceUuid, str] = {}
         # All homes of a UUID that has several, or that stands on its node several times.
@@ -86,10 +86,10 @@ class Fleet:
         for key in ALWAYS_DIRECTORIES:
             self._learn_directory(key)
 
-    def in_own_order(self, equals: Collection[Thing]) -> Iterator[Thing]:
+    def rotated(self, equals: Collection[Thing]) -> Iterator[Thing]:
         """The same things; of the first few, another one first than elsewhere."""
         first = list(islice(equals, SPREAD))
-        own = self._turn % len(first) if first else 0
+        own = self._offset % len(first) if first else 0
         return chain(first[own:], first[:own], islice(equals, SPREAD, None))
 
     # What is learnt of nodes and devices.
@@ -182,7 +182,7 @@ class Fleet:
 
     # What is learnt of evidence.
 
-    def prove(self, name: str, evidence: Evidence | None, now: datetime) -> None:
+    def set_evidence(self, name: str, evidence: Evidence | None, now: datetime) -> None:
         """The word on a node's evidence has changed."""
         indexed = self.indexed_nodes.get(name)
         if indexed is None or indexed.evidence == evidence:
@@ -218,7 +218,7 @@ class Fleet:
         whom something else is said than before."""
         self._mapped = mapped
         self.changes += 1
-        for name in {one for node in changed for one in self.meant_by(node)}:
+        for name in {one for node in changed for one in self.nodes_for_map_name(node)}:
             self._mark_again(self.indexed_nodes[name])
 
     def _mark_set_aside(self, node: Node) -> None:
@@ -285,17 +285,17 @@ class Fleet:
 
     def _place(self, indexed: IndexedNode) -> None:
         """Put the node into the cells it now belongs to. The last group is the narrowest."""
-        groups: tuple[Group, ...] = ((indexed.state, None),)
+        groups: tuple[EvidenceGroup, ...] = ((indexed.state, None),)
         if indexed.state is EvidenceState.FRESH and indexed.evidence is not None:
             groups += ((indexed.state, indexed.evidence.hash),)
         cell = NodeGroup(self._class_of(indexed.node), self._shape_of(indexed))
-        if (groups, cell) == (indexed.groups, indexed.cell):
+        if (groups, cell) == (indexed.evidence_groups, indexed.node_group):
             return
         self._leave(indexed)
         self._enter(indexed, groups, cell)
 
-    def _enter(self, indexed: IndexedNode, groups: tuple[Group, ...], cell: NodeGroup) -> None:
-        indexed.groups, indexed.cell = groups, cell
+    def _enter(self, indexed: IndexedNode, groups: tuple[EvidenceGroup, ...], cell: NodeGroup) -> None:
+        indexed.evidence_groups, indexed.node_group = groups, cell
         self._class_nodes[cell.node_class] += 1
         for group in groups:
             rows = self._groups.setdefault(group, {})
@@ -306,10 +306,10 @@ class Fleet:
             indexed.row = row
 
     def _leave(self, indexed: IndexedNode) -> None:
-        if indexed.groups:
-            lessen(self._class_nodes, indexed.cell.node_class)
-        node_class, shape = indexed.cell
-        for group in indexed.groups:
+        if indexed.evidence_groups:
+            lessen(self._class_nodes, indexed.node_group.node_class)
+        node_class, shape = indexed.node_group
+        for group in indexed.evidence_groups:
             rows = self._groups[group]
             rows[node_class].remove(shape, indexed.node.name)
             if not rows[node_class].count:
@@ -345,7 +345,7 @@ class Fleet:
         """Available, and set aside for no placement map: to a claim that comes by none."""
         return device.uuid not in self._set_aside and self.is_available(device)
 
-    def is_kept_from(self, device: Device, of_set: SetId | None) -> bool:
+    def is_set_aside_for_other(self, device: Device, of_set: SetId | None) -> bool:
         """Whether it is for the map of another StatefulSet than this one."""
         keeper = self._set_aside.get(device.uuid)
         return keeper is not None and keeper.set != of_set
@@ -386,7 +386,7 @@ class Fleet:
         """The nodes that say they have it, if there are several."""
         return tuple(dict.fromkeys(self._disputed.get(uuid, ())))
 
-    def places_of(self, uuid: DeviceUuid) -> Sequence[str]:
+    def nodes_with_device(self, uuid: DeviceUuid) -> Sequence[str]:
         """Its nodes, each as often as it stands there."""
         home = self._homes.get(uuid)
         return () if home is None else self._disputed.get(uuid) or (home,)
@@ -395,7 +395,7 @@ class Fleet:
         """How many devices a node of that shape has."""
         return sum(stock.total for stock in self._shapes[shape])
 
-    def home_of(self, uuid: DeviceUuid) -> str | None:
+    def node_of_device(self, uuid: DeviceUuid) -> str | None:
         return self._homes.get(uuid)
 
     # What decisions ask.
@@ -416,7 +416,7 @@ class Fleet:
         stocks = (stock for row in rows for shape in row.shapes for stock in self._shapes[shape])
         return {label for stock in stocks for label in self._kinds[stock.kind].labels}
 
-    def rows(self, group: Group) -> Mapping[int, ClassNodes]:
+    def rows(self, group: EvidenceGroup) -> Mapping[int, ClassNodes]:
         """The nodes of a group, by class."""
         return self._groups.get(group, {})
 
@@ -434,7 +434,7 @@ class Fleet:
         """What a decision's cost goes by."""
         return sum(len(row.shapes) for rows in self._groups.values() for row in rows.values())
 
-    def room(self, kinds: frozenset[int], count: int) -> list[int]:
+    def spare_by_shape(self, kinds: frozenset[int], count: int) -> list[int]:
         """By shape: how many devices of these kinds would stay free, or what there are too few of."""
         answers = self._rooms.get((kinds, count))
         if answers is None:
@@ -461,7 +461,7 @@ class Fleet:
             self._kinds_serving[question] = answer
         return answer
 
-    def learn(self, asked: NodesAsked) -> frozenset[str]:
+    def index_labels(self, asked: NodesAsked) -> frozenset[str]:
         """Make the labels that a claim asks about part of the index, once for each label.
 
         Returns those that are not: their values are as good as node names, so they have directories instead.
@@ -503,7 +503,9 @@ class Fleet:
         self._groups, self._class_nodes = {}, Counter()
         self._classes, self._class_labels = Numbered(), {}
         for indexed in self.indexed_nodes.values():
-            self._enter(indexed, indexed.groups, NodeGroup(self._class_of(indexed.node), indexed.cell.shape))
+            self._enter(
+                indexed, indexed.evidence_groups, NodeGroup(self._class_of(indexed.node), indexed.node_group.shape)
+            )
 
     def _place_all(self) -> None:
         """Everything anew, without the classes and shapes that no node has any more."""
@@ -512,7 +514,7 @@ class Fleet:
         self._class_labels = {}
         self._kinds_serving, self._kinds_known, self._rooms = {}, 0, {}
         for indexed in self.indexed_nodes.values():
-            indexed.groups, indexed.kinds = (), tuple(map(self.kind_of, indexed.node.devices))
+            indexed.evidence_groups, indexed.kinds = (), tuple(map(self.kind_of, indexed.node.devices))
             self._place(indexed)
 
     @property
@@ -520,7 +522,7 @@ class Fleet:
         """By label: the models that nodes say they have, and how many nodes say so."""
         return self._gpu_types
 
-    def meant_by(self, name: str) -> list[str]:
+    def nodes_for_map_name(self, name: str) -> list[str]:
         """The nodes that a placement map means by a name: the node of that name, else those with it as their label."""
         return [name] if name in self.indexed_nodes else self.names_with(LOGICAL_NODE_LABEL, [name])
 

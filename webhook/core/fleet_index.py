@@ -49,7 +49,7 @@ class NodeGroup(NamedTuple):
 
 
 # A state of evidence; and for fresh evidence, its hash too.
-Group = tuple[EvidenceState, str | None]
+EvidenceGroup = tuple[EvidenceState, str | None]
 NodeNames = dict[str, None]  # in the order of their coming
 
 # What `room` says of a shape that cannot serve: too few devices that match, or too few of them free.
@@ -85,8 +85,8 @@ class IndexedNode:
     node: Node
     evidence: Evidence | None
     state: EvidenceState
-    groups: tuple[Group, ...]
-    cell: NodeGroup
+    evidence_groups: tuple[EvidenceGroup, ...]
+    node_group: NodeGroup
     kinds: tuple[int, ...] = ()  # of its devices, in their order
     row: ClassNodes = field(factory=ClassNodes)  # of the narrowest of its groups
 

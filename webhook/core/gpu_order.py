@@ -7,19 +7,19 @@ from webhook.core.claim import Claim
 from webhook.core.device import Device, DeviceUuid
 
 
-def as_mapped(claim: Claim, uuids: Sequence[DeviceUuid], devices: Iterable[Device]) -> tuple[DeviceUuid, ...]:
+def in_map_order(claim: Claim, uuids: Sequence[DeviceUuid], devices: Iterable[Device]) -> tuple[DeviceUuid, ...]:
     """The GPUs as the line of the claim's map lists them, by the names that the node's devices have at this moment."""
-    gpus = () if claim.place is None else claim.place.gpus
+    gpus = () if claim.map_entry is None else claim.map_entry.gpus
     known = {device.uuid: device for device in devices}
 
     def position(uuid: DeviceUuid) -> int:
         device = known.get(uuid, Device(uuid))
-        return next((number for number, gpu in enumerate(gpus) if device.is_called(gpu)), len(gpus))
+        return next((number for number, gpu in enumerate(gpus) if device.has_name(gpu)), len(gpus))
 
     return tuple(sorted(uuids, key=position))
 
 
-def as_said(annotations: Mapping[str, str | None], uuids: Sequence[DeviceUuid]) -> tuple[DeviceUuid, ...]:
+def in_annotated_order(annotations: Mapping[str, str | None], uuids: Sequence[DeviceUuid]) -> tuple[DeviceUuid, ...]:
     """The GPUs as a dressed pod lists them itself, if it names these and each once.
 
     Indices may have changed since it was dressed, so its map says it no more; and in another order its GPUs are its own

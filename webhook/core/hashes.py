@@ -39,11 +39,11 @@ class HashPolicy:
     def of(cls, namespace: str, annotations: Mapping[str, str | None]) -> "HashPolicy":
         text = annotations.get(keys.REQUIRED_HASH.name)
         if text is None:
-            return NO_BOND
+            return NO_HASH_POLICY
         hashes, mistakes = hashes_in(text, f"namespace {namespace}: its annotation {keys.REQUIRED_HASH.name}")
         return cls(namespace, () if mistakes else hashes, tuple(mistakes))
 
-    def held_to(self, own: Sequence[str]) -> tuple[str, ...]:
+    def restrict(self, own: Sequence[str]) -> tuple[str, ...]:
         """What a pod with these hashes of its own has to be held to; nothing if they are all beside the namespace's."""
         if not self.hashes or not own:
             return self.hashes or tuple(own)
@@ -57,4 +57,4 @@ class HashPolicy:
         )
 
 
-NO_BOND = HashPolicy()
+NO_HASH_POLICY = HashPolicy()

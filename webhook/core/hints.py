@@ -93,7 +93,7 @@ def requests_gpus(pod: Pod) -> bool:
     return False
 
 
-def is_to_be_scored(pod: Pod, claim: Claim | None) -> bool:
+def should_score(pod: Pod, claim: Claim | None) -> bool:
     """Only what gets a GPU: a hint could keep any other pod from every node it may run on."""
     return requests_gpus(pod) or bool(claim and claim.count)
 
@@ -164,21 +164,21 @@ class Hints:
     avoid: tuple[str, ...] = ()
     warnings: tuple[str, ...] = field(default=(), eq=False)
 
-    def wished(self, claim: Claim) -> Claim:
+    def applied_to(self, claim: Claim) -> Claim:
         """The claim of a pod that tolerates what the hints add, and would rather be on the nodes that they select."""
         own = dict(claim.nodes.selector)
         selector = (*claim.nodes.selector, *((key, value) for key, value in self.selector if key not in own))
         nodes = evolve(claim.nodes, tolerations=(*claim.nodes.tolerations, *self.tolerations))
         return evolve(claim, nodes=nodes, preferred=evolve(nodes, selector=selector) if self.selector else None)
 
-    def on_nodes_with(self, *nodes: Labels) -> "Hints":
+    def fitted_to_nodes(self, *nodes: Labels) -> "Hints":
         """Without the selector, if it would keep the pod from a node that was found for it."""
         if all(labels.get(key) == value for labels in nodes for key, value in self.selector):
             return self
         wanted = ", ".join(f"{key}={value}" for key, value in self.selector)
         return self._without_selector(f"no node with {wanted} can serve the pod: it is placed without that hint")
 
-    def while_waiting(self) -> "Hints":
+    def for_queued_pod(self) -> "Hints":
         """For a pod whose node is found later: the hint must not be what it waits for."""
         return evolve(self, selector=())
 
@@ -377,7 +377,7 @@ class JobWire(WireStruct, frozen=True):
     spec: JobSpecWire | None = None
 
 
-def handed_down(raw: Mapping[str, Any]) -> Raw:
+def with_features_in_template(raw: Mapping[str, Any]) -> Raw:
     """The Job whose pods say of their work what it says itself; what their template says wins."""
     try:
         job = msgspec.convert(raw, JobWire)

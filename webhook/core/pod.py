@@ -24,7 +24,7 @@ class EnvVar(WireStruct, frozen=True):
     value_from: dict[str, Any] | None = None
 
     @property
-    def shown(self) -> str | None:
+    def literal(self) -> str | None:
         """The literal value; None if it comes from elsewhere."""
         return None if self.value_from is not None else self.value or ""
 

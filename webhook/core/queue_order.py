@@ -17,7 +17,7 @@ from webhook.core.gpu_map import MapEntry, SetId
 from webhook.core.nodes_asked import NodesAsked
 from webhook.core.reasons import Reason
 from webhook.core.reservation import PodIdentity, ReservationId
-from webhook.core.round_robin import RoundRobin, Turn
+from webhook.core.round_robin import Arrival, RoundRobin
 from webhook.core.verdict import Deny
 
 # Begins the ids of reservations that are made for pods in the lines. A review's uid never begins so.
@@ -46,7 +46,7 @@ class ClaimKind:
     def of(cls, claim: Claim) -> "ClaimKind":
         record, of_set = claim.record, claim.of_set if claim.is_mapped else None
         asked = claim.hashes, claim.requirements, claim.is_shared
-        return cls(*asked, claim.place, record.unmapped, claim.nodes, of_set)
+        return cls(*asked, claim.map_entry, record.unmapped, claim.nodes, of_set)
 
 
 @frozen(order=False)
@@ -63,7 +63,7 @@ class QueuedPod:
         return ClaimKind.of(self.claim)
 
     @property
-    def turn(self) -> Turn:
+    def arrival(self) -> Arrival:
         return self.created, self.pod.uid
 
 
@@ -80,14 +80,14 @@ class KindQueue:
     def put(self, waiter: QueuedPod) -> None:
         self._counts[waiter.pod.uid] = waiter.claim.count
         self._members[waiter.claim.count] += 1
-        self.rounds.put(waiter.pod.namespace, waiter.turn)
+        self.rounds.put(waiter.pod.namespace, waiter.arrival)
 
     def drop(self, waiter: QueuedPod, *, was_served: bool) -> None:
         count = self._counts.pop(waiter.pod.uid)
         self._members[count] -= 1
         if not self._members[count]:
             del self._members[count]
-        self.rounds.drop(waiter.pod.namespace, waiter.turn, was_served=was_served)
+        self.rounds.drop(waiter.pod.namespace, waiter.arrival, was_served=was_served)
 
     @property
     def counts(self) -> Iterable[int]:
@@ -121,10 +121,10 @@ class QueueOrder:
 
     def put(self, waiter: QueuedPod) -> None:
         known = self._waiters.get(waiter.pod.uid)
-        if known is not None and (known.kind, known.claim.count, known.turn) == (
+        if known is not None and (known.kind, known.claim.count, known.arrival) == (
             waiter.kind,
             waiter.claim.count,
-            waiter.turn,
+            waiter.arrival,
         ):
             self._waiters[waiter.pod.uid] = waiter
             return
@@ -159,7 +159,7 @@ class QueueOrder:
         line = self._lines.get(kind)
         return [] if line is None else sorted(line.counts)
 
-    def places(self, kind: ClaimKind) -> dict[str, int]:
+    def positions(self, kind: ClaimKind) -> dict[str, int]:
         """At which place in its line each is, by uid."""
         line = self._lines.get(kind)
         return {} if line is None else {uid: place for place, uid in enumerate(line.rounds.order())}
@@ -169,7 +169,7 @@ class QueueOrder:
         line = self._lines.get(kind)
         return [] if line is None else [self._waiters[uids[0]] for uids in line.by_count().values()]
 
-    def behind(self, waiter: QueuedPod) -> Iterator[QueuedPod]:
+    def same_count_from(self, waiter: QueuedPod) -> Iterator[QueuedPod]:
         """It and those after it that want exactly the same."""
         line = self._lines.get(waiter.kind)
         uids = [] if line is None else line.by_count().get(waiter.claim.count, [])
@@ -182,15 +182,15 @@ class KindOrder:
 
     def __init__(self) -> None:
         self._rounds = RoundRobin()
-        self._waiting: dict[tuple[ClaimKind, str], dict[str, Turn]] = {}
-        self._turns: dict[tuple[ClaimKind, str], Turn] = {}
+        self._waiting: dict[tuple[ClaimKind, str], dict[str, Arrival]] = {}
+        self._turns: dict[tuple[ClaimKind, str], Arrival] = {}
         self._kinds: dict[str, ClaimKind] = {}
         self._ids = map(str, count())
 
     def put(self, waiter: QueuedPod) -> None:
         place = waiter.kind, waiter.pod.namespace
         waiting = self._waiting.setdefault(place, {})
-        waiting[waiter.pod.uid] = waiter.turn
+        waiting[waiter.pod.uid] = waiter.arrival
         if len(waiting) == 1:
             self._take(place, waiter.created)
 
@@ -217,14 +217,14 @@ class KindOrder:
         return list(dict.fromkeys(self._kinds[one] for one in self._rounds.order()))
 
 
-class TurnOrder:
+class KindPass:
     """One pass over those of a kind: whose turn it is, whatever number each wants."""
 
     def __init__(self, lines: QueueOrder, heads: Iterable[QueuedPod], first: QueuedPod | None = None) -> None:
         """`first`, to whom a node is left, stays the first until it is served."""
         heads = list(heads)
-        self._lines = {head.claim.count: lines.behind(head) for head in heads}
-        self._places = lines.places(heads[0].kind) if heads else {}
+        self._lines = {head.claim.count: lines.same_count_from(head) for head in heads}
+        self._places = lines.positions(heads[0].kind) if heads else {}
         if first is not None and first.claim.count in self._lines:
             others = (one for one in self._lines[first.claim.count] if one.pod.uid != first.pod.uid)
             self._lines[first.claim.count] = chain([first], others)
@@ -245,11 +245,11 @@ class TurnOrder:
     def take(self) -> QueuedPod:
         return heapq.heappop(self._next)[1]
 
-    def goes_on(self, waiter: QueuedPod) -> None:
+    def skip(self, waiter: QueuedPod) -> None:
         """Its turn is over, and holds up nobody."""
         self._come(waiter.claim.count)
 
-    def held_up_by(self, waiter: QueuedPod) -> list[QueuedPod]:
+    def block(self, waiter: QueuedPod) -> list[QueuedPod]:
         """It waits for devices to become free, and those behind it that want as many or more wait as well."""
         held_up = [one for _, one in self._next if one.claim.count >= waiter.claim.count]
         self._next = [turn for turn in self._next if turn[1].claim.count < waiter.claim.count]
@@ -257,7 +257,7 @@ class TurnOrder:
         return held_up
 
 
-def its_turn_is_later(claim: Claim, first: int) -> Deny:
+def earlier_pod_waits(claim: Claim, first: int) -> Deny:
     return Deny(
         Reason.NO_FREE_DEVICE,
         f"{claim.sentence}: it is the turn of another pod that waits for the same devices",

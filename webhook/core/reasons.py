@@ -102,7 +102,7 @@ EVENTS_ONLY = frozenset(
 )
 
 # What may be otherwise in a moment, or once somebody else has done something: a pod can wait for it.
-HEALED_BY_WAITING = frozenset(
+RETRYABLE = frozenset(
     {
         Reason.NO_PROVEN_NODE,
         Reason.NODE_NOT_READY,
@@ -116,4 +116,4 @@ HEALED_BY_WAITING = frozenset(
     }
 )
 # The node that a map means is labelled, or comes back, while the map's pods wait.
-HEALED_OF_MAPPED = HEALED_BY_WAITING | {Reason.NO_SUITABLE_NODE}
+RETRYABLE_WITH_MAP = RETRYABLE | {Reason.NO_SUITABLE_NODE}

@@ -102,7 +102,7 @@ class Orphan:
         """Whether its node has said so since the pod went."""
         return self.unused_at is not None and self.unused_at > self.at
 
-    def and_also(self, other: "Orphan") -> "Orphan":
+    def merged_with(self, other: "Orphan") -> "Orphan":
         """The same orphan, told of twice."""
         boot_id, unused_at = self.boot_id or other.boot_id, self.unused_at or other.unused_at
         return Orphan(max(self.at, other.at), max(self.grace, other.grace), boot_id, unused_at)
@@ -140,7 +140,7 @@ class Reservation:
             raise IllegalMoveError(f"reservation {self.id} is {self.phase}: {event} cannot happen to it")
         return evolve(self, phase=phase, deadline=self.deadline if phase is Phase.PENDING else None)
 
-    def of_pod(self, pod: PodIdentity) -> "Reservation":
+    def with_pod(self, pod: PodIdentity) -> "Reservation":
         return evolve(self, uid=pod.uid, pod_name=pod.name or self.pod_name)
 
     def with_grace(self, grace: timedelta | None, *, is_longest: bool = False) -> "Reservation":
@@ -151,20 +151,20 @@ class Reservation:
         return evolve(self, grace=max(grace, self.grace or grace))
 
     def orphaned(self, orphan: Orphan) -> "Reservation":
-        known = orphan if self.orphan is None else self.orphan.and_also(orphan)
+        known = orphan if self.orphan is None else self.orphan.merged_with(orphan)
         return evolve(self.after(ReservationEvent.POD_EXISTS), orphan=known, grace=known.grace)
 
     def is_past_deadline(self, now: datetime) -> bool:
         return self.deadline is not None and self.deadline <= now
 
-    def may_be(self, pod: PodIdentity) -> bool:
+    def may_belong_to(self, pod: PodIdentity) -> bool:
         """Whether nothing known of it speaks against its being that pod's."""
         return (
             self.namespace == pod.namespace
             and (not pod.uid or self.uid in (None, pod.uid))
-            and (not pod.name or self.may_be_named(pod.name))
+            and (not pod.name or self.may_have_name(pod.name))
         )
 
-    def may_be_named(self, name: str) -> bool:
+    def may_have_name(self, name: str) -> bool:
         """Until a name is known, any that `generateName` can lead to."""
         return name.startswith(self.name_prefix or "") if self.pod_name is None else name == self.pod_name

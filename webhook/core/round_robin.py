@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from datetime import datetime
 
 # When it came, and an id for those of one second.
-Turn = tuple[datetime, str]
+Arrival = tuple[datetime, str]
 
 
 class RoundRobin:
@@ -18,7 +18,7 @@ class RoundRobin:
     """
 
     def __init__(self) -> None:
-        self._queues: dict[str, list[Turn]] = {}
+        self._queues: dict[str, list[Arrival]] = {}
         self._floors: dict[str, int] = {}
         """By id: the round before which the member has no turn."""
         self._reached = 0
@@ -27,12 +27,12 @@ class RoundRobin:
     def __len__(self) -> int:
         return len(self._floors)
 
-    def put(self, namespace: str, turn: Turn) -> None:
+    def put(self, namespace: str, turn: Arrival) -> None:
         insort(self._queues.setdefault(namespace, []), turn)
         self._floors[turn[1]] = self._reached
         self._order = None
 
-    def drop(self, namespace: str, turn: Turn, *, was_served: bool = False) -> None:
+    def drop(self, namespace: str, turn: Arrival, *, was_served: bool = False) -> None:
         """A turn that was taken counts for its namespace; one that was given up does not."""
         queue = self._queues[namespace]
         place = bisect_left(queue, turn)
@@ -55,7 +55,7 @@ class RoundRobin:
             self._order = tuple(uid for _, (_, uid) in sorted(members))
         return self._order
 
-    def _rounds(self, queue: list[Turn]) -> Iterator[tuple[int, Turn]]:
+    def _rounds(self, queue: list[Arrival]) -> Iterator[tuple[int, Arrival]]:
         number = 0
         for turn in queue:
             number = max(number, self._floors[turn[1]])

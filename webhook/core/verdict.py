@@ -46,7 +46,7 @@ Verdict = Admit | Deny
 
 
 @frozen
-class Rehearsal:
+class DryRunResult:
     """How the creation of a pod would end, and the pod as it would be stored."""
 
     verdict: Verdict

@@ -7,7 +7,7 @@ import msgspec
 import structlog
 from attrs import evolve
 
-from webhook.core.evidence import Evidence, combined, is_older
+from webhook.core.evidence import Evidence, combined, predates_node
 from webhook.core.raw import Raw
 from webhook.evidence import EvidenceProvider
 from webhook.evidence.node_evidence import (
@@ -217,7 +217,7 @@ class EvidenceWriter:
     def _is_of_another(self, have: Evidence | None, want: Evidence | None, name: str) -> bool:
         """What is written is of the node that had this name before, and what is known is not."""
         born = self.births.get(name)
-        return have is not None and want is not None and is_older(have, born) and not is_older(want, born)
+        return have is not None and want is not None and predates_node(have, born) and not predates_node(want, born)
 
 
 def birth_of(raw: Raw) -> datetime | None:

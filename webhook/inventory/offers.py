@@ -3,7 +3,7 @@
 import structlog
 
 from webhook.core.fleet import Fleet
-from webhook.core.offer import word_of
+from webhook.core.offer import free_state_on_node
 from webhook.core.raw import Raw
 from webhook.kube.api_objects import ObjectClient
 from webhook.kube.store import RefusedError, StaleError, StoreUnavailableError
@@ -50,7 +50,7 @@ class Offers:
         indexed, shown = self._fleet.indexed_nodes.get(name), self.view.get(name)
         if indexed is None or shown is None:
             return ""
-        word = word_of(self._fleet, indexed, needs_evidence=self._needs_evidence).value
+        word = free_state_on_node(self._fleet, indexed, needs_evidence=self._needs_evidence).value
         return "" if word in (shown, self._written.get(name)) else word
 
     async def _write(self, name: str, word: str) -> None:

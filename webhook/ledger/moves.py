@@ -151,7 +151,7 @@ class BindPod:
         known = held.get(self.reservation_id)
         if known is None:
             raise UnknownReservationError(self.reservation_id)
-        if not known.may_be(self.pod):
+        if not known.may_belong_to(self.pod):
             raise ReservationConflictError(self.reservation_id)
         # Its holder counts a reservation out before anybody else does. A hold that no pod was named for yet is still
         # there, so nobody has its devices: the review that names one is in time.
@@ -163,7 +163,9 @@ class BindPod:
         if known.phase is Phase.PENDING and known.uid is None:
             known = evolve(known, deadline=now + times.pending_deadline)
         event = ReservationEvent.POD_NAMED if self.proof is PodProof.NAMED else ReservationEvent.POD_EXISTS
-        named = held[known.id] = known.with_grace(self.grace, is_longest=self.is_longest).of_pod(self.pod).after(event)
+        named = held[known.id] = (
+            known.with_grace(self.grace, is_longest=self.is_longest).with_pod(self.pod).after(event)
+        )
         return named
 
 
@@ -229,7 +231,7 @@ class Release:
 
     def apply(self, stored: Stored, held: Held, now: datetime, times: Times) -> Reservation | None:
         known = held.get(self.reservation_id)
-        if known is None or known.since != self.since or not known.may_be(self.pod):
+        if known is None or known.since != self.since or not known.may_belong_to(self.pod):
             return None
         if self.orphan is not None and known.orphan != self.orphan and known.phase is not Phase.RELEASING:
             return None
@@ -247,11 +249,11 @@ class Abandon:
 
     def apply(self, stored: Stored, held: Held, now: datetime, times: Times) -> Reservation | None:
         known = held.get(self.reservation_id)
-        if known is None or known.since != self.since or not known.may_be(self.pod):
+        if known is None or known.since != self.since or not known.may_belong_to(self.pod):
             return None
         if known.phase is Phase.RELEASING:
             return None
-        abandoned = held[known.id] = known.of_pod(self.pod).orphaned(self.orphan)
+        abandoned = held[known.id] = known.with_pod(self.pod).orphaned(self.orphan)
         return abandoned
 
 

@@ -44,7 +44,7 @@ class Orphans:
     async def take_in(self, held: Reservation, pod: PodIdentity, departure: Departure) -> None:
         """The pod went without proof of its end. Told again of the same departure, it does nothing."""
         orphan = Orphan(departure.at, self._patience.grace(departure.grace, held.grace))
-        if held.orphan is not None and held.orphan.and_also(orphan) == held.orphan:
+        if held.orphan is not None and held.orphan.merged_with(orphan) == held.orphan:
             return
         watched = await self._look(held.node)
         boot_id = "" if watched.sight is None else watched.sight.boot_id

@@ -102,8 +102,8 @@ class FilterAnswers:
     def __init__(self, wish: NodeQuery, question: ClaimSearch) -> None:
         self._wish = wish
         self._question = question
-        is_named = question.claim.place is not None or question.claim.nodes.node_name is not None
-        self._is_asked_of_each = wish.reserved is not None or is_named or question.needs_each_node
+        is_named = question.claim.map_entry is not None or question.claim.nodes.node_name is not None
+        self._is_asked_of_each = wish.reserved is not None or is_named or question.checks_each_node
         # Of a node of which nothing is known nothing is proven either.
         self._unknown = SAID[Objection.ABSENT] if question.needs_evidence else NOT_KNOWN
 
@@ -133,7 +133,7 @@ class FilterAnswers:
                 rows[indexed.row] = self._against_node(indexed)
             text = rows[indexed.row]
             if text is None:
-                shape = indexed.cell.shape
+                shape = indexed.node_group.shape
                 if shape not in shapes:
                     shapes[shape] = self._against_devices(indexed)
                 text = shapes[shape]
@@ -179,4 +179,4 @@ def score(wish: NodeQuery, indexed: IndexedNode, question: ClaimSearch) -> int:
     """Of a node that will do."""
     if wish.is_recorded or not wish.claim.count:
         return MAX_SCORE
-    return max(0, MAX_SCORE - max(0, question.room[indexed.cell.shape])) if indexed.node.devices else 0
+    return max(0, MAX_SCORE - max(0, question.spare[indexed.node_group.shape])) if indexed.node.devices else 0

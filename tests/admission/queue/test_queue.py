@@ -96,9 +96,9 @@ class Asked(Fleet):
 
     questions = 0
 
-    def learn(self, asked: NodesAsked) -> frozenset[str]:
+    def index_labels(self, asked: NodesAsked) -> frozenset[str]:
         self.questions += 1
-        return super().learn(asked)
+        return super().index_labels(asked)
 
 
 class Contested(MemoryLedger):
@@ -218,7 +218,9 @@ class Scene:
     def order(self) -> list[str]:
         """Of those that wait and are of one kind."""
         lines = self.pods.lines
-        return [one.pod.name for kind in lines.kinds() for head in lines.heads(kind) for one in lines.behind(head)]
+        return [
+            one.pod.name for kind in lines.kinds() for head in lines.heads(kind) for one in lines.same_count_from(head)
+        ]
 
 
 @pytest.fixture
@@ -376,7 +378,7 @@ async def test_small_claims_that_came_later_do_not_overtake_a_large_one(scene: S
 
 async def test_who_wants_no_gpu_waits_behind_nobody_who_does(scene: Scene) -> None:
     asked = {"gpuwarden.io/required-hash": HASH}
-    scene.fleet.prove("node-a", builders.evidence("node-a"), NOW)
+    scene.fleet.set_evidence("node-a", builders.evidence("node-a"), NOW)
     scene.come("first", annotations=asked)
     await scene.queue.step()
     scene.come("large", 2, seconds=1, annotations=asked)
@@ -462,7 +464,7 @@ async def test_who_waits_is_told_when_the_reason_changes_and_not_in_every_pass(s
     for _ in range(3):
         await scene.queue.step()
     assert scene.heard.told == [("a", Reason.NO_PROVEN_NODE)]
-    scene.fleet.prove("node-a", builders.evidence("node-a"), scene.now)
+    scene.fleet.set_evidence("node-a", builders.evidence("node-a"), scene.now)
     await scene.ledger.reserve(
         ReservationRequest(ReservationId("r1"), "ml", "d1"), [ON_GPU_0], answer_by=NOW + timedelta(seconds=9)
     )
@@ -505,7 +507,7 @@ async def test_an_ordinal_without_a_line_waits_and_is_told_its_number(scene: Sce
 
 async def test_evidence_that_ends_before_the_gate_is_open_keeps_it_shut() -> None:
     scene = Scene(always=True)
-    scene.fleet.prove("node-a", builders.evidence("node-a", until=NOW + timedelta(seconds=10)), NOW)
+    scene.fleet.set_evidence("node-a", builders.evidence("node-a", until=NOW + timedelta(seconds=10)), NOW)
     scene.come("a")
     scene.yard.failing = True
     await scene.queue.step()
@@ -609,7 +611,7 @@ def two_proven_nodes() -> Scene:
     scene = Scene(always=True)
     scene.fleet.put(node("node-b", device("GPU-2"), device("GPU-3")), NOW)
     for name in ("node-a", "node-b"):
-        scene.fleet.prove(name, builders.evidence(name), NOW)
+        scene.fleet.set_evidence(name, builders.evidence(name), NOW)
     return scene
 
 
@@ -625,7 +627,7 @@ async def test_a_reservation_on_a_node_that_will_not_do_any_more_is_made_anew_el
     if is_gone:
         scene.fleet.remove(first.node)
     else:
-        scene.fleet.prove(first.node, None, scene.now)
+        scene.fleet.set_evidence(first.node, None, scene.now)
     scene.yard.failing = False
     scene.now += timedelta(seconds=2)
     await scene.queue.step()
@@ -642,7 +644,7 @@ async def test_a_reservation_on_a_node_without_evidence_does_not_hold_up_its_lin
     scene.yard.failing = True
     await scene.queue.step()
     (first,) = scene.ledger.reservations()
-    scene.fleet.prove(first.node, None, scene.now)
+    scene.fleet.set_evidence(first.node, None, scene.now)
     scene.come("b", seconds=1)
     scene.yard.failing = False
     scene.now += timedelta(seconds=2)
@@ -656,7 +658,7 @@ async def test_nothing_is_adopted_on_a_node_without_evidence() -> None:
     scene.come("a")
     ask = ReservationRequest(ReservationId("review-1"), "ml", scene.waiter("a").claim.digest, "a")
     await scene.ledger.reserve(ask, [ON_GPU_0], answer_by=LATER)
-    scene.fleet.prove("node-a", None, NOW)
+    scene.fleet.set_evidence("node-a", None, NOW)
     await scene.queue.step()
     held = scene.ledger.of_pod("uid-a")
     assert held is not None
@@ -863,7 +865,7 @@ NEWS: dict[str, Callable[[Scene], object]] = {
     "a-node": lambda scene: scene.fleet.put(node("node-b", device("GPU-9")), NOW),
     "a-label": lambda scene: scene.fleet.put(node("node-a", device("GPU-0"), labels={"zone": "a"}), NOW),
     "a-node-that-went": lambda scene: scene.fleet.remove("node-a"),
-    "evidence": lambda scene: scene.fleet.prove("node-a", builders.evidence("node-a"), NOW),
+    "evidence": lambda scene: scene.fleet.set_evidence("node-a", builders.evidence("node-a"), NOW),
     "a-reservation": lambda scene: scene.fleet.hold(builders.reservation(builders.slot("GPU-1"))),
     "the-end-of-one": lambda scene: scene.fleet.free(builders.reservation(builders.slot("GPU-0"))),
     "a-map": lambda scene: scene.fleet.set_aside({"node-a": {"0": MapOwner("", SetId("set-1", "ml"))}}, {"node-a"}),

@@ -21,7 +21,7 @@ from webhook.admission.queue.holdings import QueueReservations
 from webhook.admission.queue.reports import QueueReporter
 from webhook.admission.queue.waiting_pods import WaitingPods, identity_in
 from webhook.core import check, gpu_order
-from webhook.core.backfill import Ahead, node_left_to, placed
+from webhook.core.backfill import HeldNode, choose_held_node, place_around
 from webhook.core.claim import Claim
 from webhook.core.decide import ClaimSearch, EvidencePolicy
 from webhook.core.dress import Allocation, DressRules
@@ -34,7 +34,7 @@ from webhook.core.errors import (
 )
 from webhook.core.fleet import Fleet
 from webhook.core.pod import Pod
-from webhook.core.queue_order import ClaimKind, QueuedPod, TurnOrder, its_turn_is_later, reservation_id_of
+from webhook.core.queue_order import ClaimKind, KindPass, QueuedPod, earlier_pod_waits, reservation_id_of
 from webhook.core.reasons import Reason
 from webhook.core.reservation import Phase, Placement, PodIdentity, PodProof, Reservation, ReservationRequest
 from webhook.core.verdict import Deny
@@ -260,20 +260,20 @@ class Queue:
     async def _serve_line(self, heads: list[QueuedPod], now: QueuePass, why: dict[int, Deny]) -> bool:
         """In the order of their turns, whatever number each wants. To the first one that waits for devices to become
         free a node is left, and those behind it have the others. Whether all have had their turn."""
-        turns, ahead = TurnOrder(self._pods.lines, heads, self._first_of(heads)), None
+        turns, ahead = KindPass(self._pods.lines, heads, self._first_of(heads)), None
         while turns:
             waiter = turns.take()
             came = await self._turn_if_there(waiter, now, ahead)
             if came is QueueTurn.UNDECIDED:
                 return False
             if isinstance(came, QueueTurn):
-                turns.goes_on(waiter)
+                turns.skip(waiter)
             else:
                 why[waiter.claim.count] = came
                 if came.reason is Reason.NO_FREE_DEVICE:
                     ahead = ahead or self._left_to(waiter)
-                    held_up = turns.held_up_by(waiter)
-                    why |= {one.claim.count: its_turn_is_later(one.claim, waiter.claim.count) for one in held_up}
+                    held_up = turns.block(waiter)
+                    why |= {one.claim.count: earlier_pod_waits(one.claim, waiter.claim.count) for one in held_up}
             if turns and self._is_over(now):
                 return False
         return True
@@ -284,15 +284,15 @@ class Queue:
         waiter = None if left is None else self._pods.lines.get(left.uid)
         return waiter if waiter is not None and waiter.kind == heads[0].kind else None
 
-    def _left_to(self, waiter: QueuedPod) -> Ahead | None:
+    def _left_to(self, waiter: QueuedPod) -> HeldNode | None:
         """None if no device that becomes free would serve it: then nobody takes anything from it."""
         left = self._left.get(waiter.kind)
         before = left.node if left is not None and left.uid == waiter.pod.uid else None
-        node = node_left_to(waiter.claim, self._fleet, self._policy, before)
+        node = choose_held_node(waiter.claim, self._fleet, self._policy, before)
         if node is None:
             return None
         self._left[waiter.kind] = BackfillNode(waiter.pod.uid, node)
-        return Ahead(waiter.claim, node)
+        return HeldNode(waiter.claim, node)
 
     async def _look_at(self, heads: list[QueuedPod], now: QueuePass, why: dict[int, Deny]) -> bool:
         """Those who want more than any node has: they hold up nobody, and are told so when there is time."""
@@ -305,14 +305,16 @@ class Queue:
                 why[head.claim.count] = came
         return True
 
-    async def _turn_if_there(self, waiter: QueuedPod, now: QueuePass, ahead: Ahead | None = None) -> QueueTurn | Deny:
+    async def _turn_if_there(
+        self, waiter: QueuedPod, now: QueuePass, ahead: HeldNode | None = None
+    ) -> QueueTurn | Deny:
         await asyncio.sleep(0)
         if waiter.pod.uid not in self._pods.lines or waiter.pod.uid in now.served:
             return QueueTurn.PASSED_OVER
         return await self._turn(waiter, None, now, ahead)
 
     async def _turn(
-        self, waiter: QueuedPod, held: Reservation | None, now: QueuePass, ahead: Ahead | None = None
+        self, waiter: QueuedPod, held: Reservation | None, now: QueuePass, ahead: HeldNode | None = None
     ) -> QueueTurn | Deny:
         """Its place, and its gate among those to be opened; or why not."""
         if self._doorkeeper.is_to_wait(waiter.pod.uid):
@@ -321,7 +323,7 @@ class Queue:
         if held is None and self._has_too_many_orphans(waiter):
             self._doorkeeper.try_later(waiter.pod.uid)
             return QueueTurn.PASSED_OVER
-        places = placed(waiter.claim, self._fleet, self._policy, ahead) if held is None else ()
+        places = place_around(waiter.claim, self._fleet, self._policy, ahead) if held is None else ()
         if isinstance(places, Deny):
             return places
         try:
@@ -354,7 +356,7 @@ class Queue:
             return True
         try:
             rules = await self._claims.within(waiter.pod.namespace)
-            refused = check.waits_as_dressed(raw, Pod.parse(raw), waiter.claim, self._rules, rules)
+            refused = check.matches_queued_pod(raw, Pod.parse(raw), waiter.claim, self._rules, rules)
         except InvalidPodError as exc:
             refused = Deny(Reason.INVALID_POD, "; ".join(exc.mistakes[:20]))
         if refused is not None:
@@ -362,7 +364,7 @@ class Queue:
         return refused is not None
 
     async def _outfit(
-        self, waiter: QueuedPod, held: Reservation | None, places: Sequence[Placement], ahead: Ahead | None
+        self, waiter: QueuedPod, held: Reservation | None, places: Sequence[Placement], ahead: HeldNode | None
     ) -> Allocation | Deny:
         claim, pod = waiter.claim, waiter.pod
         if not claim.count:
@@ -375,11 +377,11 @@ class Queue:
             grace = None if raw is None else grace_in(raw)
             known = await self._ledger.bind_to_pod(PodProof.CONFIRMED, known.id, pod, node=known.node, grace=grace)
         indexed = self._fleet.indexed_nodes.get(known.node)
-        uuids = gpu_order.as_mapped(claim, known.uuids, () if indexed is None else indexed.node.devices)
+        uuids = gpu_order.in_map_order(claim, known.uuids, () if indexed is None else indexed.node.devices)
         return Allocation(claim, (known.node,), known.id, uuids, has_waited=True)
 
     async def _reserved(
-        self, waiter: QueuedPod, places: Sequence[Placement], ahead: Ahead | None
+        self, waiter: QueuedPod, places: Sequence[Placement], ahead: HeldNode | None
     ) -> Reservation | Deny:
         """Whoever is faster costs a fresh decision, and not the turn."""
         claim, pod = waiter.claim, waiter.pod
@@ -390,7 +392,7 @@ class Queue:
             except PlacementRefusedError:
                 raise
             except SlotsTakenError:
-                again = placed(claim, self._fleet, self._policy, ahead)
+                again = place_around(claim, self._fleet, self._policy, ahead)
                 if isinstance(again, Deny):
                     return again
                 places = again

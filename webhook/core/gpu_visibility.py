@@ -18,7 +18,7 @@ SHOWING_NOTHING = {keys.NVIDIA_ENV: {"", "void", "none"}, keys.CUDA_ENV: {"", "-
 VOID: Mapping[str, str] = {"name": keys.NVIDIA_ENV, "value": "void"}
 
 
-def blinded(env: Sequence[dict[str, Json]]) -> list[dict[str, Json]]:
+def env_hiding_gpus(env: Sequence[dict[str, Json]]) -> list[dict[str, Json]]:
     """The variables with one literal `void`, whatever image and `envFrom` bring."""
     own = [one for one in env if one.get("name") == keys.NVIDIA_ENV]
     if len(own) == 1 and own[0].get("value") == VOID["value"] and not own[0].get("valueFrom"):
@@ -26,19 +26,19 @@ def blinded(env: Sequence[dict[str, Json]]) -> list[dict[str, Json]]:
     return [*(one for one in env if one.get("name") != keys.NVIDIA_ENV), dict(VOID)]
 
 
-def with_nothing_shown(raw: Mapping[str, Json], *groups: str) -> Mapping[str, Json]:
+def with_gpus_hidden(raw: Mapping[str, Json], *groups: str) -> Mapping[str, Json]:
     """The pod with every container of these lists blinded, but those that say themselves which GPUs they want. The
     same object if nothing changes."""
     spec = raw.get("spec") or {}
-    made = {group: [blinded_unless_said(one) for one in spec[group]] for group in groups if spec.get(group)}
+    made = {group: [hidden_unless_set(one) for one in spec[group]] for group in groups if spec.get(group)}
     return {**raw, "spec": {**spec, **made}} if any(made[group] != spec[group] for group in made) else raw
 
 
-def blinded_unless_said(container: dict[str, Json]) -> dict[str, Json]:
+def hidden_unless_set(container: dict[str, Json]) -> dict[str, Json]:
     """A value that shows GPUs stays, so that the validating webhook tells its author."""
     env = container.get("env") or []
     own = [one for one in env if one.get("name") == keys.NVIDIA_ENV]
-    return {**container, "env": blinded(env)} if not own or hides_all(own[-1]) else container
+    return {**container, "env": env_hiding_gpus(env)} if not own or hides_all(own[-1]) else container
 
 
 def hides_all(env: Mapping[str, Json]) -> bool:
@@ -46,7 +46,7 @@ def hides_all(env: Mapping[str, Json]) -> bool:
 
 
 def is_harmless(one: EnvVar) -> bool:
-    return one.shown is not None and one.shown in SHOWING_NOTHING.get(one.name, ())
+    return one.literal is not None and one.literal in SHOWING_NOTHING.get(one.name, ())
 
 
 def visible_env(container: Container) -> Iterator[EnvVar]:
@@ -55,7 +55,7 @@ def visible_env(container: Container) -> Iterator[EnvVar]:
     return (last[name] for name in keys.GPU_ENV if name in last and not is_harmless(last[name]))
 
 
-def wants_all(container: Container) -> bool:
+def exposes_all_gpus(container: Container) -> bool:
     """Whether it has `CUDA_VERSION`, and no variable of its own that beats it."""
     names = {one.name for one in container.env or ()}
     return keys.CUDA_VERSION in names and keys.NVIDIA_ENV not in names
