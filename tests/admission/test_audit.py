@@ -110,7 +110,7 @@ def test_a_pod_that_could_open_devices_is_found_in_isolated_namespaces() -> None
 async def test_a_pod_with_gpus_that_may_take_too_long_to_stop_is_found(house: House) -> None:
     raw = await placed(house, raw_pod(raw_container(gpus=1)))
     raw = {**raw, "spec": {**raw["spec"], "terminationGracePeriodSeconds": 61}}
-    for most, expected in ((60, "61 s, a probe's included; of a pod with GPUs it is at most 60 s"), (61, "")):
+    for most, expected in ((60, "61 s, probes included; a pod with GPUs may have at most 60 s"), (61, "")):
         pod = evolve(READING, dress=evolve(READING.dress, max_grace=most * SECOND)).pod(raw)
         assert pod is not None
         found = findings(Facts([pod], house.parts.ledger.reservations(), ()), LATER, needs_evidence=False)

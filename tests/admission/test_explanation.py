@@ -11,7 +11,7 @@ from tests.builders import HASH, OTHER_HASH, Raw, raw_container, raw_env, raw_po
 from tests.conftest import Build
 from tests.generated_pods import generated_pods
 from tests.web.house import House, patched
-from webhook.core.near_misses import MOST_KEYS, near_keys
+from webhook.core.near_misses import MAX_KEYS, near_keys
 from webhook.core.reservation import Orphan, PodIdentity, PodProof
 from webhook.ledger.memory import MemoryLedger
 from webhook.ledger.moves import Abandon, Times
@@ -79,7 +79,7 @@ async def test_nothing_is_counted_as_a_review(house: House) -> None:
 
 async def test_the_warnings_of_the_webhook_are_told(house: House) -> None:
     answer = await explained(house, raw_pod(raw_container(gpus=1), annotations={"gpuwarden.io/required-hsh": HASH}))
-    assert answer["warnings"] == ["gpuwarden.io/required-hsh means nothing to gpuwarden: is it misspelt?"]
+    assert answer["warnings"] == ["gpuwarden does not know the key gpuwarden.io/required-hsh: is it misspelt?"]
 
 
 NEAR: dict[str, tuple[dict[str, str], dict[str, str], list[str]]] = {
@@ -88,7 +88,7 @@ NEAR: dict[str, tuple[dict[str, str], dict[str, str], list[str]]] = {
         {},
         [
             "no node has proven SHA256:AA11: did you mean sha256:aa11?",
-            f"proven at this moment: {HASH} by 1 node, {OTHER_HASH} by 1 node",
+            f"proven now: {HASH} by 1 node, {OTHER_HASH} by 1 node",
         ],
     ),
     "no-prefix": (
@@ -96,13 +96,13 @@ NEAR: dict[str, tuple[dict[str, str], dict[str, str], list[str]]] = {
         {},
         [
             "no node has proven aa11: did you mean sha256:aa11?",
-            f"proven at this moment: {HASH} by 1 node, {OTHER_HASH} by 1 node",
+            f"proven now: {HASH} by 1 node, {OTHER_HASH} by 1 node",
         ],
     ),
     "another-hash": (
         {"gpuwarden.io/required-hash": "sha512:77"},
         {},
-        [f"proven at this moment: {HASH} by 1 node, {OTHER_HASH} by 1 node"],
+        [f"proven now: {HASH} by 1 node, {OTHER_HASH} by 1 node"],
     ),
     "case-of-a-label": (
         {},
@@ -118,12 +118,12 @@ NEAR: dict[str, tuple[dict[str, str], dict[str, str], list[str]]] = {
     "misspelt-key": (
         {"gpuwarden.io/required-hsh": HASH},
         {},
-        ["gpuwarden.io/required-hsh means nothing to gpuwarden: did you mean gpuwarden.io/required-hash?"],
+        ["gpuwarden does not know the key gpuwarden.io/required-hsh: did you mean gpuwarden.io/required-hash?"],
     ),
     "misspelt-domain": (
         {"gpuwarden/required-hash": HASH},
         {},
-        ["gpuwarden/required-hash means nothing to gpuwarden: did you mean gpuwarden.io/required-hash?"],
+        ["gpuwarden does not know the key gpuwarden/required-hash: did you mean gpuwarden.io/required-hash?"],
     ),
     "all-right": ({"gpuwarden.io/required-hash": HASH}, {"gpuwarden.io/gpu.model": "h100", "app": "x"}, []),
 }
@@ -140,7 +140,7 @@ async def test_near_misses_are_named(
 async def test_without_fresh_evidence_that_is_the_hint(build: Build) -> None:
     house = await build({"nodes": [{"name": "node-a", "devices": [{"uuid": "GPU-a0"}]}]})
     answer = await explained(house, raw_pod(annotations={"gpuwarden.io/required-hash": HASH}))
-    assert answer["hints"] == ["no node has fresh evidence at this moment"]
+    assert answer["hints"] == ["no node has fresh evidence now"]
 
 
 async def test_a_pod_that_exists_is_told_what_it_has(house: House) -> None:
@@ -177,4 +177,4 @@ def test_of_keys_without_end_only_the_first_are_compared() -> None:
             yield f"gpuwardens.example/{number}-{'x' * 60}"
 
     assert list(near_keys(written())) == []
-    assert len(looked) <= MOST_KEYS + 1
+    assert len(looked) <= MAX_KEYS + 1

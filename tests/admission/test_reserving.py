@@ -71,7 +71,7 @@ async def test_however_many_wait_it_is_one_question_whose_turn_it_is() -> None:
     house.lines.put(waiter(8, affinity=ZONE))
     refused = house.others_first(claim)
     assert refused is not None
-    assert refused.hint == "that one asks for 8"
+    assert refused.hint == "the earlier pod asks for 8"
 
 
 def test_who_wants_no_gpu_waits_behind_nobody_who_does_and_holds_up_nobody() -> None:
@@ -142,7 +142,7 @@ def test_what_is_more_than_any_node_has_is_known_as_nodes_come_and_go() -> None:
     assert house.never(asked) is None
     fleet.put(sized("node-a", 2), NOW)
     assert house.never(asked) == Deny(
-        Reason.NO_MATCHING_DEVICE, "4 GPUs: no node has more than 2 GPUs", hint="ask for what a node has"
+        Reason.NO_MATCHING_DEVICE, "4 GPUs: no node has more than 2 GPUs", hint="ask for GPUs that a node has"
     )
     fleet.put(sized("node-b", 4), NOW)
     assert house.never(asked) is None

@@ -46,13 +46,13 @@ def left_to(asked: Claim, fleet: Fleet, before: str | None = None, policy: Evide
 # Which node.
 
 
-def test_the_one_with_the_most_free_the_first_by_name() -> None:
+def test_held_node_has_the_most_free_devices_and_then_the_first_name() -> None:
     fleet = builders.fleet(sized("c", 4), sized("b", 4), sized("a", 4), sized("small", 3))
     busy(fleet, "a-0", "a-1", "b-0", "c-0")
     assert left_to(claim(4), fleet) == "b"
 
 
-def test_it_stays_until_another_one_has_more_free() -> None:
+def test_held_node_stays_until_another_has_more_free_devices() -> None:
     fleet = builders.fleet(sized("a", 4), sized("b", 4))
     busy(fleet, "a-0", "a-1", "b-0", "b-1")
     assert left_to(claim(4), fleet, before="b") == "b"
@@ -70,7 +70,7 @@ WILL_NOT_DO = {
 
 @pytest.mark.parametrize("before", [None, "a", "gone"])
 @pytest.mark.parametrize("other", WILL_NOT_DO.values(), ids=WILL_NOT_DO)
-def test_one_that_could_never_have_it_is_left_to_nobody(other: Node, before: str | None) -> None:
+def test_node_with_too_few_devices_is_not_held(other: Node, before: str | None) -> None:
     fleet = builders.fleet(other, sized("b", 4))
     busy(fleet, *(f"b-{k}" for k in range(4)))
     assert left_to(claim(4), fleet, before) == "b"
@@ -78,7 +78,7 @@ def test_one_that_could_never_have_it_is_left_to_nobody(other: Node, before: str
     assert left_to(claim(4), fleet, before) is None
 
 
-def test_one_without_the_evidence_that_is_asked_for_is_left_to_nobody() -> None:
+def test_node_without_the_required_evidence_is_not_held() -> None:
     fleet = builders.fleet(sized("a", 4), sized("b", 4), sized("c", 4), proven={"b": HASH, "c": "sha256:other"})
     busy(fleet, "a-0", "b-0", "b-1", "c-0")
     asked = claim(4, annotations={"gpuwarden.io/required-hash": HASH})
@@ -101,7 +101,7 @@ SELECTS = {
 
 
 @pytest.mark.parametrize("members", SELECTS.values(), ids=SELECTS)
-def test_one_that_the_pod_does_not_select_is_left_to_nobody(members: dict[str, object]) -> None:
+def test_node_that_the_pod_does_not_select_is_not_held(members: dict[str, object]) -> None:
     fleet = builders.fleet(
         sized("a", 4, labels={"kubernetes.io/hostname": "a"}),
         sized("b", 4, labels={"kubernetes.io/hostname": "b", "zone": "z"}),
@@ -110,14 +110,14 @@ def test_one_that_the_pod_does_not_select_is_left_to_nobody(members: dict[str, o
     assert [left_to(claim(4, **members), fleet, before) for before in (None, "a")] == ["b", "b"]
 
 
-def test_what_maps_have_set_aside_is_nothing_to_wait_for() -> None:
+def test_devices_set_aside_for_maps_do_not_count_for_the_held_node() -> None:
     fleet = builders.fleet(sized("a", 4), sized("b", 4))
     busy(fleet, "b-0", "b-1")
     fleet.set_aside({"a": {"0": MapOwner("", SetId("set-1", "ml"))}}, {"a"})
     assert left_to(claim(4), fleet) == "b"
 
 
-def test_devices_of_another_kind_do_not_count() -> None:
+def test_devices_of_another_kind_do_not_count_for_the_held_node() -> None:
     labels = {"fudo.org/gpu.nvlink": "true"}
     asked = claim(2, labels=labels)
     (label,) = asked.requirements
@@ -144,7 +144,7 @@ ASKED: tuple[dict[str, Any], ...] = (
 
 
 @given(st.data())
-def test_the_index_says_what_a_look_at_each_node_would_say(data: st.DataObject) -> None:
+def test_held_node_equals_that_of_a_scan_of_all_nodes(data: st.DataObject) -> None:
     there, held = [], []
     for number in range(data.draw(st.integers(1, 5))):
         name, gpus = f"n{number}", data.draw(st.integers(1, 4))
@@ -172,7 +172,7 @@ def test_the_index_says_what_a_look_at_each_node_would_say(data: st.DataObject) 
 # Who else may be where.
 
 
-def test_later_claims_are_placed_beside_it_and_told_whose_turn_it_is() -> None:
+def test_later_claims_use_other_nodes_or_wait_for_the_earlier_pod() -> None:
     fleet = builders.fleet(sized("a", 2), sized("b", 2))
     busy(fleet, "a-0", "b-0")
     ahead = HeldNode(claim(2), "a")
@@ -185,12 +185,12 @@ def test_later_claims_are_placed_beside_it_and_told_whose_turn_it_is() -> None:
     assert place_around(claim(1), fleet, POLICY, ahead) == decide(claim(1), fleet, POLICY)
 
 
-def test_where_no_node_is_left_to_anybody_it_is_the_decision() -> None:
+def test_placement_without_a_held_node_is_the_decision() -> None:
     fleet = builders.fleet(sized("a", 2))
     assert place_around(claim(1), fleet, POLICY, None) == decide(claim(1), fleet, POLICY)
 
 
-def test_who_wants_no_device_takes_none_away() -> None:
+def test_claim_without_gpus_may_use_the_held_node() -> None:
     fleet = builders.fleet(sized("a", 2), proven={"a": HASH})
     asked = builders.claim(raw_pod(annotations={"gpuwarden.io/required-hash": HASH}))
     found = place_around(asked, fleet, POLICY, HeldNode(claim(2), "a"))
@@ -295,7 +295,7 @@ stories = st.lists(st.one_of(st.integers(1, 4), st.just(0)), min_size=1, max_siz
 
 
 @given(nodes, stories, st.data())
-def test_no_gpu_is_idle_that_a_claim_could_have_beside_the_one_node(
+def test_no_gpu_outside_of_the_held_node_stays_idle(
     nodes: list[tuple[int, bool]], story: list[int], data: st.DataObject
 ) -> None:
     for made in world(nodes, story, data):
@@ -303,7 +303,7 @@ def test_no_gpu_is_idle_that_a_claim_could_have_beside_the_one_node(
 
 
 @given(nodes, stories, st.data())
-def test_whoever_is_first_is_served_after_at_most_as_many_ends_on_its_node_as_it_wants_gpus(
+def test_first_pod_is_served_after_as_many_releases_on_its_node_as_it_wants_gpus(
     nodes: list[tuple[int, bool]], story: list[int], data: st.DataObject
 ) -> None:
     """Small claims come without end, and pods end on other nodes as anybody likes."""

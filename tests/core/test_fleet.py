@@ -274,7 +274,7 @@ class IndexedFleet(RuleBasedStateMachine):
     def a_persons_account_is_the_same(self) -> None:
         fits = {fit.name: fit for fit in explain(ALWAYS[1], self.fleet, self.policy)}
         assert {name for name, fit in fits.items() if fit.fits} == self.world.fitting(ALWAYS[1])
-        assert {name: fit.objection.said_of(ALWAYS[1]) if fit.objection else None for name, fit in fits.items()} == {
+        assert {name: fit.objection.text_for(ALWAYS[1]) if fit.objection else None for name, fit in fits.items()} == {
             one.name: self.world.objection(one, ALWAYS[1]) for one in self.world.nodes.values()
         }
 
@@ -298,14 +298,16 @@ class IndexedFleet(RuleBasedStateMachine):
         assert self.fleet.device_count == len({d.uuid for one in self.world.nodes.values() for d in one.devices})
         assert sum(self.fleet.states.values()) == len(self.world.nodes)
         fresh = [
-            n for n in self.world.nodes.values() if self.world.evidence_objection(n, ALWAYS[1]) in (None, "other hash")
+            n
+            for n in self.world.nodes.values()
+            if self.world.evidence_objection(n, ALWAYS[1]) in (None, "a different hash")
         ]
         assert self.fleet.states[EvidenceState.FRESH] == len(fresh)
 
     @invariant()
     def a_device_of_two_nodes_is_nobodys(self) -> None:
         for uuid in map(DeviceUuid, UUIDS):
-            homes = self.world.homes(uuid)
+            homes = self.world.nodes_with(uuid)
             ill = any(d.uuid == uuid and not d.is_healthy for n in self.world.nodes.values() for d in n.devices)
             if len(homes) != 1 or not ill:
                 assert self.fleet.is_quarantined(uuid) is (len(homes) != 1)
@@ -416,7 +418,7 @@ class FleetOfMaps(RuleBasedStateMachine):
             for d in one.devices
             if len(self.fleet.nodes_with_device(d.uuid)) == 1
         ]
-        kept = {one.uuid for one in alone if self.world.is_kept(one)}
+        kept = {one.uuid for one in alone if self.world.is_set_aside(one)}
         disputed = {uuid for uuid in map(DeviceUuid, FEW_UUIDS) if len(self.fleet.nodes_with_device(uuid)) > 1}
         assert self.fleet.set_aside_devices - disputed == kept
 
@@ -459,11 +461,11 @@ def by_label(key: str, value: str) -> Claim:
     return Claim(ClaimRecord(gpus=1), NodesAsked(selector=((key, value),)))
 
 
-def test_nodes_that_no_claim_can_tell_apart_share_a_cell() -> None:
+def test_nodes_that_no_claim_distinguishes_share_a_group() -> None:
     assert cells(crowd(500, zone=3)) == 1
 
 
-def test_a_label_is_learnt_when_it_is_first_asked_for() -> None:
+def test_label_is_indexed_when_a_claim_first_uses_it() -> None:
     there = crowd(30, zone=3)
     found = decide(by_label("zone", "1"), there, LAX)
     assert not isinstance(found, Deny)
@@ -471,13 +473,13 @@ def test_a_label_is_learnt_when_it_is_first_asked_for() -> None:
     assert cells(there) == 3
 
 
-def test_a_label_that_no_node_has_costs_the_index_nothing() -> None:
+def test_label_that_no_node_has_is_not_indexed() -> None:
     there = crowd(30, zone=3)
     assert isinstance(decide(by_label("nobody-has-it", "1"), there, LAX), Deny)
     assert cells(there) == 1
 
 
-def test_a_label_that_comes_after_it_was_asked_for_in_vain_is_learnt_then() -> None:
+def test_label_that_nodes_get_after_its_first_use_is_indexed_then() -> None:
     there = crowd(3)
     asked = by_label("late", "yes")
     assert isinstance(decide(asked, there, LAX), Deny)
@@ -495,7 +497,7 @@ def test_a_label_with_as_many_values_as_nodes_does_not_split_the_fleet() -> None
     assert cells(there) == 1
 
 
-def test_a_label_learnt_in_a_small_fleet_does_not_split_the_large_one() -> None:
+def test_label_indexed_in_a_small_fleet_does_not_split_the_large_fleet() -> None:
     there = crowd(100, host=10_000)
     decide(by_label("host", "0"), there, LAX)
     for number in range(100, 1000):
@@ -504,14 +506,14 @@ def test_a_label_learnt_in_a_small_fleet_does_not_split_the_large_one() -> None:
     assert cells(there) < 500
 
 
-def test_tenants_who_ask_for_many_labels_do_not_split_the_fleet() -> None:
+def test_claims_with_many_labels_do_not_split_the_fleet() -> None:
     there = crowd(2000, a=200, b=200, c=200, d=200)
     for key in "abcd":
         decide(by_label(key, "1"), there, LAX)
     assert cells(there) < 1000
 
 
-def test_a_fleet_that_was_split_too_often_still_answers_rightly() -> None:
+def test_fleet_with_too_many_classes_gives_correct_answers() -> None:
     there = crowd(600, a=6, b=6, c=6, d=6)
     world = World(NOW, nodes={name: indexed.node for name, indexed in there.indexed_nodes.items()})
     for key in "abcd":
@@ -535,7 +537,7 @@ def test_a_fleet_that_was_split_too_often_still_answers_rightly() -> None:
     ],
     ids=["by-label", "by-name"],
 )
-def test_who_shuts_out_two_nodes_has_every_other_counted_for_what_it_is(term: NodeTerm) -> None:
+def test_denial_counts_every_other_node_if_two_are_excluded_by_name(term: NodeTerm) -> None:
     """There are more nodes than are asked one by one."""
     names = [f"node-{number}" for number in range(MAX_NODE_CHECKS + 1)]
     out = set(names[:2])
@@ -543,10 +545,10 @@ def test_who_shuts_out_two_nodes_has_every_other_counted_for_what_it_is(term: No
     there = fleet(*(node(name, labels=own, is_cordoned=name in out) for name, own in zip(names, labels, strict=True)))
     found = decide(Claim(ClaimRecord(gpus=2), NodesAsked(terms=(term,))), there, LAX)
     assert isinstance(found, Deny)
-    assert found.causes == ("2 not selected by the pod", "1 cordoned", "19998 with fewer than 2 matching GPUs")
+    assert found.causes == ("2 are not selected by the pod", "1 is cordoned", "19998 have fewer than 2 matching GPUs")
 
 
-def test_labels_that_change_all_the_time_do_not_fill_the_memory() -> None:
+def test_changing_node_labels_do_not_grow_the_index() -> None:
     there = crowd(3)
     for beat in range(12_000):
         there.put(node("node-1", device("GPU-1"), labels={"beat": str(beat)}), NOW)
@@ -559,7 +561,7 @@ def test_labels_that_change_all_the_time_do_not_fill_the_memory() -> None:
     assert len(there._classes) < 1000
 
 
-def test_gpu_labels_that_change_all_the_time_do_not_fill_the_memory() -> None:
+def test_changing_gpu_labels_do_not_grow_the_index() -> None:
     there = crowd(3)
     for beat in range(12_000):
         there.put(node("node-1", device("GPU-1", f"beat={beat}")), NOW)
@@ -567,7 +569,7 @@ def test_gpu_labels_that_change_all_the_time_do_not_fill_the_memory() -> None:
     assert len(there._kinds) < 1000
 
 
-def test_nodes_that_come_and_go_do_not_fill_the_memory() -> None:
+def test_recreated_nodes_do_not_grow_the_index() -> None:
     there = fleet()
     for number in range(2000):
         there.put(node(f"node-{number}", device("GPU-1"), labels={"gpu-node-name": f"rack-{number}"}), NOW)
@@ -575,7 +577,7 @@ def test_nodes_that_come_and_go_do_not_fill_the_memory() -> None:
     assert sum(map(len, there._directories.values())) < 1000
 
 
-def test_the_same_gpu_on_two_nodes_is_given_to_nobody_until_one_is_gone() -> None:
+def test_gpu_on_two_nodes_is_not_offered_until_one_node_is_gone() -> None:
     there = fleet(node("node-a", device("GPU-1")), node("node-b", device("GPU-1")))
     assert isinstance(decide(ANY, there, LAX), Deny)
     assert there.is_quarantined(DeviceUuid("GPU-1"))
@@ -588,9 +590,7 @@ def test_the_same_gpu_on_two_nodes_is_given_to_nobody_until_one_is_gone() -> Non
 
 @pytest.mark.parametrize("is_removed", [True, False], ids=["removed", "changed"])
 @pytest.mark.parametrize("claimant", ["node-b", "node-0"])
-def test_a_kept_gpu_is_kept_again_when_the_second_node_that_claims_it_drops_it(
-    claimant: str, *, is_removed: bool
-) -> None:
+def test_set_aside_gpu_is_set_aside_again_when_a_second_node_drops_it(claimant: str, *, is_removed: bool) -> None:
     there = fleet(node("node-a", device("GPU-1"), device("GPU-2")))
     there.set_aside({"node-a": {"GPU-1": KEEPER}, claimant: {"GPU-2": KEEPER}}, {"node-a"})
     there.put(node(claimant, device("GPU-1"), device("GPU-2")), NOW)
@@ -604,7 +604,7 @@ def test_a_kept_gpu_is_kept_again_when_the_second_node_that_claims_it_drops_it(
     assert [one.uuid for place in found for one in place.slots] == ["GPU-2"]
 
 
-def test_a_gpu_that_stood_twice_on_a_node_and_went_to_another_is_not_kept_there() -> None:
+def test_duplicated_gpu_that_moves_to_another_node_is_not_set_aside_there() -> None:
     twice = (device("GPU-1", index=0), device("GPU-1", index=1))
     there = fleet(node("node-a", *twice), node("node-b"))
     there.set_aside({"node-a": {"GPU-1": KEEPER}}, {"node-a"})
@@ -613,7 +613,7 @@ def test_a_gpu_that_stood_twice_on_a_node_and_went_to_another_is_not_kept_there(
     assert there.set_aside_devices == set()
 
 
-def test_what_is_held_stays_held_while_its_node_is_away() -> None:
+def test_held_gpu_stays_held_while_its_node_is_gone() -> None:
     there = fleet(node("node-a", device("GPU-1")))
     there.hold(reservation(slot("GPU-1")))
     there.remove("node-a")
@@ -635,21 +635,21 @@ def test_a_gpu_that_moves_to_another_node_stays_held() -> None:
 
 
 @pytest.mark.defect("S4-18")
-def test_a_release_frees_only_what_that_reservation_holds() -> None:
+def test_release_frees_only_the_slots_of_its_reservation() -> None:
     there = fleet(node("node-a", device("GPU-1")))
     there.hold(reservation(slot("GPU-1"), id="second"))
     there.free(reservation(slot("GPU-1"), id="first"))
     assert there.holders(DeviceUuid("GPU-1")) == {0: "second"}
 
 
-def test_a_node_that_comes_back_has_to_prove_itself_anew() -> None:
+def test_recreated_node_has_no_evidence() -> None:
     there = fleet(node("node-a", device("GPU-1")), proven={"node-a": HASH})
     there.remove("node-a")
     there.put(node("node-a", device("GPU-1")), NOW)
     assert isinstance(decide(Claim(ClaimRecord(gpus=1, hashes=(HASH,))), there, LAX), Deny)
 
 
-def test_evidence_ends_when_time_reaches_its_end() -> None:
+def test_evidence_becomes_stale_at_its_end() -> None:
     there = fleet(node("node-a", device("GPU-1")))
     there.set_evidence("node-a", evidence("node-a", until=NOW + 5 * SECOND), NOW)
     asked = Claim(ClaimRecord(gpus=1, hashes=(HASH,)))
@@ -660,7 +660,7 @@ def test_evidence_ends_when_time_reaches_its_end() -> None:
     assert fits == [True, True, False, False]
 
 
-def test_evidence_of_the_future_counts_from_its_beginning() -> None:
+def test_future_evidence_counts_from_its_start() -> None:
     there = fleet(node("node-a", device("GPU-1")))
     there.set_evidence("node-a", evidence("node-a", since=NOW + SECOND, until=NOW + 2 * SECOND), NOW)
     asked = Claim(ClaimRecord(gpus=1, hashes=(HASH,)))
@@ -677,20 +677,20 @@ def test_an_unhealthy_gpu_stays_quarantined_when_its_other_node_is_gone() -> Non
     assert there.is_quarantined(DeviceUuid("GPU-1"))
 
 
-def test_a_gpu_that_stands_twice_on_its_node_is_given_once() -> None:
+def test_gpu_listed_twice_on_its_node_is_quarantined() -> None:
     there = fleet(node("node-a", device("GPU-1", index=0), device("GPU-1", index=1)))
     found = decide(claim(raw_pod(raw_container(gpus=2))), there, LAX)
     assert isinstance(found, Deny)
 
 
-def test_a_gpu_held_alone_is_not_shared_afterwards() -> None:
+def test_gpu_held_exclusively_is_not_shared() -> None:
     there = fleet(node("node-a", device("GPU-1", shares=1)))
     there.hold(reservation(slot("GPU-1")))
     there.put(node("node-a", device("GPU-1", shares=2)), NOW)
     assert isinstance(decide(Claim(ClaimRecord(gpus=1, shared=True)), there, LAX), Deny)
 
 
-def test_requirements_that_nobody_can_meet_do_not_fill_the_memory() -> None:
+def test_unusual_requirements_do_not_grow_the_cache() -> None:
     there = crowd(2)
     for number in range(5000):
         there.kinds_serving(frozenset({f"model=none-{number}"}), is_shared=False)
@@ -699,7 +699,7 @@ def test_requirements_that_nobody_can_meet_do_not_fill_the_memory() -> None:
     assert len(there._kinds_serving) <= 4096
 
 
-def test_a_new_kind_of_gpu_is_offered_to_those_who_asked_before_it_came() -> None:
+def test_new_kind_of_gpu_serves_requirements_cached_before() -> None:
     there = fleet(node("node-a", device("GPU-1", "model=a100")))
     asked = Claim(ClaimRecord(gpus=1, requirements=("model=h100",)))
     assert isinstance(decide(asked, there, LAX), Deny)
@@ -709,7 +709,7 @@ def test_a_new_kind_of_gpu_is_offered_to_those_who_asked_before_it_came() -> Non
     assert [place.node for place in found] == ["node-b"]
 
 
-def test_a_node_put_again_unchanged_changes_nothing() -> None:
+def test_unchanged_node_is_no_change() -> None:
     there = fleet(node("node-a", device("GPU-1")), proven={"node-a": HASH})
     there.put(node("node-a", device("GPU-1")), NOW)
     assert there.indexed_nodes["node-a"].state is EvidenceState.FRESH

@@ -25,13 +25,13 @@ def of_hash(number: int, digest: int, namespace: str = "ml") -> QueuedPod:
     return waiter(number, second=number, asked={"gpuwarden.io/required-hash": f"sha256:{digest}"}, namespace=namespace)
 
 
-def test_a_kind_is_all_that_is_asked_but_how_many() -> None:
+def test_kind_is_the_claim_without_its_count() -> None:
     assert waiter(1, 1).kind == waiter(2, 8).kind
     assert waiter(1).kind != waiter(2, asked={"gpuwarden.io/required-hash": "sha256:aa"}).kind
     assert waiter(1).kind != waiter(2, asked={"gpuwarden.io/shared": "true"}).kind
 
 
-def test_the_heads_are_the_oldest_of_each_number() -> None:
+def test_heads_are_the_oldest_pods_of_each_count() -> None:
     lines = QueueOrder()
     for one in (waiter(3, 1, 5), waiter(1, 1, 7), waiter(2, 8, 6)):
         lines.put(one)
@@ -40,7 +40,7 @@ def test_the_heads_are_the_oldest_of_each_number() -> None:
     assert [one.pod.name for one in lines.same_count_from(lines.heads(kind)[0])] == ["p3", "p1"]
 
 
-def test_who_wants_something_else_now_stands_in_another_line() -> None:
+def test_pod_with_a_changed_claim_moves_to_another_queue() -> None:
     lines = QueueOrder()
     lines.put(waiter(1))
     lines.put(waiter(1, asked={"gpuwarden.io/required-hash": "sha256:aa"}))
@@ -51,7 +51,7 @@ def test_who_wants_something_else_now_stands_in_another_line() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 8), st.integers(1, 3), st.integers(0, 4), st.booleans()), max_size=40))
-def test_lines_say_what_a_plain_list_would_say(moves: list[tuple[int, int, int, bool]]) -> None:
+def test_queue_order_equals_a_sorted_list(moves: list[tuple[int, int, int, bool]]) -> None:
     lines, plain = QueueOrder(), dict[str, QueuedPod]()
     for number, gpus, second, stays in moves:
         one = waiter(number, gpus, second)
@@ -71,7 +71,7 @@ def test_lines_say_what_a_plain_list_would_say(moves: list[tuple[int, int, int, 
         assert list(lines.same_count_from(head)) == same
 
 
-def test_turns_are_taken_by_age_whatever_number_each_wants() -> None:
+def test_pass_is_in_order_of_age_across_counts() -> None:
     lines = QueueOrder()
     for one in (waiter(1, 8, 1), waiter(2, 1, 2), waiter(3, 8, 3), waiter(4, 1, 4)):
         lines.put(one)
@@ -83,7 +83,7 @@ def test_turns_are_taken_by_age_whatever_number_each_wants() -> None:
     assert [one.pod.name for one in taken] == ["p1", "p2", "p3", "p4"]
 
 
-def test_turns_go_round_by_namespace_whatever_number_each_wants() -> None:
+def test_pass_is_round_robin_by_namespace_across_counts() -> None:
     lines = QueueOrder()
     for one in (waiter(1, 8, 1), waiter(2, 1, 2), waiter(3, 8, 3), waiter(4, 1, 4, namespace="cv")):
         lines.put(one)
@@ -102,7 +102,7 @@ def test_turns_go_round_by_namespace_whatever_number_each_wants() -> None:
     assert [one.pod.name for head in lines.heads(kind) for one in lines.same_count_from(head)] == ["p2", "p5", "p3"]
 
 
-def test_kinds_take_turns_by_namespace_too() -> None:
+def test_kinds_are_round_robin_by_namespace() -> None:
     """Pods that are each of a kind of their own bring no more turns."""
     lines = QueueOrder()
     for number in range(1, 5):
@@ -117,7 +117,7 @@ def test_kinds_take_turns_by_namespace_too() -> None:
     assert served == ["p1", "p5", "p2", "p6", "p3", "p4"]
 
 
-def test_a_kind_that_nothing_can_be_had_for_takes_one_turn_of_its_namespace_at_the_most() -> None:
+def test_kind_that_cannot_be_served_takes_at_most_one_turn_of_its_namespace() -> None:
     lines = QueueOrder()
     for number in range(1, 51):
         lines.put(of_hash(number, 1))
@@ -127,7 +127,7 @@ def test_a_kind_that_nothing_can_be_had_for_takes_one_turn_of_its_namespace_at_t
     assert [next(iter(kind.hashes)) for kind in lines.kinds()] == ["sha256:1", "sha256:3", "sha256:2"]
 
 
-def test_ten_thousand_in_a_line_are_put_in_order_quickly() -> None:
+def test_ten_thousand_queued_pods_are_ordered_quickly() -> None:
     lines = QueueOrder()
     for number in range(10_000):
         lines.put(waiter(number, 1 + number % 8, number, namespace=f"ns-{number % 100}"))
@@ -139,7 +139,7 @@ def test_ten_thousand_in_a_line_are_put_in_order_quickly() -> None:
     assert len(lines) == 9_990
 
 
-def test_to_whom_a_node_is_left_has_the_first_turn_and_no_second_one() -> None:
+def test_pod_with_a_held_node_is_first_and_only_once() -> None:
     lines = QueueOrder()
     for one in (waiter(1, 1, 1), waiter(2, 8, 2), waiter(3, 8, 3), waiter(4, 1, 4)):
         lines.put(one)
@@ -151,7 +151,7 @@ def test_to_whom_a_node_is_left_has_the_first_turn_and_no_second_one() -> None:
     assert [one.pod.name for one in taken] == ["p3", "p1", "p2", "p4"]
 
 
-def test_whoever_waits_holds_up_those_that_want_as_many_or_more_and_nobody_else() -> None:
+def test_waiting_pod_blocks_only_pods_with_the_same_count_or_more() -> None:
     lines = QueueOrder()
     for one in (waiter(1, 4, 1), waiter(2, 8, 2), waiter(3, 1, 3), waiter(4, 4, 4), waiter(5, 2, 5)):
         lines.put(one)
@@ -162,7 +162,7 @@ def test_whoever_waits_holds_up_those_that_want_as_many_or_more_and_nobody_else(
     assert [turns.take().pod.name for _ in range(len(turns))] == ["p3", "p5"]
 
 
-def test_the_id_of_a_reservation_follows_from_the_pod_and_is_no_reviews() -> None:
+def test_reservation_id_of_a_queued_pod_is_derived_from_its_uid() -> None:
     first, second = waiter(1), waiter(2)
     assert reservation_id_of(first.pod) == "pod-uid-001"
     assert reservation_id_of(first.pod) != reservation_id_of(second.pod)

@@ -47,7 +47,7 @@ class Line:
         return list(seen.values())
 
 
-def test_a_namespace_with_many_has_one_turn_in_a_round() -> None:
+def test_namespace_with_many_members_has_one_turn_in_a_round() -> None:
     line = Line()
     line.comes("a", 4)
     line.comes("b", 2)
@@ -55,7 +55,7 @@ def test_a_namespace_with_many_has_one_turn_in_a_round() -> None:
     assert line.serve(7) == ["a", "b", "c", "a", "b", "a", "a"]
 
 
-def test_who_comes_late_stands_behind_the_first_of_each_namespace_and_before_the_rest() -> None:
+def test_late_member_is_after_the_first_of_each_namespace_and_before_the_rest() -> None:
     line = Line()
     line.comes("a", 300)
     assert line.serve(100) == ["a"] * 100
@@ -63,7 +63,7 @@ def test_who_comes_late_stands_behind_the_first_of_each_namespace_and_before_the
     assert line.serve(7) == ["a", "b", "a", "b", "a", "b", "a"]
 
 
-def test_who_has_been_served_and_comes_again_has_no_turn_more() -> None:
+def test_served_namespace_gets_no_extra_turn() -> None:
     line = Line()
     line.comes("a", 10)
     line.comes("b")
@@ -74,7 +74,7 @@ def test_who_has_been_served_and_comes_again_has_no_turn_more() -> None:
     assert turns == ["a", "b"] * 4
 
 
-def test_who_is_never_served_saves_no_turns_for_later() -> None:
+def test_unserved_namespace_does_not_accumulate_turns() -> None:
     """The first one waits for what nobody has; what comes after it in its namespace is no older than it is."""
     line = Line()
     line.comes("a")
@@ -87,7 +87,7 @@ def test_who_is_never_served_saves_no_turns_for_later() -> None:
     assert order[:6] == ["b", "a", "b", "a", "b", "a"]
 
 
-def test_who_passes_the_first_of_its_namespace_takes_a_turn_too() -> None:
+def test_member_served_before_the_first_of_its_namespace_uses_a_turn() -> None:
     line = Line()
     line.comes("a", 10)
     line.comes("b", 10)
@@ -101,7 +101,7 @@ def test_who_passes_the_first_of_its_namespace_takes_a_turn_too() -> None:
 
 
 @pytest.mark.parametrize("was_served", [True, False])
-def test_who_leaves_lets_those_behind_it_move_up(*, was_served: bool) -> None:
+def test_members_move_up_when_one_leaves(*, was_served: bool) -> None:
     line = Line()
     line.comes("a", 3)
     line.comes("b", 3)
@@ -129,7 +129,7 @@ def played(line: Line, step: tuple[str, str | int, int]) -> None:
 
 
 @given(st.lists(STEPS, max_size=60), NAMESPACES)
-def test_nobody_who_comes_goes_before_the_first_of_a_namespace(
+def test_new_member_never_goes_before_the_first_of_a_namespace(
     steps: list[tuple[str, str | int, int]], who: str
 ) -> None:
     line = Line()
@@ -144,7 +144,7 @@ IN_TURN = STEPS.map(lambda step: ("serves", 0, 0) if step[0] == "serves" else st
 
 
 @given(st.lists(IN_TURN, max_size=60), st.lists(NAMESPACES, max_size=60))
-def test_who_waits_all_the_while_has_as_many_turns_as_anybody_whoever_comes(
+def test_waiting_namespace_gets_as_many_turns_as_any_other(
     steps: list[tuple[str, str | int, int]], coming: list[str]
 ) -> None:
     line = Line()
@@ -172,7 +172,7 @@ def test_the_first_of_each_namespace_is_served_within_one_round(came: list[tuple
 
 
 @given(st.lists(STEPS, max_size=60))
-def test_a_copy_of_what_is_there_has_each_namespace_in_its_own_order(steps: list[tuple[str, str | int, int]]) -> None:
+def test_rebuilt_order_keeps_the_order_within_each_namespace(steps: list[tuple[str, str | int, int]]) -> None:
     """As after a change of the leader."""
     line, again = Line(), RoundRobin()
     for step in steps:

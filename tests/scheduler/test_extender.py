@@ -110,13 +110,13 @@ async def test_a_pod_that_waited_too_long_passes_nowhere(house: House, extender:
 @pytest.mark.parametrize(
     ("annotations", "mistake"),
     [
-        ({"gpuwarden.io/claim": "[]"}, "annotation gpuwarden.io/claim is not one of ours"),
-        (attested(HASH + ","), f"annotation {HASH_KEY} holds an empty hash: name one or take it away"),
-        (attested(" " + HASH), f"annotation {HASH_KEY}: ' {HASH}' holds white space"),
-        (attested(""), f"annotation {HASH_KEY} holds an empty hash: name one or take it away"),
+        ({"gpuwarden.io/claim": "[]"}, "annotation gpuwarden.io/claim was not written by gpuwarden"),
+        (attested(HASH + ","), f"annotation {HASH_KEY} has an empty hash: add a value or remove it"),
+        (attested(" " + HASH), f"annotation {HASH_KEY}: ' {HASH}' contains white space"),
+        (attested(""), f"annotation {HASH_KEY} has an empty hash: add a value or remove it"),
         (
             {"attestation-hash.my-company.com/required-hash": ""},
-            f"annotation {HASH_KEY} holds an empty hash: name one or take it away",
+            f"annotation {HASH_KEY} has an empty hash: add a value or remove it",
         ),
         ({"gpuwarden.io/gpu-count": ""}, "gpuwarden.io/gpu-count is empty"),
         (

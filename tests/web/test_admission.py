@@ -329,7 +329,7 @@ async def test_a_pod_that_others_keep_from_its_gpus_is_not_admitted(house: House
     final = with_spec(await house.dress(gpu_pod()), **change)
     response = await house.validate(builders.validating_create(final))
     assert refusal(response) == (403, "NoSuitableNode")
-    said = f"{field}: keeps the pod from node-b, where its GPUs are reserved"
+    said = f"{field}: excludes node-b, where the pod's GPUs are reserved"
     assert response["status"]["message"].startswith(said)
 
 
@@ -343,7 +343,8 @@ async def test_a_request_that_another_webhook_adds_after_us_is_not_taken_off_in_
     response = await house.mutate(changed, "another-review")
     assert refusal(response) == (403, "InvalidPod")
     assert response["status"]["message"].startswith(
-        "spec.containers[1].resources[nvidia.com/gpu]: container helper asks for GPUs after the pod was given its own"
+        "spec.containers[1].resources[nvidia.com/gpu]: "
+        "the GPU request of container helper was added after gpuwarden chose the pod's GPUs"
     )
 
 
@@ -448,7 +449,7 @@ async def test_a_denial_has_a_code_a_reason_and_leaves_nothing_behind(
 async def test_a_denial_tells_the_numbers_and_the_way_out(house: House) -> None:
     response = await house.mutate(gpu_pod(annotations=hashed("sha256:0000")))
     assert response["status"]["message"] == (
-        "1 GPU on a node attested as sha256:0000: found on none of 3 nodes: 1 no evidence, 2 other hash; "
+        "1 GPU on a node attested as sha256:0000: 0 of 3 nodes fit: 1 has no evidence, 2 have a different hash; "
         "ask for a hash that a node has proven, or have the node attested"
     )
 
@@ -458,9 +459,9 @@ async def test_all_mistakes_of_a_pod_are_named_at_once(house: House) -> None:
         raw_pod(annotations={"gpuwarden.io/gpu-count": "many", "gpuwarden.io/shared": "perhaps", **hashed("")})
     )
     assert response["status"]["message"] == (
-        "annotation gpuwarden.io/required-hash holds an empty hash: name one or take it away; "
+        "annotation gpuwarden.io/required-hash has an empty hash: add a value or remove it; "
         "gpuwarden.io/gpu-count: 'many' is not a whole number of GPUs; "
-        "gpuwarden.io/shared is 'perhaps', not true or false"
+        "gpuwarden.io/shared is 'perhaps'; allowed are true and false"
     )
 
 
@@ -569,13 +570,13 @@ async def test_a_users_gpu_variable_gives_way_with_a_warning(house: House) -> No
         A="1", NVIDIA_VISIBLE_DEVICES="GPU-b0", B="2", CUDA_VISIBLE_DEVICES="GPU-b0"
     )
     assert response["warnings"] == [
-        "spec.containers[0]: NVIDIA_VISIBLE_DEVICES of container main is set by gpuwarden; yours is replaced"
+        "spec.containers[0]: gpuwarden replaces the value of NVIDIA_VISIBLE_DEVICES in container main"
     ]
 
 
 async def test_a_misspelt_wish_is_warned_of(house: House) -> None:
     response = await house.mutate(gpu_pod(annotations={"gpuwarden.io/requird-hash": HASH}))
-    assert response["warnings"] == ["gpuwarden.io/requird-hash means nothing to gpuwarden: is it misspelt?"]
+    assert response["warnings"] == ["gpuwarden does not know the key gpuwarden.io/requird-hash: is it misspelt?"]
 
 
 async def test_in_cuda_mode_one_variable_is_set_and_nothing_taken_off(build: Build) -> None:
@@ -590,9 +591,7 @@ async def test_a_pod_with_gpus_that_names_no_runtime_class_gets_the_one_that_is_
     assert (await house.create(gpu_pod()))["spec"]["runtimeClassName"] == "nvidia"
     response = await house.mutate(gpu_pod(name="other", runtimeClassName="kata"), "another")
     assert patched(gpu_pod(runtimeClassName="kata"), response)["spec"]["runtimeClassName"] == "kata"
-    assert response["warnings"] == [
-        "spec.runtimeClassName: GPUs are handed out by nvidia; the pod names kata, which stays"
-    ]
+    assert response["warnings"] == ["spec.runtimeClassName: kata is kept, but nvidia is the runtime class for GPUs"]
 
 
 async def test_only_pods_that_are_given_gpus_get_a_runtime_class(build: Build) -> None:

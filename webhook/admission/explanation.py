@@ -90,7 +90,7 @@ class Explainer:
         told: Raw = {
             "name": fit.name,
             "fits": fit.fits,
-            "reasons": [] if fit.objection is None else [fit.objection.said_of(claim)],
+            "reasons": [] if fit.objection is None else [fit.objection.text_for(claim)],
             "devices": [slot.uuid for slot in fit.slots],
         }
         if fit.objection is Objection.OTHER_HASH:

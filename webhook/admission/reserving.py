@@ -72,7 +72,7 @@ class Reserver:
         if not counts:
             return None
         self.fleet.advance(self._clock())
-        most = ClaimSearch(claim, self.fleet, self.policy).most()
+        most = ClaimSearch(claim, self.fleet, self.policy).most_devices()
         first = next((count for count in counts if count <= most), None)
         return None if first is None else earlier_pod_waits(claim, first)
 
@@ -85,7 +85,7 @@ class Reserver:
         return Deny(
             Reason.NO_MATCHING_DEVICE,
             f"{claim.sentence}: no node has more than {most} GPU{'' if most == 1 else 's'}",
-            hint="ask for what a node has",
+            hint="ask for GPUs that a node has",
         )
 
     async def hold(

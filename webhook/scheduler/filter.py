@@ -26,8 +26,8 @@ SAID: dict[Objection, str] = {
     Objection.NOT_READY: "node is not ready",
     Objection.CORDONED: "node is cordoned",
     Objection.TAINTED: "node has a taint that the pod does not tolerate",
-    Objection.SEVERAL_CALLED: "a name in the placement map means several GPUs",
-    Objection.NAMED_TWICE: "the placement map names a GPU twice",
+    Objection.AMBIGUOUS_GPU: "a name in the placement map means several GPUs",
+    Objection.DUPLICATE_GPU: "the placement map names a GPU twice",
     Objection.FEWER_MATCHING: "too few matching GPUs",
     Objection.FEWER_FREE: "too few free GPUs",
 }

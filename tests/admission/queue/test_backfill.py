@@ -128,7 +128,7 @@ async def test_small_claims_use_the_other_nodes_and_the_large_one_gets_its_own(m
     # p3 waits for four on one node; one of b's is in use less than of a's.
     assert hall.first() == ("p3", 4, "b")
     assert hall.running() == {"p1": "a", "p2": "b", "p4": "a"}
-    assert "it is the turn of another pod" in hall.yard.said["p5"]
+    assert "an earlier pod waits for the same devices" in hall.yard.said["p5"]
     await hall.end("p2")
     await hall.come()
     assert hall.running() == {"p1": "a", "p4": "a", "p3": "b"}
@@ -160,7 +160,7 @@ async def test_one_that_no_gpu_would_serve_that_becomes_free_has_no_node_and_the
     devices = (evolve(broken.devices[0], is_healthy=False), *broken.devices[1:])
     hall.fleet.put(evolve(broken, devices=devices), NOW)
     await hall.come(1, 1, 4, 3)
-    assert "with fewer than 4 free" in hall.yard.said["p3"]
+    assert "fewer than 4 free GPUs" in hall.yard.said["p3"]
     assert hall.running() == {"p1": "b", "p2": "b", "p4": "a"}
     await hall.come(3, 1, 1)
     assert hall.first() == ("p5", 3, "b")
@@ -189,7 +189,7 @@ async def test_a_lost_race_beside_it_does_not_end_on_its_node(make: Making, monk
     await hall.end("p1")
     await hall.come(1)
     assert hall.running() == {"p2": "a", "p3": "b"}
-    assert "it is the turn of another pod" in hall.yard.said["p5"]
+    assert "an earlier pod waits for the same devices" in hall.yard.said["p5"]
 
 
 sizes = st.lists(st.integers(1, 3), min_size=1, max_size=3)

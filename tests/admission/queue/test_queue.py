@@ -471,7 +471,7 @@ async def test_who_waits_is_told_when_the_reason_changes_and_not_in_every_pass(s
     for _ in range(3):
         await scene.queue.step()
     assert scene.heard.told == [("a", Reason.NO_PROVEN_NODE), ("a", Reason.NO_FREE_DEVICE)]
-    assert "with fewer than 2 free" in scene.yard.said["a"]
+    assert "fewer than 2 free GPUs" in scene.yard.said["a"]
 
 
 async def test_a_gate_of_an_undressed_pod_is_never_opened(scene: Scene) -> None:

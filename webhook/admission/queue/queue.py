@@ -255,7 +255,7 @@ class Queue:
         )
 
     def _most(self, claim: Claim) -> int:
-        return ClaimSearch(claim, self._fleet, self._policy).most()
+        return ClaimSearch(claim, self._fleet, self._policy).most_devices()
 
     async def _serve_line(self, heads: list[QueuedPod], now: QueuePass, why: dict[int, Deny]) -> bool:
         """In the order of their turns, whatever number each wants. To the first one that waits for devices to become
