@@ -677,7 +677,7 @@ def test_an_unhealthy_gpu_stays_quarantined_when_its_other_node_is_gone() -> Non
     assert there.is_quarantined(DeviceUuid("GPU-1"))
 
 
-def test_gpu_listed_twice_on_its_node_is_quarantined() -> None:
+def test_gpu_listed_twice_on_its_node_does_not_serve_two() -> None:
     there = fleet(node("node-a", device("GPU-1", index=0), device("GPU-1", index=1)))
     found = decide(claim(raw_pod(raw_container(gpus=2))), there, LAX)
     assert isinstance(found, Deny)
