@@ -1,4 +1,4 @@
-"""Where a node's name and its hash are read from."""
+"""The sources of a node's name and hash."""
 
 import pytest
 
@@ -42,7 +42,7 @@ AGENT = AgentMessage(
     ],
 )
 def test_value_is_read_by_selector_or_by_id_template(text: str, place: str, values: set[str] | None) -> None:
-    if values is None:  # all that stands behind `san:`
+    if values is None:  # all values with the prefix `san:`
         values = {"node-name:node-a", "node-name-2:node-z", "attestation-hash:sha256:aa11"}
     assert naming_of(text, place).values(AGENT) == values
 
@@ -75,5 +75,5 @@ def test_ambiguous_setting_is_rejected(text: str, place: str, problem: str) -> N
 
 
 def test_node_name_selector_of_k8s_psat_is_accepted() -> None:
-    """The attestor knows it from the API server."""
+    """The attestor reads the node name from the API server."""
     assert naming_of("k8s_psat:agent_node_name", "node").values(AGENT) == frozenset()

@@ -1,4 +1,4 @@
-"""Backfill: whoever waits for many GPUs of one node is served when its node has them, whoever else comes."""
+"""Backfill: a pod that waits for many GPUs of one node gets them, whatever pods are created after it."""
 
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
@@ -43,7 +43,7 @@ def left_to(asked: Claim, fleet: Fleet, before: str | None = None, policy: Evide
     return choose_held_node(asked, fleet, policy, before)
 
 
-# Which node.
+# The held node.
 
 
 def test_held_node_has_the_most_free_devices_and_then_the_first_name() -> None:
@@ -169,7 +169,7 @@ def test_held_node_equals_that_of_a_scan_of_all_nodes(data: st.DataObject) -> No
     assert left_to(asked, fleet, before) == (before if is_kept else best)
 
 
-# Who else may be where.
+# Placement of later claims.
 
 
 def test_later_claims_use_other_nodes_or_wait_for_the_earlier_pod() -> None:
@@ -198,12 +198,12 @@ def test_claim_without_gpus_may_use_the_held_node() -> None:
     assert [place.node for place in found] == ["a"]
 
 
-# Nobody waits for ever.
+# No pod starves.
 
 
 @define
 class World:
-    """Pods come and end, in any order; after each move there is a pass, as the queue makes it."""
+    """Pods are created and end in any order; a queue pass follows each event."""
 
     fleet: Fleet
     lines: QueueOrder = field(factory=QueueOrder)
@@ -221,7 +221,7 @@ class World:
         self.fleet.free(self.running.pop(uid))
 
     def make_pass(self) -> None:
-        heads = [head for kind in self.lines.kinds() for head in self.lines.heads(kind)]  # they are of one kind
+        heads = [head for kind in self.lines.kinds() for head in self.lines.heads(kind)]  # one kind
         first = None if self.left is None else self.lines.get(self.left[0])
         turns, ahead, self.first = KindPass(self.lines, heads, first), None, None
         while turns:
@@ -264,7 +264,7 @@ class World:
         return (waiter for uid in self.lines.uids() if (waiter := self.lines.get(uid)) is not None)
 
     def idle(self) -> list[str]:
-        """Who waits and would fit, beside the node that is left to the first."""
+        """The waiting pods that would fit outside of the held node."""
         left = self.left[1] if self.first is not None and self.left is not None else None
         return [
             waiter.pod.name
@@ -278,7 +278,7 @@ NAMESPACES = st.sampled_from(("ml", "cv", "nlp"))
 
 
 def world(nodes: list[tuple[int, bool]], story: list[int], data: st.DataObject) -> Iterator[World]:
-    """After each of its passes."""
+    """Runs after each pass."""
     made = World(builders.fleet(*(sized(f"n{k}", gpus, sound=sound) for k, (gpus, sound) in enumerate(nodes))))
     for gpus in story:
         if gpus:
@@ -289,7 +289,7 @@ def world(nodes: list[tuple[int, bool]], story: list[int], data: st.DataObject) 
         yield made
 
 
-# How many GPUs each has, and whether all of them work; how many a pod wants that comes, or 0 where one ends.
+# Nodes: their GPUs, and whether all are healthy. Story: the GPUs of a new pod, or 0 if a pod ends.
 nodes = st.lists(st.tuples(st.integers(1, 4), st.booleans()), min_size=1, max_size=4)
 stories = st.lists(st.one_of(st.integers(1, 4), st.just(0)), min_size=1, max_size=30)
 
@@ -306,7 +306,7 @@ def test_no_gpu_outside_of_the_held_node_stays_idle(
 def test_first_pod_is_served_after_as_many_releases_on_its_node_as_it_wants_gpus(
     nodes: list[tuple[int, bool]], story: list[int], data: st.DataObject
 ) -> None:
-    """Small claims come without end, and pods end on other nodes as anybody likes."""
+    """Small claims arrive all the time, and pods on other nodes end at any time."""
     *_, made = world(nodes, story, data)
     first = made.first
     if first is None:

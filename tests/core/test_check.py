@@ -1,4 +1,4 @@
-"""Forgeries, one by one: each is refused, and the refusal names the field."""
+"""Forgeries: each is denied, and the denial names the field."""
 
 import copy
 from collections.abc import Callable
@@ -78,7 +78,7 @@ def outfit(held: Reservation = HELD, asked: Claim = CLAIM) -> Allocation:
 
 
 def given_pod(rules: DressRules = RULES) -> Raw:
-    """The pod as dressed by us, fit to be bent without bending the others."""
+    """A copy of the dressed pod, which a test may change."""
     return copy.deepcopy(created(dressed(WISH, outfit(), rules)))
 
 
@@ -257,7 +257,7 @@ def test_copied_manifest_does_not_get_the_reservation_of_the_original(held: Raw,
 
 
 def test_pod_with_a_regenerated_name_is_denied_with_a_hint() -> None:
-    """The API server's second try is another pod by all that can be seen."""
+    """After a name collision the API server sends a pod with another name and uid."""
     first = reservation(
         slot("GPU-1"), id="r-1", digest=CLAIM.digest, pod_name="infer-x7k2p", uid="uid-of-the-first-try"
     )
@@ -303,7 +303,7 @@ def test_pod_without_claim_annotation_has_no_recorded_claim() -> None:
     ("held", "said"),
     [
         pytest.param(None, "does not exist", id="gone"),
-        pytest.param({"phase": Phase.RELEASING}, "does not belong to this pod", id="on its way out"),
+        pytest.param({"phase": Phase.RELEASING}, "does not belong to this pod", id="in release"),
         pytest.param({"digest": "of-another"}, "does not belong to this pod", id="another claim's"),
         pytest.param({"uid": "another"}, "does not belong to this pod", id="another uid's"),
         pytest.param({"pod_name": "another"}, "does not belong to this pod", id="another name's"),
@@ -417,13 +417,13 @@ def test_pod_pinned_to_proven_nodes_is_admitted() -> None:
             },
             Reason.NOT_RESERVED,
             "spec.affinity.nodeAffinity: allows nodes that are not proven",
-            id="a-term-that-leaves-it-open",
+            id="a-term-without-a-node",
         ),
         pytest.param(
             held_to("node-a", nodeName="node-c"),
             Reason.FORGED,
             "spec.nodeName: is node-c, but the reservation is on node-a",
-            id="set-on-another-node",
+            id="node-name-of-another-node",
         ),
         pytest.param(
             {
@@ -443,7 +443,7 @@ def test_pod_pinned_to_proven_nodes_is_admitted() -> None:
             {**held_to("node-a"), "metadata": {"annotations": {"gpuwarden.io/claim": "{}"}}},
             Reason.FORGED,
             "metadata.annotations[gpuwarden.io/claim]: not what the pod asks for",
-            id="a-record-without-a-wish",
+            id="empty-record",
         ),
         pytest.param(
             {**held_to("node-a"), "metadata": {"annotations": {**HASHED, "gpuwarden.io/claim": "{}"}}},
@@ -589,10 +589,10 @@ def test_values_that_hide_all_gpus_are_admitted(env: list[Raw]) -> None:
 @pytest.mark.parametrize(
     "env",
     [
-        pytest.param(raw_env(CUDA_VISIBLE_DEVICES="void"), id="void-means-nothing-to-cuda"),
-        pytest.param(raw_env(NVIDIA_VISIBLE_DEVICES="-1"), id="minus-one-means-nothing-to-the-runtime"),
-        pytest.param(raw_env(NVIDIA_VISIBLE_DEVICES="VOID"), id="case-counts"),
-        pytest.param(raw_env(NVIDIA_VISIBLE_DEVICES=" void"), id="white-space-counts"),
+        pytest.param(raw_env(CUDA_VISIBLE_DEVICES="void"), id="void-has-no-effect-in-cuda"),
+        pytest.param(raw_env(NVIDIA_VISIBLE_DEVICES="-1"), id="minus-one-has-no-effect-in-the-runtime"),
+        pytest.param(raw_env(NVIDIA_VISIBLE_DEVICES="VOID"), id="case-sensitive"),
+        pytest.param(raw_env(NVIDIA_VISIBLE_DEVICES=" void"), id="white-space-not-trimmed"),
     ],
 )
 def test_values_that_do_not_hide_all_gpus_are_denied(env: list[Raw]) -> None:
@@ -615,7 +615,7 @@ def test_plain_pod_has_no_field_that_exposes_gpus() -> None:
     assert no_gpu_fields(pod(raw_container(env=raw_env(A="b"), resources={"limits": {"cpu": "1"}})), RULES) is None
 
 
-# A pod that waits.
+# A queued pod.
 
 
 def judged_waiting(raw: Raw, asked: Claim) -> Deny | None:
@@ -771,14 +771,14 @@ def test_existing_debug_container_does_not_block_another() -> None:
         pytest.param("/metadata/annotations/gpuwarden.io~1node", "metadata.annotations[gpuwarden.io/node]", id="key"),
         pytest.param("/metadata/annotations/a~01b", "metadata.annotations.a~1b", id="tilde"),
         pytest.param("/spec/containers/0/env/12/value", "spec.containers[0].env[12].value", id="positions"),
-        pytest.param("", "the pod", id="all-of-it"),
+        pytest.param("", "the pod", id="root"),
     ],
 )
 def test_json_pointer_becomes_a_field_path(pointer: str, field: str) -> None:
     assert field_path(pointer) == field
 
 
-# Whatever a stranger does to a dressed pod: its containers see at most their own GPU, or it is refused.
+# Any change of a dressed pod: its containers see at most their own GPU, or the pod is denied.
 
 strangers_env = st.lists(
     st.one_of(
@@ -794,7 +794,7 @@ strangers_env = st.lists(
 
 
 def shows(env: list[Raw]) -> set[str]:
-    """What a container could see by its own variables: the last of a name counts."""
+    """The GPUs that a container sees by its own variables: the last one of a name counts."""
     last = {one["name"]: one.get("value", "anything") for one in env}
     return {last[name] for name in ("NVIDIA_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES") if name in last}
 

@@ -1,4 +1,4 @@
-"""What a pod asks for, under every name it may be asked by; and every mistake in it at once."""
+"""The claim of a pod, under all keys and aliases; and all its mistakes in one error."""
 
 from contextlib import suppress
 from typing import Any
@@ -27,7 +27,7 @@ def mistakes(*containers: Raw, **members: Any) -> tuple[str, ...]:
     return caught.value.mistakes
 
 
-# How many.
+# The number of GPUs.
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_count_annotation_is_ignored_with_a_warning_if_containers_request_gpus()
     assert asked.warnings == ("gpuwarden.io/gpu-count=3 is ignored: the containers request 2",)
 
 
-# Of what kind.
+# Requirements.
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_requirements_are_parsed_from_labels(labels: dict[str, str], requirement
     assert asked_by(labels=labels).requirements == requirements
 
 
-# Attested as what.
+# Hashes.
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_requirements_are_parsed_from_labels(labels: dict[str, str], requirement
         ),
         pytest.param({"gpuwarden.io/required-hash": f"{OTHER_HASH},{HASH}"}, (HASH, OTHER_HASH), id="any-of"),
         pytest.param({"gpuwarden.io/required-hash": f"{HASH},{HASH}"}, (HASH,), id="twice-the-same"),
-        pytest.param({"gpuwarden.io/required-hash": "SHA256:AA11"}, ("SHA256:AA11",), id="case-and-all"),
+        pytest.param({"gpuwarden.io/required-hash": "SHA256:AA11"}, ("SHA256:AA11",), id="case-preserved"),
     ],
 )
 def test_hashes_are_parsed_without_normalisation(annotations: dict[str, str], hashes: tuple[str, ...]) -> None:
@@ -200,7 +200,7 @@ def test_invalid_hash_is_a_mistake(text: str, mistake: str) -> None:
     assert mistakes(annotations={"gpuwarden.io/required-hash": text}) == (mistake,)
 
 
-# Where.
+# Placement maps.
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ def test_invalid_hash_is_a_mistake(text: str, mistake: str) -> None:
         pytest.param({"labels": {"apps.kubernetes.io/pod-index": "7"}, "name": "web-3"}, 7, id="label-first"),
         pytest.param({"name": "web-3", "owners": [stateful_set()]}, 3, id="name-of-a-stateful-sets-pod"),
         pytest.param({"name": "web-007", "owners": [stateful_set()]}, 7, id="leading-zeros"),
-        pytest.param({"name": "app-7c9d-12345"}, None, id="a-name-that-looks-like-one"),
+        pytest.param({"name": "app-7c9d-12345"}, None, id="name-without-a-stateful-set"),
         pytest.param(
             {"name": "app-1", "owners": [{"kind": "ReplicaSet", "name": "app", "uid": "x"}]},
             None,
@@ -330,7 +330,7 @@ def test_all_mistakes_are_in_one_error() -> None:
         pytest.param(
             raw_pod(annotations={"gpuwarden.io/gpu-count": "1025"}),
             "the pod asks for 1025 GPUs; the maximum is 1024",
-            id="a-slip-of-the-keyboard",
+            id="number-too-large",
         ),
         pytest.param(
             raw_pod(raw_container("a", gpus=1000), raw_container("b", gpus=1000)),
@@ -452,7 +452,7 @@ def test_current_request_overrides_a_removed_one() -> None:
             id="everything",
         ),
         pytest.param(ClaimRecord(hashes=(HASH,)), "a node attested as sha256:aa11", id="a-node"),
-        pytest.param(ClaimRecord(gpus=2, node="n", devices=("0", "GPU-1")), "GPU 0,GPU-1 of node n", id="a-place"),
+        pytest.param(ClaimRecord(gpus=2, node="n", devices=("0", "GPU-1")), "GPU 0,GPU-1 of node n", id="a-map-entry"),
     ],
 )
 def test_claim_sentence(record: ClaimRecord, sentence: str) -> None:

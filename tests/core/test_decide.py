@@ -1,5 +1,5 @@
-"""The decision: who fits, in which order, and for a denial the numbers and the way out. Its truth at large is held
-against a dumb scan in `test_fleet.py`."""
+"""The decision: placements and their order, and the numbers and hints of denials. `test_fleet.py` compares it with a
+brute-force scan."""
 
 from typing import Any
 
@@ -63,7 +63,7 @@ def hold(there: Fleet, *slots: Slot, id: str = "r-1", is_shared: bool = False) -
     there.hold(reservation(*slots, id=id, is_shared=is_shared))
 
 
-# Who is chosen.
+# Placements.
 
 
 @pytest.mark.defect("S4-17")
@@ -207,7 +207,7 @@ def test_map_entry_selects_node_and_gpus(asked: Claim, expected: tuple[str, list
             mapped("1651", on="rack-1"),
             Reason.NO_MATCHING_DEVICE,
             ("1 is not selected by the pod", "1 has several GPUs that match one name in the map"),
-            id="a-serial-of-two",
+            id="ambiguous-serial",
         ),
         pytest.param(
             mapped("GPU-1", "GPU-4", on="rack-1"),
@@ -219,7 +219,7 @@ def test_map_entry_selects_node_and_gpus(asked: Claim, expected: tuple[str, list
             mapped("0", on="rack-1", shared=True),
             Reason.NO_MATCHING_DEVICE,
             ("1 is not selected by the pod", "1 has no matching GPU"),
-            id="sharing-where-none-is-declared",
+            id="shared-claim-for-an-exclusive-gpu",
         ),
     ],
 )
@@ -363,39 +363,39 @@ def test_explain_gives_the_objection_of_each_node() -> None:
 @pytest.mark.parametrize(
     ("gone", "reason", "hint"),
     [
-        pytest.param((), Reason.NO_FREE_DEVICE, "wait until GPUs are free, or ask for fewer", id="a-gpu-is-held"),
+        pytest.param((), Reason.NO_FREE_DEVICE, "wait until GPUs are free, or ask for fewer", id="no-free-gpu"),
         pytest.param(
-            ("busy",), Reason.NODE_NOT_READY, "wait for the nodes, or tolerate their taints", id="who-has-it-is-out"
+            ("busy",), Reason.NODE_NOT_READY, "wait for the nodes, or tolerate their taints", id="node-with-gpus-unavailable"
         ),
         pytest.param(
             ("busy", "dark", "cordoned", "tainted"),
             Reason.NO_MATCHING_DEVICE,
             "ask for GPUs that a node has",
-            id="a-gpu-is-of-another-kind",
+            id="no-matching-gpu",
         ),
         pytest.param(
             ("busy", "lesser"),
             Reason.NODE_NOT_READY,
             "wait for the nodes, or tolerate their taints",
-            id="nodes-are-out",
+            id="nodes-not-ready",
         ),
         pytest.param(
             ("busy", "lesser", "dark", "cordoned", "tainted"),
             Reason.NO_PROVEN_NODE,
             "ask for a hash that a node has proven, or have the node attested",
-            id="nodes-are-not-proven",
+            id="no-proven-node",
         ),
         pytest.param(
             tuple(OBJECTIONS)[1:],
             Reason.NO_SUITABLE_NODE,
             "loosen the pod's nodeName, nodeSelector or node affinity",
-            id="nodes-are-not-selected",
+            id="no-selected-node",
         ),
         pytest.param(
             tuple(OBJECTIONS),
             Reason.NO_PROVEN_NODE,
             "ask for a hash that a node has proven, or have the node attested",
-            id="there-are-none",
+            id="no-nodes",
         ),
     ],
 )
@@ -503,7 +503,7 @@ def test_decision_holds_no_slots() -> None:
 
 
 def test_number_of_nodes_checked_one_by_one_is_bounded() -> None:
-    """A pod that asks about names or about labels as good as names must not hold up everybody else's reviews."""
+    """A pod that selects by node names, or by labels with a value per node, must not delay other reviews."""
     count = 25_000
     there = fleet(*(node(f"node-{n}", device(f"GPU-{n}"), labels={"rack": f"r{n}"}) for n in range(count)))
     some = required_affinity(

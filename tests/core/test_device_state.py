@@ -1,4 +1,4 @@
-"""What a device is doing, in one word."""
+"""The states of devices."""
 
 from datetime import timedelta
 

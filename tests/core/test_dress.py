@@ -1,4 +1,4 @@
-"""A dressed pod keeps what its user wrote, can run on its own node only, and is dressed once for all."""
+"""A dressed pod keeps its user's fields, runs on its own node only, and does not change if it is dressed again."""
 
 import copy
 import time
@@ -59,7 +59,7 @@ PROVEN = Allocation(Claim(ClaimRecord(hashes=("sha256:aa11",))), ("node-a", "nod
 
 
 def worn(raw: Raw, fit: Allocation | None = None, rules: DressRules = RULES) -> Raw:
-    """The pod after the patch, as the API server makes it; which is the dressed pod, and wears no second layer."""
+    """The pod after the patch. It equals the dressed pod, and dressing it again changes nothing."""
     fit = fit or outfit()
     kept = copy.deepcopy(raw)
     clothed = dressed(raw, fit, rules)
@@ -487,7 +487,7 @@ def test_time_of_the_patch_is_linear_in_the_size_of_the_pod(raw: Raw) -> None:
     assert time.process_time() - began < 0.2
 
 
-# Generated pods: null in every optional member, keys that need escaping, whatever env and terms there are.
+# Generated pods: null in every optional member, keys that need escapes, any variables and terms.
 
 texts = st.text(alphabet="ab~/.01", max_size=4)
 small = st.one_of(st.none(), st.dictionaries(texts, st.sampled_from(["", "1", "x~/y", "GPU-1,GPU-2"]), max_size=3))

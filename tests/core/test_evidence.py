@@ -1,4 +1,4 @@
-"""Evidence is worth something from its first moment until just before its last."""
+"""Evidence is valid from its start until just before its end."""
 
 from datetime import datetime, timedelta
 

@@ -1,4 +1,4 @@
-"""SPIFFE IDs of evidence: one reading of each, or none."""
+"""SPIFFE IDs of evidence: each has one meaning or is rejected."""
 
 import pytest
 

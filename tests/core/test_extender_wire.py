@@ -1,4 +1,4 @@
-"""The extender's messages as kube-scheduler writes and reads them."""
+"""The extender's requests and responses as kube-scheduler encodes them."""
 
 import json
 from typing import Any

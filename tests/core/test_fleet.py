@@ -1,4 +1,4 @@
-"""The index never says anything that looking at every node would not: held against a dumb scan, move by move."""
+"""The index gives the same answers as a scan of all nodes, after every change."""
 
 import string
 from datetime import timedelta
@@ -37,7 +37,7 @@ from webhook.core.verdict import Deny
 
 KEEPER = MapOwner("2026-01-01", SetId("uid-of-a-set", "ml"))
 
-# A small world, so that everything meets everything: six nodes, eight UUIDs that may turn up on any of them.
+# A small fleet, so that generated changes interact: six nodes, eight UUIDs that can be on any of them.
 NAMES = tuple(f"node-{letter}" for letter in string.ascii_lowercase[:6])
 UUIDS = tuple(f"GPU-{n}" for n in range(8))
 DEVICE_LABELS = ("model=h100", "model=a100", "fudo.org/gpu.big")
@@ -145,7 +145,7 @@ claims = st.builds(Claim, st.one_of(plain_records, plain_records, mapped_records
 
 @st.composite
 def words(draw: st.DrawFn) -> tuple[str, int | None, int | None, bool, bool]:
-    """What a provider may say of a node; times are seconds from now."""
+    """Generated evidence; times are seconds from now."""
     seconds = st.one_of(st.none(), st.integers(-2, 6))
     rarely = st.sampled_from([False] * 7 + [True])
     return draw(st.sampled_from(HASHES)), draw(seconds), draw(seconds), draw(rarely), draw(rarely)
@@ -160,7 +160,7 @@ ALWAYS = (
 
 
 class IndexedFleet(RuleBasedStateMachine):
-    """The fleet beside a plain list of facts; after each move both must answer every claim alike."""
+    """The fleet and a plain list of facts. After each change both must give the same answer to every claim."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -176,7 +176,7 @@ class IndexedFleet(RuleBasedStateMachine):
         for one in first:
             self.put(one)
 
-    # What happens.
+    # Changes.
 
     @rule(one=nodes)
     def put(self, one: Node) -> None:
@@ -248,7 +248,7 @@ class IndexedFleet(RuleBasedStateMachine):
             held = data.draw(st.sampled_from(self.world.reservations))
             self.fleet.free(reservation(*held.slots, id="long-gone", node=held.node))
 
-    # What must hold.
+    # Invariants.
 
     def agree(self, one: Claim) -> tuple[Placement, ...] | Deny:
         found = decide(one, self.fleet, self.policy)
@@ -320,7 +320,7 @@ IndexedFleet.TestCase.settings = settings(
 TestIndexedFleet = pytest.mark.defect("S4-10")(IndexedFleet.TestCase)
 
 
-# A label with more values than this has a directory instead of classes; these nodes have one value each.
+# A label with more values has a directory instead of classes; these nodes have one value each.
 MANY = 260
 OWN_VALUES = ("h-0", "h-1", "h-own")
 host_expressions = st.one_of(
@@ -342,7 +342,7 @@ host_wishes = st.one_of(
 
 
 class FleetOfManyLabelValues(IndexedFleet):
-    """The same promises where a label's values are as good as node names, learnt before or after the nodes came."""
+    """The same invariants for a label with a value per node, indexed before or after the nodes are added."""
 
     @initialize()
     def a_crowd(self) -> None:
@@ -372,13 +372,13 @@ FleetOfManyLabelValues.TestCase.settings = settings(
 TestFleetOfManyLabelValues = FleetOfManyLabelValues.TestCase
 
 
-# Few enough that a GPU of a map is soon claimed by a second node, and dropped by either.
+# Few, so that a second node soon lists a GPU of a map, and either drops it.
 FEW_NAMES, FEW_UUIDS = NAMES[:3], UUIDS[:3]
 
 
 @st.composite
 def claimants(draw: st.DrawFn) -> Node:
-    """A UUID may stand twice on one."""
+    """A node may list a UUID twice."""
     uuids = draw(st.lists(st.sampled_from(FEW_UUIDS), max_size=3))
     label = draw(st.sampled_from((None, "rack-1", *FEW_NAMES)))
     devices = tuple(Device(DeviceUuid(uuid), index=index) for index, uuid in enumerate(uuids))
@@ -386,7 +386,7 @@ def claimants(draw: st.DrawFn) -> Node:
 
 
 class FleetOfMaps(RuleBasedStateMachine):
-    """What maps keep, while UUIDs are disputed and are not any more."""
+    """What maps set aside, while UUIDs become disputed and undisputed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -405,7 +405,7 @@ class FleetOfMaps(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(("rack-1", *FEW_NAMES)), gpus=st.sets(st.sampled_from((*FEW_UUIDS, "0", "1"))))
     def map(self, name: str, gpus: set[str]) -> None:
-        """What was kept there before is kept no more."""
+        """GPUs that were set aside before are not any more."""
         self.world.mapped[name] = gpus
         mapped = {name: dict.fromkeys(gpus, KEEPER) for name, gpus in self.world.mapped.items()}
         self.fleet.set_aside(mapped, {name})
@@ -449,7 +449,7 @@ def cells(there: Fleet) -> int:
 
 
 def crowd(size: int, **values: int) -> Fleet:
-    """Nodes with one GPU each, and labels that have so many values each, spread over the nodes."""
+    """Nodes with one GPU each; each label has the given number of values."""
     made = []
     for number in range(size):
         spread = {key: str((number * 7919 >> shift) % many) for shift, (key, many) in enumerate(values.items())}
@@ -538,7 +538,7 @@ def test_fleet_with_too_many_classes_gives_correct_answers() -> None:
     ids=["by-label", "by-name"],
 )
 def test_denial_counts_every_other_node_if_two_are_excluded_by_name(term: NodeTerm) -> None:
-    """There are more nodes than are asked one by one."""
+    """The fleet has more nodes than are checked one by one."""
     names = [f"node-{number}" for number in range(MAX_NODE_CHECKS + 1)]
     out = set(names[:2])
     labels = [{"kubernetes.io/hostname": name} for name in names]

@@ -1,4 +1,4 @@
-"""The placement map: what older systems' users wrote means the same, and every line that means nothing is named."""
+"""The placement map: maps of older systems have the same meaning, and every invalid line is named."""
 
 import re
 from collections.abc import Mapping

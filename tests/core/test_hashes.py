@@ -1,4 +1,4 @@
-"""What a namespace holds its pods to: a pod may narrow it, never widen it."""
+"""The hashes that a namespace allows: a pod may name fewer, never others."""
 
 import pytest
 

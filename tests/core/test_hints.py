@@ -1,4 +1,4 @@
-"""What a pod says of its work, what a scorer may change in it, and what it may not."""
+"""The features of a pod, and the changes that a scorer may make to it."""
 
 from datetime import timedelta
 from typing import Any
@@ -53,7 +53,7 @@ def advised(raw: Raw, advice: Advice = ADVICE, around: HintContext = AROUND) -> 
 
 
 def patched(raw: Raw, hints: Hints) -> Raw:
-    """By the patch, so that it is shown to apply."""
+    """Through the patch, so that the test proves that it applies."""
     result: Raw = jsonpatch.apply_patch(raw, changes(raw, hinted(raw, hints)))
     assert result == hinted(raw, hints)
     return result
@@ -338,7 +338,7 @@ def test_chosen_gpu_of_the_scorer_takes_precedence_over_its_selector() -> None:
     assert Advice(selector=(("pool", "x"),)).chosen_gpu == "unknown"
 
 
-# Again.
+# Reinvocation.
 
 
 def test_reinvoked_pod_keeps_its_hints_and_an_old_copy_does_not() -> None:

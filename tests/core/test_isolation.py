@@ -1,5 +1,5 @@
-"""What could open devices of its node: by values. That the policies say the same of every pod is shown in
-tests/e2e/attacks/test_isolation.py."""
+"""Pods that could open devices of their node. tests/e2e/attacks/test_isolation.py compares the results with the
+policies."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The strings that others read and write: changing one breaks somebody's manifests, so each is written here again."""
+"""The strings that others read and write. A change breaks manifests, so each string is repeated here."""
 
 import pytest
 

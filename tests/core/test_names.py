@@ -1,4 +1,4 @@
-"""Names that objects can have."""
+"""Valid names of objects and labels."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A pod's own wishes about nodes are read as kube-scheduler reads them."""
+"""A pod's constraints on nodes have the same meaning as in kube-scheduler."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A pod is read once: what is null is absent, what cannot be read is said, GPUs are counted as Kubernetes counts."""
+"""Pods are parsed: null is absent, invalid members are errors, and GPUs are counted by Kubernetes' rule."""
 
 from typing import Any
 
@@ -38,7 +38,7 @@ def counted(*, init: list[Raw], containers: list[Raw]) -> int:
 def test_gpus_are_counted_by_kubernetes_own_rule(
     init: list[tuple[str, int]], containers: list[tuple[str, int]], total: int
 ) -> None:
-    """A capital letter is a sidecar: an init container that goes on running."""
+    """A capital letter is a sidecar: an init container that keeps running."""
     first = [raw_sidecar(n.lower() * 2, gpus=g) if n.isupper() else raw_container(n, gpus=g) for n, g in init]
     assert counted(init=first, containers=[raw_container(n, gpus=g) for n, g in containers]) == total
 

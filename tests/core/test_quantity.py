@@ -1,4 +1,4 @@
-"""Amounts of resources, read as Kubernetes writes them."""
+"""Kubernetes quantities."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Lines: who came first among those that want the same, whatever number."""
+"""The queue order: by age and namespace among pods that want the same devices, whatever their number."""
 
 import time
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ def waiter(
 
 
 def of_hash(number: int, digest: int, namespace: str = "ml") -> QueuedPod:
-    """Of a kind of its own, if the number is."""
+    """Each number is a kind of its own."""
     return waiter(number, second=number, asked={"gpuwarden.io/required-hash": f"sha256:{digest}"}, namespace=namespace)
 
 
@@ -103,7 +103,7 @@ def test_pass_is_round_robin_by_namespace_across_counts() -> None:
 
 
 def test_kinds_are_round_robin_by_namespace() -> None:
-    """Pods that are each of a kind of their own bring no more turns."""
+    """Pods of many different kinds get no more turns."""
     lines = QueueOrder()
     for number in range(1, 5):
         lines.put(of_hash(number, number))

@@ -1,4 +1,4 @@
-"""A reservation moves as the table says and not otherwise; its identity grows and never changes."""
+"""A reservation changes as its table says; its identity is completed, and never changes."""
 
 from datetime import timedelta
 from itertools import product

@@ -1,4 +1,4 @@
-"""AdmissionReviews in, answers out: what can be answered by uid is read, what cannot is refused in a sentence."""
+"""AdmissionReviews and responses: a review with a uid is parsed, any other body is rejected with a message."""
 
 import base64
 import json
@@ -42,7 +42,7 @@ def replied(verdict: Admit | Deny, uid: str = REVIEW_UID) -> Raw:
     return reply
 
 
-# Questions.
+# Requests.
 
 
 def test_a_mutating_create_is_read() -> None:
@@ -191,7 +191,7 @@ def test_review_without_a_valid_uid_is_rejected_with_a_message(text: bytes, mess
 
 
 def embedding(fragment: bytes) -> bytes:
-    """A review whose pod holds `fragment` as it stands."""
+    """A review whose pod contains `fragment` unchanged."""
     return body(mutating_create({"x": "HERE"})).replace(b'"HERE"', fragment)
 
 
@@ -271,7 +271,7 @@ def test_null_member_equals_an_absent_one(member: str) -> None:
     assert Review.parse(body(raw)) == Review.parse(body(absent))
 
 
-# Answers.
+# Responses.
 
 
 def test_response_without_a_patch_is_minimal() -> None:
@@ -335,7 +335,7 @@ def test_uid_is_returned_unchanged() -> None:
     assert replied(Admit(), uid="ü/\\\"'")["response"]["uid"] == "ü/\\\"'"
 
 
-# Anything at all.
+# Generated bodies.
 
 json_values = st.recursive(
     st.one_of(
@@ -347,7 +347,7 @@ json_values = st.recursive(
 
 
 def paths_of(value: Any, path: tuple[str | int, ...] = ()) -> list[tuple[str | int, ...]]:
-    """Every place in a JSON value but its root."""
+    """Every position in a JSON value except its root."""
     steps: list[tuple[str | int, Any]] = []
     if isinstance(value, dict):
         steps = list(value.items())
@@ -376,7 +376,7 @@ PATHS = paths_of(FULL)
 
 
 def answered(text: bytes) -> bytes | None:
-    """The whole way of a review through the core; None if it is refused before there is a uid to answer."""
+    """A review through the whole core; None if it is rejected for want of a uid."""
     try:
         read = Review.parse(text)
     except MalformedReviewError:

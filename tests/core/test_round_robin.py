@@ -1,4 +1,4 @@
-"""Turns go round by namespace: nobody is overtaken by who comes later, and many pods bring no more turns."""
+"""Round-robin by namespace: later members do not overtake, and many pods get no more turns."""
 
 from collections import Counter
 from datetime import timedelta
@@ -12,7 +12,7 @@ from webhook.core.round_robin import Arrival, RoundRobin
 
 
 class Line:
-    """Members named by their namespace and number, each later than those before it."""
+    """Members are named by namespace and number. Each arrives later than those before it."""
 
     def __init__(self) -> None:
         self.rounds = RoundRobin()
@@ -31,7 +31,7 @@ class Line:
         self.rounds.drop(namespace, turn, was_served=was_served)
 
     def serve(self, times: int = 1) -> list[str]:
-        """The namespaces of the next ones."""
+        """The namespaces of the next members."""
         served = []
         for _ in range(min(times, len(self.members))):
             uid = self.rounds.order()[0]
@@ -40,7 +40,7 @@ class Line:
         return served
 
     def firsts(self) -> list[str]:
-        """The first of each namespace, in the order of their turns."""
+        """The first member of each namespace, in serving order."""
         seen: dict[str, str] = {}
         for uid in self.rounds.order():
             seen.setdefault(self.members[uid][0], uid)
@@ -75,7 +75,7 @@ def test_served_namespace_gets_no_extra_turn() -> None:
 
 
 def test_unserved_namespace_does_not_accumulate_turns() -> None:
-    """The first one waits for what nobody has; what comes after it in its namespace is no older than it is."""
+    """The first member cannot be served; later members of its namespace are not older than it."""
     line = Line()
     line.comes("a")
     line.comes("b", 50)
@@ -119,7 +119,7 @@ STEPS = st.one_of(
 
 
 def played(line: Line, step: tuple[str, str | int, int]) -> None:
-    """`serves`: one of the first few has its turn, as where the first waits for devices."""
+    """`serves`: one of the first few is served, as if the first waits for devices."""
     what, which, times = step
     if what == "comes":
         line.comes(str(which), times)
@@ -173,7 +173,7 @@ def test_the_first_of_each_namespace_is_served_within_one_round(came: list[tuple
 
 @given(st.lists(STEPS, max_size=60))
 def test_rebuilt_order_keeps_the_order_within_each_namespace(steps: list[tuple[str, str | int, int]]) -> None:
-    """As after a change of the leader."""
+    """After a change of the leader."""
     line, again = Line(), RoundRobin()
     for step in steps:
         played(line, step)

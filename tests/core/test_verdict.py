@@ -1,4 +1,4 @@
-"""Verdicts are values, and their words survive the way to the user."""
+"""Verdicts, and their texts in responses."""
 
 import pytest
 
