@@ -365,7 +365,10 @@ def test_explain_gives_the_objection_of_each_node() -> None:
     [
         pytest.param((), Reason.NO_FREE_DEVICE, "wait until GPUs are free, or ask for fewer", id="no-free-gpu"),
         pytest.param(
-            ("busy",), Reason.NODE_NOT_READY, "wait for the nodes, or tolerate their taints", id="node-with-gpus-unavailable"
+            ("busy",),
+            Reason.NODE_NOT_READY,
+            "wait for the nodes, or tolerate their taints",
+            id="node-with-gpus-unavailable",
         ),
         pytest.param(
             ("busy", "dark", "cordoned", "tainted"),

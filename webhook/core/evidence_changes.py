@@ -50,7 +50,7 @@ class Change:
 
     @property
     def source(self) -> str:
-        return self.after.source or self.before.source or "nobody"
+        return self.after.source or self.before.source or "no provider"
 
 
 class Changes:

@@ -288,21 +288,21 @@ class Fleet:
         groups: tuple[EvidenceGroup, ...] = ((indexed.state, None),)
         if indexed.state is EvidenceState.FRESH and indexed.evidence is not None:
             groups += ((indexed.state, indexed.evidence.hash),)
-        cell = NodeGroup(self._class_of(indexed.node), self._shape_of(indexed))
-        if (groups, cell) == (indexed.evidence_groups, indexed.node_group):
+        node_group = NodeGroup(self._class_of(indexed.node), self._shape_of(indexed))
+        if (groups, node_group) == (indexed.evidence_groups, indexed.node_group):
             return
         self._leave(indexed)
-        self._enter(indexed, groups, cell)
+        self._enter(indexed, groups, node_group)
 
-    def _enter(self, indexed: IndexedNode, groups: tuple[EvidenceGroup, ...], cell: NodeGroup) -> None:
-        indexed.evidence_groups, indexed.node_group = groups, cell
-        self._class_nodes[cell.node_class] += 1
+    def _enter(self, indexed: IndexedNode, groups: tuple[EvidenceGroup, ...], node_group: NodeGroup) -> None:
+        indexed.evidence_groups, indexed.node_group = groups, node_group
+        self._class_nodes[node_group.node_class] += 1
         for group in groups:
             rows = self._groups.setdefault(group, {})
-            row = rows.get(cell.node_class)
+            row = rows.get(node_group.node_class)
             if row is None:
-                row = rows[cell.node_class] = ClassNodes()
-            row.add(cell.shape, indexed.node.name)
+                row = rows[node_group.node_class] = ClassNodes()
+            row.add(node_group.shape, indexed.node.name)
             indexed.row = row
 
     def _leave(self, indexed: IndexedNode) -> None:
