@@ -30,7 +30,7 @@ def mistake_in(path: str) -> str | None:
             return f"{protected} contains devices, sockets, programs or keys of the node"
     for writable in WRITABLE:
         if overlap(path, writable):
-            return f"pods can create symbolic links in {writable}"
+            return f"pods can create links in {writable} that lead to any path"
     return None
 
 
