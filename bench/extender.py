@@ -56,7 +56,7 @@ def filled(rng: random.Random) -> Parts:
             for k in range(GPUS)
         )
         parts.fleet.put(Node(name, {"zone": f"z{number % 4}", "kubernetes.io/hostname": name}, devices), now)
-        parts.fleet.prove(name, Evidence(name, f"sha256:{number % HASHES:02}", "static"), now)
+        parts.fleet.set_evidence(name, Evidence(name, f"sha256:{number % HASHES:02}", "static"), now)
         for device in devices:
             if rng.random() < HELD:
                 id_ = ReservationId(device.uuid)

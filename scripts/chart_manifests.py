@@ -12,7 +12,7 @@ import yaml
 
 from scripts.chart_dashboard import dashboard
 from scripts.chart_values import CHART, ROOT
-from webhook.core.host_paths import PLACES, WRITABLE
+from webhook.core.host_paths import PROTECTED_PATHS, WRITABLE
 from webhook.kube.install import crds
 from webhook.kube.install.policies import (
     DEBUGGING,
@@ -354,7 +354,7 @@ def alerts() -> str:
 
 def host_paths() -> str:
     """Paths that no entry of `policies.hostPaths` may equal, contain or be inside of."""
-    return HEAD_OF_FILE + yaml.safe_dump({"places": [*PLACES], "writable": [*WRITABLE]}, sort_keys=False)
+    return HEAD_OF_FILE + yaml.safe_dump({"places": [*PROTECTED_PATHS], "writable": [*WRITABLE]}, sort_keys=False)
 
 
 def written() -> dict[Path, str]:

@@ -1,4 +1,4 @@
-"""Honest inputs for every test: pods and reviews as the API server sends them, nodes and evidence as they are told."""
+"""Test data: pods and reviews as the API server sends them, nodes, evidence, claims and reservations."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -37,7 +37,7 @@ def raw_env(**values: str) -> list[Raw]:
 def raw_container(
     name: str = "main", *, gpus: str | int | None = None, env: Sequence[Raw] | None = None, **members: Any
 ) -> Raw:
-    """A container as the API server hands it on: a limit of an extended resource is a request too."""
+    """A container as the API server sends it: the limit of an extended resource is a request too."""
     container: Raw = {"name": name, "image": "registry.example/train:1", "resources": {}}
     if gpus is not None:
         amount = gpus if isinstance(gpus, str) else str(gpus)
@@ -63,7 +63,7 @@ def raw_pod(
     init: Sequence[Raw] = (),
     **spec: Any,
 ) -> Raw:
-    """A pod with what is given and nothing else; without containers it has one that asks for nothing."""
+    """A pod with the given members only. The default container requests nothing."""
     meta: Raw = {
         "name": name,
         "generateName": generate_name,
@@ -163,12 +163,12 @@ def review(
 
 
 def mutating_create(raw: Raw, *, uid: str = REVIEW_UID, dry_run: bool = False) -> Raw:
-    """The first look at a pod: without a uid, and with generateName without a name."""
+    """The first review of a pod: it has no uid, and with generateName no name."""
     return review("CREATE", new=raw, uid=uid, dry_run=dry_run)
 
 
 def created(raw: Raw, *, uid: str = POD_UID, name: str | None = None) -> Raw:
-    """The pod as the validating review of the same CREATE shows it: named, with its final uid."""
+    """The pod in the validating review of the same CREATE: with its name and final uid."""
     meta = {**raw["metadata"], "uid": uid, "creationTimestamp": "2026-03-02T12:00:00Z"}
     meta["name"] = name or meta.get("name") or f"{meta.get('generateName', 'pod-')}x7k2p"
     return {**raw, "metadata": meta, "status": {"phase": "Pending", "qosClass": "BestEffort"}}
@@ -192,7 +192,7 @@ def body(raw_review: Any) -> bytes:
     return json.dumps(raw_review).encode()
 
 
-# What there is.
+# Nodes and evidence.
 
 
 def device(
@@ -226,16 +226,16 @@ def evidence(
 
 
 def fleet(*nodes: Node, proven: Mapping[str, str] | None = None, now: datetime = NOW) -> Fleet:
-    """A fleet of these nodes; `proven` says which of them have shown which hash."""
-    there = Fleet()
+    """A fleet of these nodes; `proven` gives the proven hash of a node."""
+    made = Fleet()
     for one in nodes:
-        there.put(one, now)
+        made.put(one, now)
     for name, digest in (proven or {}).items():
-        there.prove(name, evidence(name, digest), now)
-    return there
+        made.set_evidence(name, evidence(name, digest), now)
+    return made
 
 
-# What is asked for, and what is held.
+# Claims and reservations.
 
 
 def claim(raw: Raw, rules: ClaimRules | None = None) -> Claim:

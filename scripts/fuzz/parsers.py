@@ -72,7 +72,7 @@ def text(read: Callable[[str], object]) -> Callable[[bytes], object]:
 
 def claims_of(found: Any) -> object:
     asked = pod.Pod.parse(found)
-    return claim.claim_of(asked, RULES), claim.recorded_or_none(asked), hints.features_of(asked)
+    return claim.claim_of(asked, RULES), claim.recorded_claim_or_none(asked), hints.features_of(asked)
 
 
 def agents_of(message: bytes) -> object:
@@ -87,7 +87,7 @@ PARSERS = (
     Parser("pod as it is found", raw(PodSnapshot.of), "pods", UNREADABLE),
     Parser("pod of the binder", raw(lambda one: msgspec.convert(one, binder_wire.PodWire)), "pods", UNREADABLE),
     Parser("pod by its name", lambda content: pod_in(content, "ml", "train"), "pods", (PodsUnavailableError,)),
-    Parser("Job", raw(hints.handed_down), "pods", UNREADABLE),
+    Parser("Job", raw(hints.with_features_in_template), "pods", UNREADABLE),
     Parser("Binding", raw(lambda one: binding.Binding.parse(one, "ns", "name")), "bindings", UNREADABLE),
     Parser("GPUNode", raw(GpuNode.parse), "gpunodes", UNREADABLE),
     Parser("NodeEvidence", raw(node_evidence.NodeEvidence.parse), "evidence", UNREADABLE),

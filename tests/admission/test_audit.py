@@ -110,7 +110,7 @@ def test_audit_reports_a_pod_that_could_open_devices_in_isolated_namespaces() ->
 async def test_audit_reports_a_gpu_pod_with_too_long_a_grace_period(house: House) -> None:
     raw = await placed(house, raw_pod(raw_container(gpus=1)))
     raw = {**raw, "spec": {**raw["spec"], "terminationGracePeriodSeconds": 61}}
-    for most, expected in ((60, "61 s, a probe's included; of a pod with GPUs it is at most 60 s"), (61, "")):
+    for most, expected in ((60, "61 s, probes included; a pod with GPUs may have at most 60 s"), (61, "")):
         pod = evolve(READING, dress=evolve(READING.dress, max_grace=most * SECOND)).pod(raw)
         assert pod is not None
         found = findings(Facts([pod], house.parts.ledger.reservations(), ()), LATER, needs_evidence=False)

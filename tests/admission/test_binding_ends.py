@@ -105,7 +105,7 @@ class Scene:
         self.says(name, evidence(name, digest, since=NOW - HOUR, until=until))
 
     def says(self, name: str, word: Evidence | None) -> None:
-        self.fleet.prove(name, word, self.now)
+        self.fleet.set_evidence(name, word, self.now)
 
     def holds(self, raw: Raw, **members: Any) -> Raw:
         """A pod whose reservation the ledger knows."""

@@ -22,7 +22,7 @@ from webhook.core.decide import EvidencePolicy
 from webhook.core.device import Taint
 from webhook.core.evidence import Evidence, EvidenceState, combined
 from webhook.core.fleet import Fleet
-from webhook.core.hashes import NO_BOND, HashPolicy
+from webhook.core.hashes import NO_HASH_POLICY, HashPolicy
 from webhook.core.reasons import Reason
 from webhook.core.reservation import PodIdentity
 from webhook.runtime.telemetry import Metrics
@@ -79,7 +79,7 @@ class FakeNamespaces:
         return None if text is None else HashPolicy.of(namespace, {"gpuwarden.io/required-hash": text})
 
     async def bond(self, namespace: str) -> HashPolicy:
-        return self.known(namespace) or NO_BOND
+        return self.known(namespace) or NO_HASH_POLICY
 
 
 class Scene:
@@ -123,7 +123,7 @@ class Scene:
         self.proves(name, evidence(name, digest, since=self.now - timedelta(minutes=1), until=self.now + HOUR))
 
     def proves(self, name: str, word: Evidence | None) -> None:
-        self.fleet.prove(name, word, self.now)
+        self.fleet.set_evidence(name, word, self.now)
 
     async def settle(self, seconds: float = 0) -> list[tuple[str, Reason]]:
         """Runs passes until a loss counts as settled; returns what they reported."""

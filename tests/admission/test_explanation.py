@@ -11,7 +11,7 @@ from tests.builders import HASH, OTHER_HASH, Raw, raw_container, raw_env, raw_po
 from tests.conftest import Build
 from tests.generated_pods import generated_pods
 from tests.web.house import House, patched
-from webhook.core.near_misses import MOST_KEYS, near_keys
+from webhook.core.near_misses import MAX_KEYS, near_keys
 from webhook.core.reservation import Orphan, PodIdentity, PodProof
 from webhook.ledger.memory import MemoryLedger
 from webhook.ledger.moves import MarkOrphaned, Times
@@ -77,7 +77,7 @@ async def test_explanation_is_not_counted_as_a_review(house: House) -> None:
 
 async def test_explanation_contains_the_webhooks_warnings(house: House) -> None:
     answer = await explained(house, raw_pod(raw_container(gpus=1), annotations={"gpuwarden.io/required-hsh": HASH}))
-    assert answer["warnings"] == ["gpuwarden.io/required-hsh means nothing to gpuwarden: is it misspelt?"]
+    assert answer["warnings"] == ["gpuwarden does not know the key gpuwarden.io/required-hsh: is it misspelt?"]
 
 
 NEAR: dict[str, tuple[dict[str, str], dict[str, str], list[str]]] = {
@@ -86,7 +86,7 @@ NEAR: dict[str, tuple[dict[str, str], dict[str, str], list[str]]] = {
         {},
         [
             "no node has proven SHA256:AA11: did you mean sha256:aa11?",
-            f"proven at this moment: {HASH} by 1 node, {OTHER_HASH} by 1 node",
+            f"proven now: {HASH} by 1 node, {OTHER_HASH} by 1 node",
         ],
     ),
     "no-prefix": (
@@ -94,13 +94,13 @@ NEAR: dict[str, tuple[dict[str, str], dict[str, str], list[str]]] = {
         {},
         [
             "no node has proven aa11: did you mean sha256:aa11?",
-            f"proven at this moment: {HASH} by 1 node, {OTHER_HASH} by 1 node",
+            f"proven now: {HASH} by 1 node, {OTHER_HASH} by 1 node",
         ],
     ),
     "another-hash": (
         {"gpuwarden.io/required-hash": "sha512:77"},
         {},
-        [f"proven at this moment: {HASH} by 1 node, {OTHER_HASH} by 1 node"],
+        [f"proven now: {HASH} by 1 node, {OTHER_HASH} by 1 node"],
     ),
     "case-of-a-label": (
         {},
@@ -116,12 +116,12 @@ NEAR: dict[str, tuple[dict[str, str], dict[str, str], list[str]]] = {
     "misspelt-key": (
         {"gpuwarden.io/required-hsh": HASH},
         {},
-        ["gpuwarden.io/required-hsh means nothing to gpuwarden: did you mean gpuwarden.io/required-hash?"],
+        ["gpuwarden does not know the key gpuwarden.io/required-hsh: did you mean gpuwarden.io/required-hash?"],
     ),
     "misspelt-domain": (
         {"gpuwarden/required-hash": HASH},
         {},
-        ["gpuwarden/required-hash means nothing to gpuwarden: did you mean gpuwarden.io/required-hash?"],
+        ["gpuwarden does not know the key gpuwarden/required-hash: did you mean gpuwarden.io/required-hash?"],
     ),
     "all-right": ({"gpuwarden.io/required-hash": HASH}, {"gpuwarden.io/gpu.model": "h100", "app": "x"}, []),
 }
@@ -138,7 +138,7 @@ async def test_explanation_hints_at_near_misses(
 async def test_explanation_hints_at_missing_evidence(build: Build) -> None:
     house = await build({"nodes": [{"name": "node-a", "devices": [{"uuid": "GPU-a0"}]}]})
     answer = await explained(house, raw_pod(annotations={"gpuwarden.io/required-hash": HASH}))
-    assert answer["hints"] == ["no node has fresh evidence at this moment"]
+    assert answer["hints"] == ["no node has fresh evidence now"]
 
 
 async def test_explanation_of_a_running_pod_names_its_gpus(house: House) -> None:
@@ -175,4 +175,4 @@ def test_near_miss_search_compares_a_limited_number_of_keys() -> None:
             yield f"gpuwardens.example/{number}-{'x' * 60}"
 
     assert list(near_keys(written())) == []
-    assert len(looked) <= MOST_KEYS + 1
+    assert len(looked) <= MAX_KEYS + 1

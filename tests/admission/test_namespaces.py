@@ -12,7 +12,7 @@ from tests.test_api_pods import api_server as api_server  # a fixture
 from webhook.admission.api_namespaces import ApiNamespaces
 from webhook.admission.namespaces import ClaimReader, NamespacesUnavailableError, NoDemands, WatchedNamespaces
 from webhook.core.claim import ClaimRules
-from webhook.core.hashes import NO_BOND, HashPolicy
+from webhook.core.hashes import NO_HASH_POLICY, HashPolicy
 
 KEY = "gpuwarden.io/required-hash"
 
@@ -42,7 +42,7 @@ async def test_known_namespace_is_not_looked_up() -> None:
     namespaces = WatchedNamespaces(api)
     namespaces.view.replaced({"/ml": namespace("ml", HASH), "/web": namespace("web")})
     assert await namespaces.bond("ml") == HashPolicy("ml", (HASH,))
-    assert await namespaces.bond("web") == NO_BOND
+    assert await namespaces.bond("web") == NO_HASH_POLICY
     namespaces.view.changed(namespace("ml", OTHER_HASH, version=2))
     assert await namespaces.bond("ml") == HashPolicy("ml", (OTHER_HASH,))
     assert api.asked == []
@@ -53,7 +53,7 @@ async def test_unknown_namespace_is_looked_up() -> None:
     namespaces = WatchedNamespaces(api)
     assert namespaces.known("new") is None
     assert await namespaces.bond("new") == HashPolicy("new", (HASH,))
-    assert await namespaces.bond("nowhere") == NO_BOND
+    assert await namespaces.bond("nowhere") == NO_HASH_POLICY
     assert api.asked == ["new", "nowhere"]
 
 
@@ -84,10 +84,10 @@ async def test_claims_are_read_by_their_namespaces_policy() -> None:
     namespaces = WatchedNamespaces(Api(namespace("new", OTHER_HASH)))
     namespaces.view.changed(namespace("ml", HASH))
     reading = ClaimReader(ClaimRules(resource="example.com/gpu"), namespaces)
-    assert await reading.within("ml") == ClaimRules(resource="example.com/gpu", bond=HashPolicy("ml", (HASH,)))
-    assert (await reading.within("new")).bond.hashes == (OTHER_HASH,)
-    assert reading.known_within("ml").bond.hashes == (HASH,)
-    assert reading.known_within("new").bond is NO_BOND
+    assert await reading.within("ml") == ClaimRules(resource="example.com/gpu", hash_policy=HashPolicy("ml", (HASH,)))
+    assert (await reading.within("new")).hash_policy.hashes == (OTHER_HASH,)
+    assert reading.known_within("ml").hash_policy.hashes == (HASH,)
+    assert reading.known_within("new").hash_policy is NO_HASH_POLICY
     assert await ClaimReader(ClaimRules(), NoDemands()).within("ml") == ClaimRules()
 
 

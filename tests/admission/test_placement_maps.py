@@ -186,7 +186,7 @@ def test_older_of_two_sets_owns_the_gpu_by_any_of_its_names(scene: Scene, late: 
     refused = decide(mapped("0=rack-1:0", "late"), scene.fleet, LAX)
     assert isinstance(refused, Deny)
     assert refused.reason is Reason.NO_FREE_DEVICE
-    assert "; kept for the map of an older StatefulSet: GPU-0; name other GPUs" in refused.sentence
+    assert "; set aside for the map of an older StatefulSet: GPU-0; name other GPUs" in refused.sentence
     scene.sets.deleted(early)
     assert scene.serves(mapped("0=rack-1:0", "late"))
     scene.sets.changed(stateful_set("0=rack-1:0", created="2026-01-03"))  # recreated, it is the younger one

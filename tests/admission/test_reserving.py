@@ -36,9 +36,9 @@ class CountingFleet(Fleet):
 
     questions = 0
 
-    def learn(self, asked: NodesAsked) -> frozenset[str]:
+    def index_labels(self, asked: NodesAsked) -> frozenset[str]:
         self.questions += 1
-        return super().learn(asked)
+        return super().index_labels(asked)
 
 
 ZONE = builders.required_affinity(builders.term(builders.expression("kubernetes.io/hostname", "NotIn", "node-x")))
@@ -71,7 +71,7 @@ async def test_one_search_decides_the_turn_of_any_number_of_waiting_claims() -> 
     reserver.queue_order.put(waiter(8, affinity=ZONE))
     refused = reserver.queued_ahead(claim)
     assert refused is not None
-    assert refused.hint == "that one asks for 8"
+    assert refused.hint == "the earlier pod asks for 8"
 
 
 def test_claim_without_gpus_neither_waits_for_nor_blocks_claims_with_gpus() -> None:
@@ -140,7 +140,7 @@ def test_largest_node_follows_the_fleet() -> None:
     assert reserver.exceeds_every_node(asked) is None
     fleet.put(sized("node-a", 2), NOW)
     assert reserver.exceeds_every_node(asked) == Deny(
-        Reason.NO_MATCHING_DEVICE, "4 GPUs: no node has more than 2 GPUs", hint="ask for what a node has"
+        Reason.NO_MATCHING_DEVICE, "4 GPUs: no node has more than 2 GPUs", hint="ask for GPUs that a node has"
     )
     fleet.put(sized("node-b", 4), NOW)
     assert reserver.exceeds_every_node(asked) is None

@@ -145,7 +145,8 @@ def test_every_mistake_in_an_installation_is_named(tmp_path: Path, capsys: pytes
         "--url: 'http://h'",
         f"no certificate in {bundle}",
         "--required-hash-alias: ",
-        "--host-paths: '/var/lib/kubelet/pods': devices, sockets, programs or keys of the node are in /var/lib/kubelet",
+        "--host-paths: '/var/lib/kubelet/pods': "
+        "/var/lib/kubelet contains devices, sockets, programs or keys of the node",
         "--host-paths: 'data': not an absolute path",
     ):
         assert name in err

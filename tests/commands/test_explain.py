@@ -56,7 +56,7 @@ def test_the_answer_for_a_person_names_every_node() -> None:
         "admit: 2 GPUs with model=h100 on a node attested as sha256:aa11: "
         "GPU-a0000000-0000-4000-8000-000000000000, GPU-a0000000-0000-4000-8000-000000000001 on node node-a (Admitted)\n"
         "  + node-a: GPU-a0000000-0000-4000-8000-000000000000, GPU-a0000000-0000-4000-8000-000000000001\n"
-        "  - node-b: other hash: sha256:bb22\n"
+        "  - node-b: a different hash: sha256:bb22\n"
         "  - node-c: no evidence\n"
     )
 
@@ -200,7 +200,7 @@ def test_the_patch_is_shown_and_the_pod_with_the_patch() -> None:
 def test_of_a_pod_that_is_denied_nothing_is_shown() -> None:
     done = gpuwarden("explain", BAD, "--show", "pod")
     assert (done.returncode, done.stdout) == (1, "")
-    assert "found on none of 3 nodes" in done.stderr
+    assert "0 of 3 nodes fit" in done.stderr
 
 
 def test_where_nobody_can_be_asked_there_is_no_verdict(tmp_path: Path) -> None:
@@ -245,7 +245,7 @@ async def test_the_route_answers_the_same_and_reserves_nothing(house: House) -> 
             {
                 "name": "node-b",
                 "fits": False,
-                "reasons": ["other hash"],
+                "reasons": ["a different hash"],
                 "devices": [],
                 "hash": "sha256:bb22",
             },
@@ -277,7 +277,7 @@ async def test_the_route_sees_what_is_held(house: House) -> None:
     await house.create(raw)
     answer: Raw = (await house.tls.post("/explain", json=raw)).json()
     assert (answer["verdict"], answer["reason"]) == ("deny", "NoFreeDevice")
-    assert answer["nodes"][0]["reasons"] == ["with fewer than 2 free"]
+    assert answer["nodes"][0]["reasons"] == ["fewer than 2 free GPUs"]
 
 
 NO_PODS = {

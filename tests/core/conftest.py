@@ -1,4 +1,4 @@
-"""How much the generated tests look at, and that a busy machine does not fail them."""
+"""Hypothesis settings: the number of examples, and no deadline, so that a busy machine does not fail tests."""
 
 from hypothesis import settings
 

@@ -1,7 +1,6 @@
-"""The decision made the dumb way: look at every node, every device and every held slot, each time anew.
+"""A brute-force decision: every node, every device and every held slot, each time again.
 
-Slow and obviously right, so that the indexed decision can be held against it. Nothing here is shared with it but the
-values that go in.
+It is slow and simple, so that tests can compare the indexed decision with it. The two share only their input.
 """
 
 from collections import Counter
@@ -16,56 +15,59 @@ from webhook.core.evidence import Evidence
 from webhook.core.nodes_asked import Expression, NodesAsked, NodeTerm
 from webhook.core.reservation import Placement, Reservation
 
-# What the denial says of nodes, in the order in which it says it.
-WORDS = (
-    "not selected by the pod",
-    "stale evidence",
-    "no evidence",
-    "banned",
-    "conflicting evidence",
-    "other hash",
-    "not ready",
-    "cordoned",
-    "tainted",
-    "with fewer than {} matching GPUs",
-    "with fewer than {} free",
-)
+# The objections of a denial in their order, with the verbs for one node and for several.
+OBJECTIONS = {
+    "not selected by the pod": ("is", "are"),
+    "stale evidence": ("has", "have"),
+    "no evidence": ("has", "have"),
+    "banned": ("is", "are"),
+    "conflicting evidence": ("has", "have"),
+    "a different hash": ("has", "have"),
+    "not ready": ("is", "are"),
+    "cordoned": ("is", "are"),
+    "an untolerated taint": ("has", "have"),
+    "no matching GPU": ("has", "have"),
+    "fewer than {} matching GPUs": ("has", "have"),
+    "no free GPU": ("has", "have"),
+    "fewer than {} free GPUs": ("has", "have"),
+}
 
 
 @define
 class World:
-    """What there is, as a plain list of facts."""
+    """The state of a cluster as plain lists."""
 
     now: datetime
     needs_evidence: bool = False
     nodes: dict[str, Node] = field(factory=dict)
     evidence: dict[str, Evidence] = field(factory=dict)
     reservations: list[Reservation] = field(factory=list)
-    # By node as maps have it, the GPUs that they keep, as they call them.
+    # By the node name in a map: the GPUs that it sets aside, by the names in the map.
     mapped: dict[str, set[str]] = field(factory=dict)
 
     def held(self) -> list[Slot]:
         return [slot for one in self.reservations for slot in one.slots]
 
-    def homes(self, uuid: DeviceUuid) -> list[str]:
+    def nodes_with(self, uuid: DeviceUuid) -> list[str]:
         return [node.name for node in self.nodes.values() if any(d.uuid == uuid for d in node.devices)]
 
     def is_available(self, device: Device) -> bool:
         holders = [one for one in self.reservations if device.uuid in one.uuids]
         is_taken = len(holders) >= device.shares or any(not one.is_shared for one in holders)
-        return device.is_healthy and len(self.homes(device.uuid)) == 1 and not is_taken and not self.is_kept(device)
+        is_disputed = len(self.nodes_with(device.uuid)) != 1
+        return device.is_healthy and not is_disputed and not is_taken and not self.is_set_aside(device)
 
-    def is_kept(self, device: Device) -> bool:
-        """By a map that means the node by its name, or by its label while no node has that name."""
+    def is_set_aside(self, device: Device) -> bool:
+        """A map names the node by its name, or by its label while no node has that name."""
         for node in self.nodes.values():
             label = node.labels.get("gpu-node-name")
-            called = {node.name} if label in self.nodes else {node.name, label}
-            kept = {gpu for name in called for gpu in self.mapped.get(name or "", ())}
-            if any(one.uuid == device.uuid and kept & {one.uuid, str(one.index)} for one in node.devices):
+            names = {node.name} if label in self.nodes else {node.name, label}
+            gpus = {gpu for name in names for gpu in self.mapped.get(name or "", ())}
+            if any(one.uuid == device.uuid and gpus & {one.uuid, str(one.index)} for one in node.devices):
                 return True
         return False
 
-    # One node's answer.
+    # One node.
 
     def objection(self, node: Node, claim: Claim) -> str | None:
         """Why the node cannot serve the claim, in the words of a denial."""
@@ -100,7 +102,7 @@ class World:
             return "no evidence"
         if known.until is not None and known.until <= self.now:
             return "stale evidence"
-        return "other hash" if claim.record.hashes and known.hash not in claim.record.hashes else None
+        return "a different hash" if claim.record.hashes and known.hash not in claim.record.hashes else None
 
     def device_objection(self, node: Node, claim: Claim) -> str | None:
         count = claim.record.gpus
@@ -111,34 +113,36 @@ class World:
             wanted = list(node.devices)
         matching = [d for d in wanted if serves(d, claim)]
         if len(matching) < count:
-            return f"with fewer than {count} matching GPUs"
+            return "no matching GPU" if count == 1 else f"fewer than {count} matching GPUs"
         if sum(map(self.is_available, matching)) < count:
-            return f"with fewer than {count} free"
+            return "no free GPU" if count == 1 else f"fewer than {count} free GPUs"
         return None
 
-    # All of them.
+    # All nodes.
 
     def fitting(self, claim: Claim) -> set[str]:
         return {node.name for node in self.nodes.values() if self.objection(node, claim) is None}
 
     def causes(self, claim: Claim) -> tuple[str, ...]:
-        """The denial's numbers: how many nodes meet which objection."""
+        """The causes of the denial: the number of nodes for each objection."""
         counts = Counter(self.objection(node, claim) for node in self.nodes.values())
-        words = [word.format(claim.record.gpus) for word in WORDS]
-        return tuple(f"{counts[word]} {word}" for word in words if counts[word])
+        texts = {text.format(claim.record.gpus): verbs for text, verbs in OBJECTIONS.items()}
+        return tuple(
+            f"{counts[text]} {verbs[counts[text] > 1]} {text}" for text, verbs in texts.items() if counts[text]
+        )
 
     def flaws(self, placement: Placement, claim: Claim) -> list[str]:
-        """What is wrong with a placement; nothing, if the decision is right."""
+        """What is wrong with a placement; empty if the decision is right."""
         node = self.nodes.get(placement.node)
         if node is None:
             return ["the node does not exist"]
         found = []
         if (objection := self.objection(node, claim)) is not None:
-            found.append(f"the node is {objection}")
+            found.append(f"the node: {objection}")
         if len(placement.slots) != claim.record.gpus:
             found.append(f"{len(placement.slots)} slots for {claim.record.gpus} GPUs")
         if len({slot.uuid for slot in placement.slots}) != len(placement.slots):
-            found.append("a device stands twice")
+            found.append("a device is in two slots")
         devices = {device.uuid: device for device in node.devices}
         for slot in placement.slots:
             found.extend(self._slot_flaws(slot, devices.get(slot.uuid), claim))
@@ -146,16 +150,16 @@ class World:
 
     def _slot_flaws(self, slot: Slot, device: Device | None, claim: Claim) -> Iterable[str]:
         if device is None:
-            yield f"{slot} is of another node"
+            yield f"{slot} is on another node"
             return
         if not 0 <= slot.k < device.shares:
-            yield f"{slot} is no share of the device"
+            yield f"{slot} is not a share of the device"
         if slot in self.held():
             yield f"{slot} is held"
         if not self.is_available(device):
             yield f"{slot} is not available"
         if not serves(device, claim):
-            yield f"{slot} is not what was asked for"
+            yield f"{slot} does not match the claim"
 
 
 def serves(device: Device, claim: Claim) -> bool:
@@ -167,7 +171,7 @@ def condition(node: Node, asked: NodesAsked) -> str | None:
         return "not ready"
     if node.is_cordoned:
         return "cordoned"
-    return "tainted" if any(repels(taint, asked) for taint in node.taints) else None
+    return "an untolerated taint" if any(repels(taint, asked) for taint in node.taints) else None
 
 
 def repels(taint: Taint, asked: NodesAsked) -> bool:
@@ -191,17 +195,17 @@ def term_holds(term: NodeTerm, name: str, labels: dict[str, str]) -> bool:
 
 
 def holds(expression: Expression, labels: dict[str, str]) -> bool:
-    is_there = expression.key in labels
+    is_set = expression.key in labels
     value = labels.get(expression.key, "")
     if expression.operator == "In":
-        return is_there and value in expression.values
+        return is_set and value in expression.values
     if expression.operator == "NotIn":
-        return not is_there or value not in expression.values
+        return not is_set or value not in expression.values
     if expression.operator == "Exists":
-        return is_there
+        return is_set
     if expression.operator == "DoesNotExist":
-        return not is_there
+        return not is_set
     (bound,) = expression.values
-    if not is_there or not value.isdigit():
+    if not is_set or not value.isdigit():
         return False
     return int(value) > int(bound) if expression.operator == "Gt" else int(value) < int(bound)

@@ -1,4 +1,4 @@
-"""Where a node's name and its hash are read from."""
+"""The sources of a node's name and hash."""
 
 import pytest
 
@@ -41,8 +41,8 @@ AGENT = AgentMessage(
         pytest.param("spiffe://other.org/spire/agent/x509pop/{node}/{hash}", "node", set(), id="another-trust-domain"),
     ],
 )
-def test_a_setting_says_where_to_look(text: str, place: str, values: set[str] | None) -> None:
-    if values is None:  # all that stands behind `san:`
+def test_value_is_read_by_selector_or_by_id_template(text: str, place: str, values: set[str] | None) -> None:
+    if values is None:  # all values with the prefix `san:`
         values = {"node-name:node-a", "node-name-2:node-z", "attestation-hash:sha256:aa11"}
     assert naming_of(text, place).values(AGENT) == values
 
@@ -54,22 +54,26 @@ def test_a_setting_says_where_to_look(text: str, place: str, values: set[str] | 
         ("x509pop", "node", "neither TYPE:PREFIX nor"),
         ("x509pop:", "node", "neither TYPE:PREFIX nor"),
         ("x509 pop:san", "node", "neither TYPE:PREFIX nor"),
-        ("k8s_psat:agent_node_label:hash", "hash", "proves nothing"),
-        ("k8s_psat:agent_pod_label:hash", "hash", "proves nothing"),
-        ("k8s_psat:agent_node_label:node", "node", "proves nothing"),
-        ("k8s_psat:agent_pod_label:node", "node", "proves nothing"),
-        ("spiffe://{trust_domain}/spire/agent/x509pop/{node}", "hash", "does not name {hash} once"),
-        ("spiffe://{trust_domain}/spire/agent/x509pop/{node}/{node}", "node", "does not name {node} once"),
-        ("spiffe://{trust_domain}/spire/agent/x509pop/{node}/{x}", "node", "does not name {node} once"),
-        ("spiffe://{trust_domain}/spire/agent/x509pop/{node}-{hash}", "node", "a place shares its segment"),
+        ("k8s_psat:agent_node_label:hash", "hash", "labels prove nothing"),
+        ("k8s_psat:agent_pod_label:hash", "hash", "labels prove nothing"),
+        ("k8s_psat:agent_node_label:node", "node", "labels prove nothing"),
+        ("k8s_psat:agent_pod_label:node", "node", "labels prove nothing"),
+        ("spiffe://{trust_domain}/spire/agent/x509pop/{node}", "hash", "must contain {hash} once"),
+        ("spiffe://{trust_domain}/spire/agent/x509pop/{node}/{node}", "node", "must contain {node} once"),
+        ("spiffe://{trust_domain}/spire/agent/x509pop/{node}/{x}", "node", "must contain {node} once"),
+        (
+            "spiffe://{trust_domain}/spire/agent/x509pop/{node}-{hash}",
+            "node",
+            "a placeholder must be a whole path segment",
+        ),
         ("spiffe://{trust_domain}/evidence/{node}/{hash}", "node", "not the ID of an agent"),
     ],
 )
-def test_what_could_be_read_two_ways_is_refused(text: str, place: str, problem: str) -> None:
+def test_ambiguous_setting_is_rejected(text: str, place: str, problem: str) -> None:
     with pytest.raises(ValueError, match="(?s)" + problem.replace("{", r"\{").replace("}", r"\}")):
         naming_of(text, place)
 
 
-def test_a_nodes_name_is_no_label() -> None:
-    """The attestor knows it from the API server."""
+def test_node_name_selector_of_k8s_psat_is_accepted() -> None:
+    """The attestor reads the node name from the API server."""
     assert naming_of("k8s_psat:agent_node_name", "node").values(AGENT) == frozenset()

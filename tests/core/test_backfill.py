@@ -1,4 +1,4 @@
-"""Backfill: whoever waits for many GPUs of one node is served when its node has them, whoever else comes."""
+"""Backfill: a pod that waits for many GPUs of one node gets them, whatever pods are created after it."""
 
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from tests import builders
 from tests.builders import HASH, NOW, device, node, raw_container, raw_pod
-from webhook.core.backfill import Ahead, node_left_to, placed
+from webhook.core.backfill import HeldNode, choose_held_node, place_around
 from webhook.core.claim import Claim
 from webhook.core.decide import EvidencePolicy, decide, explain
 from webhook.core.device import Node
 from webhook.core.fleet import Fleet
 from webhook.core.gpu_map import MapOwner, SetId
-from webhook.core.queue_order import QueuedPod, QueueOrder, TurnOrder, its_turn_is_later
+from webhook.core.queue_order import KindPass, QueuedPod, QueueOrder, earlier_pod_waits
 from webhook.core.reasons import Reason
 from webhook.core.reservation import Phase, Placement, PodIdentity, Reservation
 from webhook.core.verdict import Deny
@@ -29,8 +29,8 @@ def claim(gpus: int, **members: object) -> Claim:
     return builders.claim(raw_pod(raw_container(gpus=gpus), **members))  # type: ignore[arg-type]  # as they are
 
 
-def sized(name: str, gpus: int, *, sound: bool = True, **members: object) -> Node:
-    devices = [device(f"{name}-{k}", index=k, is_healthy=sound or k > 0) for k in range(gpus)]
+def sized(name: str, gpus: int, *, healthy: bool = True, **members: object) -> Node:
+    devices = [device(f"{name}-{k}", index=k, is_healthy=healthy or k > 0) for k in range(gpus)]
     return node(name, *devices, **members)  # type: ignore[arg-type]  # as they are
 
 
@@ -40,19 +40,19 @@ def busy(fleet: Fleet, *uuids: str) -> None:
 
 
 def left_to(asked: Claim, fleet: Fleet, before: str | None = None, policy: EvidencePolicy = POLICY) -> str | None:
-    return node_left_to(asked, fleet, policy, before)
+    return choose_held_node(asked, fleet, policy, before)
 
 
-# Which node.
+# The held node.
 
 
-def test_the_one_with_the_most_free_the_first_by_name() -> None:
+def test_held_node_has_the_most_free_devices_and_then_the_first_name() -> None:
     fleet = builders.fleet(sized("c", 4), sized("b", 4), sized("a", 4), sized("small", 3))
     busy(fleet, "a-0", "a-1", "b-0", "c-0")
     assert left_to(claim(4), fleet) == "b"
 
 
-def test_it_stays_until_another_one_has_more_free() -> None:
+def test_held_node_stays_until_another_has_more_free_devices() -> None:
     fleet = builders.fleet(sized("a", 4), sized("b", 4))
     busy(fleet, "a-0", "a-1", "b-0", "b-1")
     assert left_to(claim(4), fleet, before="b") == "b"
@@ -62,7 +62,7 @@ def test_it_stays_until_another_one_has_more_free() -> None:
 
 WILL_NOT_DO = {
     "too-small": sized("a", 3),
-    "a-broken-device": sized("a", 4, sound=False),
+    "a-broken-device": sized("a", 4, healthy=False),
     "not-ready": sized("a", 4, is_ready=False),
     "cordoned": sized("a", 4, is_cordoned=True),
 }
@@ -70,7 +70,7 @@ WILL_NOT_DO = {
 
 @pytest.mark.parametrize("before", [None, "a", "gone"])
 @pytest.mark.parametrize("other", WILL_NOT_DO.values(), ids=WILL_NOT_DO)
-def test_one_that_could_never_have_it_is_left_to_nobody(other: Node, before: str | None) -> None:
+def test_node_with_too_few_devices_is_not_held(other: Node, before: str | None) -> None:
     fleet = builders.fleet(other, sized("b", 4))
     busy(fleet, *(f"b-{k}" for k in range(4)))
     assert left_to(claim(4), fleet, before) == "b"
@@ -78,13 +78,13 @@ def test_one_that_could_never_have_it_is_left_to_nobody(other: Node, before: str
     assert left_to(claim(4), fleet, before) is None
 
 
-def test_one_without_the_evidence_that_is_asked_for_is_left_to_nobody() -> None:
+def test_node_without_the_required_evidence_is_not_held() -> None:
     fleet = builders.fleet(sized("a", 4), sized("b", 4), sized("c", 4), proven={"b": HASH, "c": "sha256:other"})
     busy(fleet, "a-0", "b-0", "b-1", "c-0")
     asked = claim(4, annotations={"gpuwarden.io/required-hash": HASH})
     assert [left_to(asked, fleet, before) for before in (None, "a", "c")] == ["b", "b", "b"]
     assert left_to(claim(4), fleet, policy=EvidencePolicy(is_always_required=True)) == "c"
-    fleet.prove("b", None, NOW)
+    fleet.set_evidence("b", None, NOW)
     assert left_to(asked, fleet, "b") is None
 
 
@@ -101,7 +101,7 @@ SELECTS = {
 
 
 @pytest.mark.parametrize("members", SELECTS.values(), ids=SELECTS)
-def test_one_that_the_pod_does_not_select_is_left_to_nobody(members: dict[str, object]) -> None:
+def test_node_that_the_pod_does_not_select_is_not_held(members: dict[str, object]) -> None:
     fleet = builders.fleet(
         sized("a", 4, labels={"kubernetes.io/hostname": "a"}),
         sized("b", 4, labels={"kubernetes.io/hostname": "b", "zone": "z"}),
@@ -110,14 +110,14 @@ def test_one_that_the_pod_does_not_select_is_left_to_nobody(members: dict[str, o
     assert [left_to(claim(4, **members), fleet, before) for before in (None, "a")] == ["b", "b"]
 
 
-def test_what_maps_have_set_aside_is_nothing_to_wait_for() -> None:
+def test_devices_set_aside_for_maps_do_not_count_for_the_held_node() -> None:
     fleet = builders.fleet(sized("a", 4), sized("b", 4))
     busy(fleet, "b-0", "b-1")
     fleet.set_aside({"a": {"0": MapOwner("", SetId("set-1", "ml"))}}, {"a"})
     assert left_to(claim(4), fleet) == "b"
 
 
-def test_devices_of_another_kind_do_not_count() -> None:
+def test_devices_of_another_kind_do_not_count_for_the_held_node() -> None:
     labels = {"fudo.org/gpu.nvlink": "true"}
     asked = claim(2, labels=labels)
     (label,) = asked.requirements
@@ -144,13 +144,13 @@ ASKED: tuple[dict[str, Any], ...] = (
 
 
 @given(st.data())
-def test_the_index_says_what_a_look_at_each_node_would_say(data: st.DataObject) -> None:
+def test_held_node_equals_that_of_a_scan_of_all_nodes(data: st.DataObject) -> None:
     there, held = [], []
     for number in range(data.draw(st.integers(1, 5))):
         name, gpus = f"n{number}", data.draw(st.integers(1, 4))
         labels = {"kubernetes.io/hostname": name, **({"zone": "z"} if data.draw(st.booleans()) else {})}
-        sound, ready = data.draw(st.booleans()), data.draw(st.booleans())
-        there.append(sized(name, gpus, sound=sound, is_ready=ready, labels=labels))
+        healthy, ready = data.draw(st.booleans()), data.draw(st.booleans())
+        there.append(sized(name, gpus, healthy=healthy, is_ready=ready, labels=labels))
         held += [f"{name}-{k}" for k in range(data.draw(st.integers(0, gpus)))]
     proven = {one.name: HASH for one in there if data.draw(st.booleans())}
     asked = claim(data.draw(st.integers(1, 4)), **data.draw(st.sampled_from(ASKED)))
@@ -169,84 +169,84 @@ def test_the_index_says_what_a_look_at_each_node_would_say(data: st.DataObject) 
     assert left_to(asked, fleet, before) == (before if is_kept else best)
 
 
-# Who else may be where.
+# Placement of later claims.
 
 
-def test_later_claims_are_placed_beside_it_and_told_whose_turn_it_is() -> None:
+def test_later_claims_use_other_nodes_or_wait_for_the_earlier_pod() -> None:
     fleet = builders.fleet(sized("a", 2), sized("b", 2))
     busy(fleet, "a-0", "b-0")
-    ahead = Ahead(claim(2), "a")
-    found = placed(claim(1), fleet, POLICY, ahead)
+    node_hold = HeldNode(claim(2), "a")
+    found = place_around(claim(1), fleet, POLICY, node_hold)
     assert not isinstance(found, Deny)
     assert [place.node for place in found] == ["b"]
     busy(fleet, "b-1")
-    assert placed(claim(1), fleet, POLICY, ahead) == its_turn_is_later(claim(1), 2)
+    assert place_around(claim(1), fleet, POLICY, node_hold) == earlier_pod_waits(claim(1), 2)
     busy(fleet, "a-1")
-    assert placed(claim(1), fleet, POLICY, ahead) == decide(claim(1), fleet, POLICY)
+    assert place_around(claim(1), fleet, POLICY, node_hold) == decide(claim(1), fleet, POLICY)
 
 
-def test_where_no_node_is_left_to_anybody_it_is_the_decision() -> None:
+def test_placement_without_a_held_node_is_the_decision() -> None:
     fleet = builders.fleet(sized("a", 2))
-    assert placed(claim(1), fleet, POLICY, None) == decide(claim(1), fleet, POLICY)
+    assert place_around(claim(1), fleet, POLICY, None) == decide(claim(1), fleet, POLICY)
 
 
-def test_who_wants_no_device_takes_none_away() -> None:
+def test_claim_without_gpus_may_use_the_held_node() -> None:
     fleet = builders.fleet(sized("a", 2), proven={"a": HASH})
     asked = builders.claim(raw_pod(annotations={"gpuwarden.io/required-hash": HASH}))
-    found = placed(asked, fleet, POLICY, Ahead(claim(2), "a"))
+    found = place_around(asked, fleet, POLICY, HeldNode(claim(2), "a"))
     assert not isinstance(found, Deny)
     assert [place.node for place in found] == ["a"]
 
 
-# Nobody waits for ever.
+# No pod starves.
 
 
 @define
 class World:
-    """Pods come and end, in any order; after each move there is a pass, as the queue makes it."""
+    """Pods are created and end in any order; a queue pass follows each event."""
 
     fleet: Fleet
-    lines: QueueOrder = field(factory=QueueOrder)
+    queue: QueueOrder = field(factory=QueueOrder)
     running: dict[str, Reservation] = field(factory=dict)
-    left: tuple[str, str] | None = None
+    held: tuple[str, str] | None = None
     first: QueuedPod | None = None
-    came: int = 0
+    created: int = 0
 
-    def come(self, gpus: int, namespace: str) -> None:
-        self.came += 1
-        identity = PodIdentity(namespace, f"p{self.came}", f"uid-{self.came:04}")
-        self.lines.put(QueuedPod(identity, NOW + timedelta(seconds=self.came), claim(gpus)))
+    def create(self, gpus: int, namespace: str) -> None:
+        self.created += 1
+        identity = PodIdentity(namespace, f"p{self.created}", f"uid-{self.created:04}")
+        self.queue.put(QueuedPod(identity, NOW + timedelta(seconds=self.created), claim(gpus)))
 
     def end(self, uid: str) -> None:
         self.fleet.free(self.running.pop(uid))
 
     def make_pass(self) -> None:
-        heads = [head for kind in self.lines.kinds() for head in self.lines.heads(kind)]  # they are of one kind
-        first = None if self.left is None else self.lines.get(self.left[0])
-        turns, ahead, self.first = TurnOrder(self.lines, heads, first), None, None
-        while turns:
-            waiter = turns.take()
-            found = placed(waiter.claim, self.fleet, POLICY, ahead)
+        heads = [head for kind in self.queue.kinds() for head in self.queue.heads(kind)]  # one kind
+        first = None if self.held is None else self.queue.get(self.held[0])
+        kind_pass, node_hold, self.first = KindPass(self.queue, heads, first), None, None
+        while kind_pass:
+            waiter = kind_pass.take()
+            found = place_around(waiter.claim, self.fleet, POLICY, node_hold)
             if not isinstance(found, Deny):
-                assert ahead is None or found[0].node != ahead.node
+                assert node_hold is None or found[0].node != node_hold.node
                 self.run(waiter, found[0])
-                turns.goes_on(waiter)
+                kind_pass.skip(waiter)
             elif found.reason is Reason.NO_FREE_DEVICE:
-                ahead = ahead or self.leave(waiter)
-                turns.held_up_by(waiter)
+                node_hold = node_hold or self.hold_node(waiter)
+                kind_pass.block(waiter)
 
-    def leave(self, waiter: QueuedPod) -> Ahead | None:
-        before = self.left[1] if self.left is not None and self.left[0] == waiter.pod.uid else None
-        chosen = node_left_to(waiter.claim, self.fleet, POLICY, before)
+    def hold_node(self, waiter: QueuedPod) -> HeldNode | None:
+        before = self.held[1] if self.held is not None and self.held[0] == waiter.pod.uid else None
+        chosen = choose_held_node(waiter.claim, self.fleet, POLICY, before)
         if chosen is None:
             return None
         if before is not None and chosen != before:
             assert self.free_on(chosen) > self.free_on(before)
-        self.left, self.first = (waiter.pod.uid, chosen), waiter
-        return Ahead(waiter.claim, chosen)
+        self.held, self.first = (waiter.pod.uid, chosen), waiter
+        return HeldNode(waiter.claim, chosen)
 
     def run(self, waiter: QueuedPod, place: Placement) -> None:
-        self.lines.drop(waiter.pod.uid, was_served=True)
+        self.queue.drop(waiter.pod.uid, was_served=True)
         held = builders.reservation(
             *place.slots, id=waiter.pod.uid, node=place.node, phase=Phase.FINALIZED, uid=waiter.pod.uid
         )
@@ -261,66 +261,66 @@ class World:
         return [uid for uid, held in self.running.items() if held.node == name]
 
     def waiting(self) -> Iterable[QueuedPod]:
-        return (waiter for uid in self.lines.uids() if (waiter := self.lines.get(uid)) is not None)
+        return (waiter for uid in self.queue.uids() if (waiter := self.queue.get(uid)) is not None)
 
     def idle(self) -> list[str]:
-        """Who waits and would fit, beside the node that is left to the first."""
-        left = self.left[1] if self.first is not None and self.left is not None else None
+        """The waiting pods that would fit outside of the held node."""
+        held_node = self.held[1] if self.first is not None and self.held is not None else None
         return [
             waiter.pod.name
             for waiter in self.waiting()
             for name in self.fleet.indexed_nodes
-            if name != left and self.free_on(name) >= waiter.claim.count
+            if name != held_node and self.free_on(name) >= waiter.claim.count
         ]
 
 
 NAMESPACES = st.sampled_from(("ml", "cv", "nlp"))
 
 
-def world(nodes: list[tuple[int, bool]], story: list[int], data: st.DataObject) -> Iterator[World]:
-    """After each of its passes."""
-    made = World(builders.fleet(*(sized(f"n{k}", gpus, sound=sound) for k, (gpus, sound) in enumerate(nodes))))
-    for gpus in story:
+def world(nodes: list[tuple[int, bool]], events: list[int], data: st.DataObject) -> Iterator[World]:
+    """The world after each pass."""
+    made = World(builders.fleet(*(sized(f"n{k}", gpus, healthy=healthy) for k, (gpus, healthy) in enumerate(nodes))))
+    for gpus in events:
         if gpus:
-            made.come(gpus, data.draw(NAMESPACES))
+            made.create(gpus, data.draw(NAMESPACES))
         elif made.running:
             made.end(data.draw(st.sampled_from(sorted(made.running))))
         made.make_pass()
         yield made
 
 
-# How many GPUs each has, and whether all of them work; how many a pod wants that comes, or 0 where one ends.
+# Nodes: their GPUs, and whether all are healthy. Events: the GPUs of a new pod, or 0 if a pod ends.
 nodes = st.lists(st.tuples(st.integers(1, 4), st.booleans()), min_size=1, max_size=4)
-stories = st.lists(st.one_of(st.integers(1, 4), st.just(0)), min_size=1, max_size=30)
+event_lists = st.lists(st.one_of(st.integers(1, 4), st.just(0)), min_size=1, max_size=30)
 
 
-@given(nodes, stories, st.data())
-def test_no_gpu_is_idle_that_a_claim_could_have_beside_the_one_node(
-    nodes: list[tuple[int, bool]], story: list[int], data: st.DataObject
+@given(nodes, event_lists, st.data())
+def test_no_gpu_outside_of_the_held_node_stays_idle(
+    nodes: list[tuple[int, bool]], events: list[int], data: st.DataObject
 ) -> None:
-    for made in world(nodes, story, data):
+    for made in world(nodes, events, data):
         assert made.idle() == []
 
 
-@given(nodes, stories, st.data())
-def test_whoever_is_first_is_served_after_at_most_as_many_ends_on_its_node_as_it_wants_gpus(
-    nodes: list[tuple[int, bool]], story: list[int], data: st.DataObject
+@given(nodes, event_lists, st.data())
+def test_first_pod_is_served_after_as_many_releases_on_its_node_as_it_wants_gpus(
+    nodes: list[tuple[int, bool]], events: list[int], data: st.DataObject
 ) -> None:
-    """Small claims come without end, and pods end on other nodes as anybody likes."""
-    *_, made = world(nodes, story, data)
+    """Small claims arrive all the time, and pods on other nodes end at any time."""
+    *_, made = world(nodes, events, data)
     first = made.first
     if first is None:
         return
     for _ in range(first.claim.count):
-        assert made.left is not None
-        uid, left = made.left
+        assert made.held is not None
+        uid, held_node = made.held
         assert uid == first.pod.uid
-        made.end(data.draw(st.sampled_from(made.on(left))))
-        elsewhere = [uid for uid, held in made.running.items() if held.node != left]
+        made.end(data.draw(st.sampled_from(made.on(held_node))))
+        elsewhere = [uid for uid, held in made.running.items() if held.node != held_node]
         for uid in data.draw(st.lists(st.sampled_from(elsewhere), unique=True)) if elsewhere else ():
             made.end(uid)
         for gpus in data.draw(st.lists(st.integers(1, 4), max_size=4)):
-            made.come(gpus, data.draw(NAMESPACES))
+            made.create(gpus, data.draw(NAMESPACES))
         made.make_pass()
         if first.pod.uid in made.running:
             return

@@ -1,4 +1,4 @@
-"""Forgeries, one by one: each is refused, and the refusal names the field."""
+"""Forgeries: each is denied, and the denial names the field."""
 
 import copy
 from collections.abc import Callable
@@ -32,18 +32,18 @@ from tests.builders import (
     term,
 )
 from webhook.core.check import (
-    markers,
+    field_path,
+    gpu_access_unchanged,
+    gpu_fields,
+    grace_within_limit,
+    matches_claim_without_gpus,
+    matches_queued_pod,
     matches_reservation,
-    no_markers,
-    no_other_ways,
+    no_bypass_fields,
+    no_gpu_fields,
     preset_node,
-    proven_only,
-    readable,
-    still_held,
     still_proven,
-    takes_too_long,
-    unchanged,
-    waits_as_dressed,
+    still_reserved,
 )
 from webhook.core.claim import Claim, ClaimRules, recorded_claim
 from webhook.core.decide import EvidencePolicy
@@ -78,7 +78,7 @@ def outfit(held: Reservation = HELD, asked: Claim = CLAIM) -> Allocation:
 
 
 def given_pod(rules: DressRules = RULES) -> Raw:
-    """The pod as dressed by us, fit to be bent without bending the others."""
+    """A copy of the dressed pod, which a test may change."""
     return copy.deepcopy(created(dressed(WISH, outfit(), rules)))
 
 
@@ -98,11 +98,11 @@ def refused(verdict: Deny | None) -> tuple[Reason, str]:
 # A pod at its creation.
 
 
-def test_the_pod_that_we_dressed_is_let_in() -> None:
+def test_dressed_pod_is_admitted() -> None:
     assert judged(given_pod()) is None
 
 
-def test_what_others_may_write_they_may_write() -> None:
+def test_changes_outside_of_our_fields_are_admitted() -> None:
     raw = given_pod()
     raw["metadata"]["labels"] = {"mesh": "on"}
     raw["metadata"]["annotations"]["mesh"] = "on"
@@ -198,7 +198,7 @@ FORGERIES: dict[str, tuple[Change, str]] = {
 
 
 @pytest.mark.parametrize(("change", "field"), FORGERIES.values(), ids=FORGERIES)
-def test_a_forgery_is_refused_and_its_field_named(change: Change, field: str) -> None:
+def test_changed_field_is_denied_and_named(change: Change, field: str) -> None:
     raw = given_pod()
     change(raw)
     verdict = judged(raw)
@@ -206,7 +206,7 @@ def test_a_forgery_is_refused_and_its_field_named(change: Change, field: str) ->
     assert verdict.reason is Reason.FORGED
     assert any(cause.startswith(field) for cause in verdict.causes)
     assert field in verdict.message
-    assert verdict.message.endswith(": not as reserved (r-1: GPU-1 on node-a)")
+    assert verdict.message.endswith(": does not match the reservation (r-1: GPU-1 on node-a)")
 
 
 @pytest.mark.parametrize(
@@ -222,20 +222,20 @@ def test_a_forgery_is_refused_and_its_field_named(change: Change, field: str) ->
         ({"containers": [{"startupProbe": {}, "livenessProbe": None}]}, False),
     ],
 )
-def test_a_pod_whose_containers_may_take_too_long_to_stop_is_refused(spec: Raw, *, is_refused: bool) -> None:
+def test_grace_period_over_the_limit_is_denied(spec: Raw, *, is_refused: bool) -> None:
     pod = Pod.parse({"spec": spec})
-    refused = takes_too_long(pod, DressRules(max_grace=timedelta(seconds=60)))
+    refused = grace_within_limit(pod, DressRules(max_grace=timedelta(seconds=60)))
     assert (refused is not None) == is_refused
     assert refused is None or refused.reason is Reason.INVALID_POD
-    assert takes_too_long(pod, RULES) is None
+    assert grace_within_limit(pod, RULES) is None
 
 
-def test_a_claim_that_grew_is_refused() -> None:
+def test_claim_that_differs_from_the_reservation_is_denied() -> None:
     raw = given_pod()
     annotations(raw)["gpuwarden.io/claim"] = '{"gpus":8}'
     assert refused(judged(raw)) == (
         Reason.FORGED,
-        "metadata.annotations[gpuwarden.io/claim]: not the claim that reservation r-1 was made for",
+        "metadata.annotations[gpuwarden.io/claim]: not the claim of reservation r-1",
     )
 
 
@@ -248,7 +248,7 @@ def test_a_claim_that_grew_is_refused() -> None:
         pytest.param({"pod_name": None, "uid": "another-uid"}, identity(name="infer-x"), id="copied-from-a-deployment"),
     ],
 )
-def test_a_copied_manifest_gets_nobodys_gpus(held: Raw, who: PodIdentity) -> None:
+def test_copied_manifest_does_not_get_the_reservation_of_the_original(held: Raw, who: PodIdentity) -> None:
     other = reservation(slot("GPU-1"), id="r-1", digest=CLAIM.digest, **held)
     assert refused(judged(given_pod(), other, who)) == (
         Reason.RESERVATION_CONFLICT,
@@ -256,8 +256,8 @@ def test_a_copied_manifest_gets_nobodys_gpus(held: Raw, who: PodIdentity) -> Non
     )
 
 
-def test_a_pod_whose_generated_name_was_taken_is_refused_and_told_so() -> None:
-    """The API server's second try is another pod by all that can be seen."""
+def test_pod_with_a_regenerated_name_is_denied_with_a_hint() -> None:
+    """After a name collision the API server sends a pod with another name and uid."""
     first = reservation(
         slot("GPU-1"), id="r-1", digest=CLAIM.digest, pod_name="infer-x7k2p", uid="uid-of-the-first-try"
     )
@@ -269,15 +269,15 @@ def test_a_pod_whose_generated_name_was_taken_is_refused_and_told_so() -> None:
     assert verdict.hint.startswith("create the pod again if its generated name was taken")
 
 
-def test_a_reservation_on_its_way_out_serves_nobody() -> None:
+def test_reservation_in_release_is_not_used() -> None:
     going = reservation(slot("GPU-1"), id="r-1", digest=CLAIM.digest, phase=Phase.RELEASING)
     assert refused(judged(given_pod(), going)) == (
         Reason.RESERVATION_EXPIRED,
-        "reservation r-1 is being released: create the pod anew",
+        "reservation r-1 is being released: create the pod again",
     )
 
 
-def test_many_forgeries_are_named_in_bounded_length() -> None:
+def test_denial_with_many_fields_has_bounded_length() -> None:
     raw = given_pod()
     raw["spec"]["containers"].extend(raw_container(f"c{n}", env=[ALL]) for n in range(40))
     verdict = judged(raw)
@@ -286,7 +286,7 @@ def test_many_forgeries_are_named_in_bounded_length() -> None:
     assert verdict.message.count("spec.containers") == 5
 
 
-def test_a_container_that_came_later_and_shows_no_gpu_is_no_forgery() -> None:
+def test_container_added_later_without_gpus_is_admitted() -> None:
     wish = raw_pod(annotations={"gpuwarden.io/gpu-count": "1"})
     asked = claim(wish)
     held = reservation(slot("GPU-1"), id="r-1", digest=asked.digest)
@@ -295,49 +295,49 @@ def test_a_container_that_came_later_and_shows_no_gpu_is_no_forgery() -> None:
     assert judged(raw, held) is None
 
 
-def test_a_pod_without_a_record_has_no_recorded_claim() -> None:
+def test_pod_without_claim_annotation_has_no_recorded_claim() -> None:
     assert recorded_claim(pod()) is None
 
 
 @pytest.mark.parametrize(
     ("held", "said"),
     [
-        pytest.param(None, "gone", id="gone"),
-        pytest.param({"phase": Phase.RELEASING}, "not this pod's, or not any more", id="on its way out"),
-        pytest.param({"digest": "of-another"}, "not this pod's, or not any more", id="another claim's"),
-        pytest.param({"uid": "another"}, "not this pod's, or not any more", id="another uid's"),
-        pytest.param({"pod_name": "another"}, "not this pod's, or not any more", id="another name's"),
-        pytest.param({"namespace": "other"}, "not this pod's, or not any more", id="another namespace's"),
+        pytest.param(None, "does not exist", id="gone"),
+        pytest.param({"phase": Phase.RELEASING}, "does not belong to this pod", id="in release"),
+        pytest.param({"digest": "of-another"}, "does not belong to this pod", id="another claim's"),
+        pytest.param({"uid": "another"}, "does not belong to this pod", id="another uid's"),
+        pytest.param({"pod_name": "another"}, "does not belong to this pod", id="another name's"),
+        pytest.param({"namespace": "other"}, "does not belong to this pod", id="another namespace's"),
     ],
 )
-def test_a_living_pod_goes_nowhere_with_gpus_that_are_not_its_own(held: Raw | None, said: str) -> None:
+def test_pod_is_not_bound_if_its_reservation_is_gone_or_belongs_to_another(held: Raw | None, said: str) -> None:
     asked = {"id": "r-1", "digest": CLAIM.digest, **(held or {})}
     known = None if held is None else reservation(slot("GPU-1"), **asked)
-    assert refused(still_held(CLAIM, known, Pod.parse(given_pod()))) == (
+    assert refused(still_reserved(CLAIM, known, Pod.parse(given_pod()))) == (
         Reason.NOT_RESERVED,
-        f"metadata.annotations[gpuwarden.io/reservation-id]: reservation 'r-1' is {said}; "
-        "the pod's containers would see GPUs that may be another's",
+        f"metadata.annotations[gpuwarden.io/reservation-id]: reservation 'r-1' {said}; "
+        "the containers would see GPUs that may belong to another pod",
     )
 
 
 @pytest.mark.parametrize("phase", [Phase.PENDING, Phase.FINALIZED])
 @pytest.mark.parametrize("uid", [None, identity().uid], ids=["not bound yet", "bound"])
-def test_a_living_pod_goes_where_its_own_gpus_are(phase: Phase, uid: str | None) -> None:
+def test_pod_is_bound_if_its_reservation_is_its_own(phase: Phase, uid: str | None) -> None:
     known = reservation(slot("GPU-1"), id="r-1", digest=CLAIM.digest, phase=phase, uid=uid)
-    assert still_held(CLAIM, known, Pod.parse(given_pod())) is None
+    assert still_reserved(CLAIM, known, Pod.parse(given_pod())) is None
 
 
-def test_a_request_that_comes_later_is_refused_where_it_is_not_taken_off() -> None:
+def test_added_request_is_denied_if_requests_are_not_removed() -> None:
     wish = raw_pod(raw_container("main"), annotations={"gpuwarden.io/gpu-count": "1"})
     asked = claim(wish)
     held = reservation(slot("GPU-1"), id="r-1", digest=asked.digest)
     raw = created(dressed(wish, outfit(held, asked), CUDA))
     main(raw)["resources"] = {"limits": {"nvidia.com/gpu": "4"}, "requests": {"nvidia.com/gpu": "4"}}
-    verdict = matches_reservation(raw, asked, held, identity(), CUDA) or no_other_ways(Pod.parse(raw), CUDA)
+    verdict = matches_reservation(raw, asked, held, identity(), CUDA) or no_bypass_fields(Pod.parse(raw), CUDA)
     assert verdict is not None
 
 
-def test_a_forged_alias_is_refused_where_aliases_are_not_written() -> None:
+def test_forged_alias_is_denied_if_aliases_are_not_written() -> None:
     rules = DressRules(writes_aliases=False)
     raw = given_pod(rules)
     annotations(raw)["fudo.org/gpu.uuid"] = "GPU-of-another"
@@ -350,10 +350,10 @@ def test_a_forged_alias_is_refused_where_aliases_are_not_written() -> None:
         pytest.param(None, None, id="left-to-the-scheduler"),
         pytest.param("", None, id="empty"),
         pytest.param("node-a", None, id="the-reserved-node"),
-        pytest.param("node-z", "spec.nodeName: the pod is set on node-z, reserved is node-a or node-b", id="another"),
+        pytest.param("node-z", "spec.nodeName: is node-z, but the reservation is on node-a or node-b", id="another"),
     ],
 )
-def test_a_preset_node_is_the_reserved_one(name: str | None, message: str | None) -> None:
+def test_preset_node_name_must_be_a_reserved_node(name: str | None, message: str | None) -> None:
     verdict = preset_node(pod(nodeName=name), ("node-b", "node-a"))
     assert (verdict and verdict.message) == message
     assert verdict is None or verdict.reason is Reason.FORGED
@@ -379,10 +379,10 @@ def proven(raw: Raw) -> Deny | None:
     parsed = Pod.parse(raw)
     asked = recorded_claim(parsed)
     assert asked is not None
-    return proven_only(raw, parsed, asked, PROVEN, LAX, ClaimRules())
+    return matches_claim_without_gpus(raw, parsed, asked, PROVEN, LAX, ClaimRules())
 
 
-def test_a_pod_held_to_proven_nodes_is_let_in() -> None:
+def test_pod_pinned_to_proven_nodes_is_admitted() -> None:
     assert proven(held_to("node-a", "node-b")) is None
 
 
@@ -392,19 +392,19 @@ def test_a_pod_held_to_proven_nodes_is_let_in() -> None:
         pytest.param(
             held_to("node-a", "node-c"),
             Reason.NO_PROVEN_NODE,
-            "a node attested as sha256:aa11: node node-c: other hash",
+            "a node attested as sha256:aa11: node node-c: a different hash",
             id="a-node-of-another-hash",
         ),
         pytest.param(
             held_to("node-a", "node-z"),
             Reason.NOT_RESERVED,
-            "spec.affinity.nodeAffinity: the pod is not held to proven nodes",
+            "spec.affinity.nodeAffinity: allows nodes that are not proven",
             id="an-unknown-node",
         ),
         pytest.param(
             {**held_to("node-a"), "spec": HASH_ONLY["spec"]},
             Reason.NOT_RESERVED,
-            "spec.affinity.nodeAffinity: the pod is not held to proven nodes",
+            "spec.affinity.nodeAffinity: allows nodes that are not proven",
             id="no-affinity",
         ),
         pytest.param(
@@ -416,14 +416,14 @@ def test_a_pod_held_to_proven_nodes_is_let_in() -> None:
                 },
             },
             Reason.NOT_RESERVED,
-            "spec.affinity.nodeAffinity: the pod is not held to proven nodes",
-            id="a-term-that-leaves-it-open",
+            "spec.affinity.nodeAffinity: allows nodes that are not proven",
+            id="a-term-without-a-node",
         ),
         pytest.param(
             held_to("node-a", nodeName="node-c"),
             Reason.FORGED,
-            "spec.nodeName: the pod is set on node-c, reserved is node-a",
-            id="set-on-another-node",
+            "spec.nodeName: is node-c, but the reservation is on node-a",
+            id="node-name-of-another-node",
         ),
         pytest.param(
             {
@@ -443,7 +443,7 @@ def test_a_pod_held_to_proven_nodes_is_let_in() -> None:
             {**held_to("node-a"), "metadata": {"annotations": {"gpuwarden.io/claim": "{}"}}},
             Reason.FORGED,
             "metadata.annotations[gpuwarden.io/claim]: not what the pod asks for",
-            id="a-record-without-a-wish",
+            id="empty-record",
         ),
         pytest.param(
             {**held_to("node-a"), "metadata": {"annotations": {**HASHED, "gpuwarden.io/claim": "{}"}}},
@@ -468,7 +468,7 @@ def test_a_pod_held_to_proven_nodes_is_let_in() -> None:
         ),
     ],
 )
-def test_a_pod_that_could_run_on_an_unproven_node_is_refused(raw: Raw, reason: Reason, message: str) -> None:
+def test_pod_that_allows_an_unproven_node_is_denied(raw: Raw, reason: Reason, message: str) -> None:
     assert refused(proven(raw)) == (reason, message)
 
 
@@ -479,15 +479,13 @@ def test_a_pod_that_could_run_on_an_unproven_node_is_refused(raw: Raw, reason: R
         pytest.param(
             "node-c",
             HASH,
-            (Reason.NO_PROVEN_NODE, "a node attested as sha256:aa11: node node-c: other hash"),
+            (Reason.NO_PROVEN_NODE, "a node attested as sha256:aa11: node node-c: a different hash"),
             id="changed",
         ),
-        pytest.param("node-z", HASH, (Reason.NO_SUITABLE_NODE, "node node-z is no longer known"), id="gone"),
+        pytest.param("node-z", HASH, (Reason.NO_SUITABLE_NODE, "node node-z no longer exists"), id="gone"),
     ],
 )
-def test_evidence_is_asked_for_again_at_the_last_door(
-    name: str, digest: str, expected: tuple[Reason, str] | None
-) -> None:
+def test_evidence_is_checked_again_before_binding(name: str, digest: str, expected: tuple[Reason, str] | None) -> None:
     verdict = still_proven(claim(HASH_ONLY), name, PROVEN, LAX)
     assert (verdict and (verdict.reason, verdict.message)) == expected
 
@@ -550,28 +548,28 @@ MARKED: dict[str, tuple[Raw, str]] = {
     ],
     ids=["all", "another-gpu", "from-elsewhere", "its-own", "void"],
 )
-def test_a_debug_container_that_comes_with_the_pod_sees_its_own_gpus_at_most(env: list[Raw], is_refused: bool) -> None:
+def test_debug_container_of_a_new_pod_sees_only_the_pods_gpus(env: list[Raw], is_refused: bool) -> None:
     raw = given_pod()
     raw["spec"]["ephemeralContainers"] = [raw_container("d", env=env)]
     expected = None
     if is_refused:
         field = f"spec.ephemeralContainers[0].env[{env[0]['name']}]"
-        expected = Reason.FORGED, f"{field}: not as reserved (r-1: GPU-1 on node-a)"
+        expected = Reason.FORGED, f"{field}: does not match the reservation (r-1: GPU-1 on node-a)"
     verdict = judged(raw)
     assert (verdict and (verdict.reason, verdict.message)) == expected
 
 
 @pytest.mark.parametrize(("raw", "field"), MARKED.values(), ids=MARKED)
-def test_a_pod_without_a_claim_is_shown_no_gpu_by_any_way(raw: Raw, field: str) -> None:
-    verdict = no_markers(Pod.parse(raw), RULES)
+def test_field_that_exposes_gpus_is_denied_without_a_claim(raw: Raw, field: str) -> None:
+    verdict = no_gpu_fields(Pod.parse(raw), RULES)
     assert refused(verdict) == (
         Reason.GPU_WITHOUT_CLAIM,
-        f"{field}: would show the pod a GPU, and the pod has no claim",
+        f"{field}: would expose a GPU to the pod, and the pod has no claim",
     )
 
 
-def test_a_request_without_a_claim_is_a_marker_too() -> None:
-    assert list(markers(pod(raw_container(gpus=1)), RULES)) == ["spec.containers[0].resources[nvidia.com/gpu]"]
+def test_resource_request_is_a_field_that_exposes_gpus() -> None:
+    assert list(gpu_fields(pod(raw_container(gpus=1)), RULES)) == ["spec.containers[0].resources[nvidia.com/gpu]"]
 
 
 @pytest.mark.parametrize(
@@ -584,67 +582,67 @@ def test_a_request_without_a_claim_is_a_marker_too() -> None:
         pytest.param([{"name": "NVIDIA_VISIBLE_DEVICES"}], id="no-value"),
     ],
 )
-def test_hiding_all_gpus_is_nobodys_harm(env: list[Raw]) -> None:
-    assert no_markers(pod(raw_container(env=env)), RULES) is None
+def test_values_that_hide_all_gpus_are_admitted(env: list[Raw]) -> None:
+    assert no_gpu_fields(pod(raw_container(env=env)), RULES) is None
 
 
 @pytest.mark.parametrize(
     "env",
     [
-        pytest.param(raw_env(CUDA_VISIBLE_DEVICES="void"), id="void-means-nothing-to-cuda"),
-        pytest.param(raw_env(NVIDIA_VISIBLE_DEVICES="-1"), id="minus-one-means-nothing-to-the-runtime"),
-        pytest.param(raw_env(NVIDIA_VISIBLE_DEVICES="VOID"), id="case-counts"),
-        pytest.param(raw_env(NVIDIA_VISIBLE_DEVICES=" void"), id="white-space-counts"),
+        pytest.param(raw_env(CUDA_VISIBLE_DEVICES="void"), id="void-has-no-effect-in-cuda"),
+        pytest.param(raw_env(NVIDIA_VISIBLE_DEVICES="-1"), id="minus-one-has-no-effect-in-the-runtime"),
+        pytest.param(raw_env(NVIDIA_VISIBLE_DEVICES="VOID"), id="case-sensitive"),
+        pytest.param(raw_env(NVIDIA_VISIBLE_DEVICES=" void"), id="white-space-not-trimmed"),
     ],
 )
-def test_what_looks_like_hiding_is_not(env: list[Raw]) -> None:
-    assert no_markers(pod(raw_container(env=env)), RULES) is not None
+def test_values_that_do_not_hide_all_gpus_are_denied(env: list[Raw]) -> None:
+    assert no_gpu_fields(pod(raw_container(env=env)), RULES) is not None
 
 
 @pytest.mark.parametrize(
     "name",
     ["mig-slice", "device-class-resource", "resource-claim", "cdi-annotation"],
 )
-def test_a_pod_with_a_claim_is_served_in_one_way_only(name: str) -> None:
+def test_other_ways_to_gpus_are_denied_beside_a_claim(name: str) -> None:
     raw, field = MARKED[name]
-    assert refused(no_other_ways(Pod.parse(raw), RULES)) == (
+    assert refused(no_bypass_fields(Pod.parse(raw), RULES)) == (
         Reason.GPU_WITHOUT_CLAIM,
-        f"{field}: would show the pod a GPU, and a claim is served in one way only",
+        f"{field}: would expose a GPU to the pod, and the pod's GPUs come from its claim only",
     )
 
 
-def test_a_plain_pod_has_no_marker() -> None:
-    assert no_markers(pod(raw_container(env=raw_env(A="b"), resources={"limits": {"cpu": "1"}})), RULES) is None
+def test_plain_pod_has_no_field_that_exposes_gpus() -> None:
+    assert no_gpu_fields(pod(raw_container(env=raw_env(A="b"), resources={"limits": {"cpu": "1"}})), RULES) is None
 
 
-# A pod that waits.
+# A queued pod.
 
 
 def judged_waiting(raw: Raw, asked: Claim) -> Deny | None:
-    return waits_as_dressed(raw, Pod.parse(raw), asked, RULES, ClaimRules())
+    return matches_queued_pod(raw, Pod.parse(raw), asked, RULES, ClaimRules())
 
 
 @pytest.mark.parametrize("name", MARKED)
-def test_a_pod_that_waits_for_a_proven_node_alone_has_no_marker(name: str) -> None:
+def test_queued_pod_without_gpus_may_not_expose_gpus(name: str) -> None:
     wish, field = MARKED[name]
     wish = copy.deepcopy(wish)
     wish["metadata"].setdefault("annotations", {})["gpuwarden.io/required-hash"] = HASH
     asked = claim(wish)
     assert refused(judged_waiting(waiting(wish, asked, RULES, "because"), asked)) == (
         Reason.GPU_WITHOUT_CLAIM,
-        f"{field}: would show the pod a GPU, and the pod has no claim",
+        f"{field}: would expose a GPU to the pod, and the pod has no claim",
     )
 
 
 @pytest.mark.parametrize("name", ["mig-slice", "device-class-resource", "resource-claim", "cdi-annotation"])
-def test_a_pod_that_waits_for_gpus_is_served_in_one_way_only(name: str) -> None:
+def test_other_ways_to_gpus_are_denied_for_a_queued_pod(name: str) -> None:
     wish, field = MARKED[name]
     wish = copy.deepcopy(wish)
     wish["metadata"].setdefault("annotations", {})["gpuwarden.io/gpu-count"] = "1"
     asked = claim(wish)
     assert refused(judged_waiting(waiting(wish, asked, RULES, "because"), asked)) == (
         Reason.GPU_WITHOUT_CLAIM,
-        f"{field}: would show the pod a GPU, and a claim is served in one way only",
+        f"{field}: would expose a GPU to the pod, and the pod's GPUs come from its claim only",
     )
 
 
@@ -657,7 +655,7 @@ OWN = ("GPU-1",)
 def changed(change: Change, reserved: tuple[str, ...] = OWN) -> Deny | None:
     new = copy.deepcopy(OLD)
     change(new)
-    return unchanged(Pod.parse(new), Pod.parse(OLD), reserved, RULES)
+    return gpu_access_unchanged(Pod.parse(new), Pod.parse(OLD), reserved, RULES)
 
 
 def debug(*env: Raw) -> Change:
@@ -677,7 +675,7 @@ ALLOWED: dict[str, Change] = {
 
 
 @pytest.mark.parametrize("change", ALLOWED.values(), ids=ALLOWED)
-def test_what_does_not_touch_gpus_may_change(change: Change) -> None:
+def test_update_that_does_not_change_gpus_is_admitted(change: Change) -> None:
     assert changed(change) is None
 
 
@@ -694,18 +692,18 @@ def test_what_does_not_touch_gpus_may_change(change: Change) -> None:
     ],
 )
 @pytest.mark.parametrize("how", ["changed", "removed"])
-def test_what_we_wrote_cannot_change(key: str, how: str) -> None:
+def test_update_of_our_annotations_is_denied(key: str, how: str) -> None:
     verdict = changed(
         lambda raw: annotations(raw).pop(key) if how == "removed" else annotations(raw).update({key: "x"})
     )
-    assert refused(verdict) == (Reason.IMMUTABLE, f"metadata.annotations[{key}]: changed by gpuwarden only")
+    assert refused(verdict) == (Reason.IMMUTABLE, f"metadata.annotations[{key}]: only gpuwarden may change it")
 
 
 FROM_A_CONFIG_MAP = [{"configMapRef": {"name": "all"}}]
 ILLEGAL: dict[str, tuple[Change, str]] = {
     "a-cdi-annotation": (
         lambda raw: annotations(raw).update({"cdi.k8s.io/x": "nvidia.com/gpu=all"}),
-        "metadata.annotations[cdi.k8s.io/x]: changed by gpuwarden only",
+        "metadata.annotations[cdi.k8s.io/x]: only gpuwarden may change it",
     ),
     "a-debug-container-with-all-gpus": (
         debug(ALL),
@@ -741,30 +739,30 @@ ILLEGAL: dict[str, tuple[Change, str]] = {
     ),
     "a-resource-claim": (
         lambda raw: raw["spec"].update(resourceClaims=[{"name": "x"}]),
-        "spec.resourceClaims: would show the pod a GPU, and the pod was created without it",
+        "spec.resourceClaims: would expose a GPU to the pod, and the pod was created without it",
     ),
 }
 
 
 @pytest.mark.parametrize(("change", "message"), ILLEGAL.values(), ids=ILLEGAL)
-def test_what_shows_gpus_cannot_change(change: Change, message: str) -> None:
+def test_update_that_exposes_gpus_is_denied(change: Change, message: str) -> None:
     verdict = changed(change)
     assert verdict is not None
     assert verdict.message == message
 
 
-def test_a_pod_without_gpus_gets_none_by_a_debug_container() -> None:
+def test_debug_container_of_a_pod_without_gpus_may_not_expose_gpus() -> None:
     verdict = changed(debug({"name": "NVIDIA_VISIBLE_DEVICES", "value": "GPU-1"}), reserved=())
     assert verdict is not None
     assert verdict.reason is Reason.IMMUTABLE
 
 
-def test_an_old_debug_container_does_not_block_the_next() -> None:
+def test_existing_debug_container_does_not_block_another() -> None:
     old = copy.deepcopy(OLD)
     debug({"name": "NVIDIA_VISIBLE_DEVICES", "value": "GPU-1"})(old)
     new = copy.deepcopy(old)
     new["spec"]["ephemeralContainers"].append(raw_container("debug-2"))
-    assert unchanged(Pod.parse(new), Pod.parse(old), (), RULES) is None
+    assert gpu_access_unchanged(Pod.parse(new), Pod.parse(old), (), RULES) is None
 
 
 @pytest.mark.parametrize(
@@ -773,14 +771,14 @@ def test_an_old_debug_container_does_not_block_the_next() -> None:
         pytest.param("/metadata/annotations/gpuwarden.io~1node", "metadata.annotations[gpuwarden.io/node]", id="key"),
         pytest.param("/metadata/annotations/a~01b", "metadata.annotations.a~1b", id="tilde"),
         pytest.param("/spec/containers/0/env/12/value", "spec.containers[0].env[12].value", id="positions"),
-        pytest.param("", "the pod", id="all-of-it"),
+        pytest.param("", "the pod", id="root"),
     ],
 )
-def test_a_pointer_is_shown_as_a_field(pointer: str, field: str) -> None:
-    assert readable(pointer) == field
+def test_json_pointer_becomes_a_field_path(pointer: str, field: str) -> None:
+    assert field_path(pointer) == field
 
 
-# Whatever a stranger does to a dressed pod: its containers see at most their own GPU, or it is refused.
+# Any change of a dressed pod: its containers see at most their own GPU, or the pod is denied.
 
 strangers_env = st.lists(
     st.one_of(
@@ -796,7 +794,7 @@ strangers_env = st.lists(
 
 
 def shows(env: list[Raw]) -> set[str]:
-    """What a container could see by its own variables: the last of a name counts."""
+    """The GPUs that a container sees by its own variables: the last one of a name counts."""
     last = {one["name"]: one.get("value", "anything") for one in env}
     return {last[name] for name in ("NVIDIA_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES") if name in last}
 
@@ -804,7 +802,7 @@ def shows(env: list[Raw]) -> set[str]:
 @given(
     st.sampled_from([("containers", 0), ("containers", 1), ("initContainers", 0), ("initContainers", 1)]), strangers_env
 )
-def test_no_container_that_is_let_in_sees_more_than_its_own(at: tuple[str, int], env: list[Raw]) -> None:
+def test_admitted_containers_see_only_the_pods_gpus(at: tuple[str, int], env: list[Raw]) -> None:
     raw = given_pod()
     group, position = at
     raw["spec"][group][position]["env"] = env
@@ -812,7 +810,7 @@ def test_no_container_that_is_let_in_sees_more_than_its_own(at: tuple[str, int],
         assert shows(env) <= {"GPU-1", "void", "none", "", "-1"}
 
 
-def test_a_mapped_pod_is_checked_like_any_other() -> None:
+def test_pod_with_a_map_is_checked_against_its_reservation() -> None:
     wish = raw_pod(name="train-0", owners=[stateful_set()], annotations={"gpuwarden.io/gpu-map": "0=node-a:0"})
     asked = claim(wish)
     held = reservation(slot("GPU-1"), id="r-1", digest=asked.digest)

@@ -1,4 +1,4 @@
-"""What a pod asks for, under every name it may be asked by; and every mistake in it at once."""
+"""The claim of a pod, under all keys and aliases; and all its mistakes in one error."""
 
 from contextlib import suppress
 from typing import Any
@@ -27,7 +27,7 @@ def mistakes(*containers: Raw, **members: Any) -> tuple[str, ...]:
     return caught.value.mistakes
 
 
-# How many.
+# The number of GPUs.
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def mistakes(*containers: Raw, **members: Any) -> tuple[str, ...]:
     ],
 )
 @pytest.mark.defect("S4-12")
-def test_a_claim_is_read_from_every_key(raw: Raw, record: ClaimRecord) -> None:
+def test_claim_is_parsed_from_each_key(raw: Raw, record: ClaimRecord) -> None:
     assert claim(raw).record == record
 
 
@@ -102,22 +102,22 @@ def test_a_claim_is_read_from_every_key(raw: Raw, record: ClaimRecord) -> None:
     ],
 )
 @pytest.mark.defect("S4-11")
-def test_a_pod_that_asks_for_nothing_has_no_claim(raw: Raw) -> None:
+def test_pod_without_requests_or_keys_has_no_claim(raw: Raw) -> None:
     assert claim_of(Pod.parse(raw), RULES) is None
 
 
-def test_a_claim_by_another_resources_name() -> None:
+def test_claim_is_parsed_from_a_configured_resource() -> None:
     rules = ClaimRules(resource="example.com/gpu")
     raw = raw_pod(raw_container("a", resources={"limits": {"example.com/gpu": "2", "nvidia.com/gpu": "1"}}))
     assert claim(raw, rules).record == ClaimRecord(gpus=2, asked={"a": 2})
 
 
-def test_a_count_that_the_containers_overrule_is_warned_of() -> None:
+def test_count_annotation_is_ignored_with_a_warning_if_containers_request_gpus() -> None:
     asked = claim(raw_pod(raw_container(gpus=2), annotations={"gpuwarden.io/gpu-count": "3"}))
-    assert asked.warnings == ("gpuwarden.io/gpu-count=3 is not looked at: the containers ask for 2",)
+    assert asked.warnings == ("gpuwarden.io/gpu-count=3 is ignored: the containers request 2",)
 
 
-# Of what kind.
+# Requirements.
 
 
 @pytest.mark.parametrize(
@@ -140,11 +140,11 @@ def test_a_count_that_the_containers_overrule_is_warned_of() -> None:
     ],
 )
 @pytest.mark.defect("S4-12")
-def test_labels_say_what_kind(labels: dict[str, str], requirements: tuple[str, ...]) -> None:
+def test_requirements_are_parsed_from_labels(labels: dict[str, str], requirements: tuple[str, ...]) -> None:
     assert asked_by(labels=labels).requirements == requirements
 
 
-# Attested as what.
+# Hashes.
 
 
 @pytest.mark.parametrize(
@@ -159,14 +159,14 @@ def test_labels_say_what_kind(labels: dict[str, str], requirements: tuple[str, .
         ),
         pytest.param({"gpuwarden.io/required-hash": f"{OTHER_HASH},{HASH}"}, (HASH, OTHER_HASH), id="any-of"),
         pytest.param({"gpuwarden.io/required-hash": f"{HASH},{HASH}"}, (HASH,), id="twice-the-same"),
-        pytest.param({"gpuwarden.io/required-hash": "SHA256:AA11"}, ("SHA256:AA11",), id="case-and-all"),
+        pytest.param({"gpuwarden.io/required-hash": "SHA256:AA11"}, ("SHA256:AA11",), id="case-preserved"),
     ],
 )
-def test_hashes_are_read_exactly(annotations: dict[str, str], hashes: tuple[str, ...]) -> None:
+def test_hashes_are_parsed_without_normalisation(annotations: dict[str, str], hashes: tuple[str, ...]) -> None:
     assert asked_by(annotations=annotations).hashes == hashes
 
 
-def test_the_hashs_alias_is_what_the_installation_names() -> None:
+def test_alias_of_the_hash_annotation_is_configurable() -> None:
     rules = ClaimRules(hash_aliases=("example.com/hash",))
     assert claim(raw_pod(annotations={"example.com/hash": HASH}), rules).hashes == {HASH}
     former = raw_pod(annotations={"attestation-hash.my-company.com/required-hash": HASH})
@@ -177,30 +177,30 @@ def test_the_hashs_alias_is_what_the_installation_names() -> None:
     ("text", "mistake"),
     [
         pytest.param(
-            "", "annotation gpuwarden.io/required-hash holds an empty hash: name one or take it away", id="empty"
+            "", "annotation gpuwarden.io/required-hash has an empty hash: add a value or remove it", id="empty"
         ),
         pytest.param(
             "a,,b",
-            "annotation gpuwarden.io/required-hash holds an empty hash: name one or take it away",
+            "annotation gpuwarden.io/required-hash has an empty hash: add a value or remove it",
             id="empty-part",
         ),
-        pytest.param("a, b", "annotation gpuwarden.io/required-hash: ' b' holds white space", id="space"),
-        pytest.param("a\n", r"annotation gpuwarden.io/required-hash: 'a\n' holds white space", id="newline"),
+        pytest.param("a, b", "annotation gpuwarden.io/required-hash: ' b' contains white space", id="space"),
+        pytest.param("a\n", r"annotation gpuwarden.io/required-hash: 'a\n' contains white space", id="newline"),
         pytest.param(
-            "a\u00a0", r"annotation gpuwarden.io/required-hash: 'a\xa0' holds white space", id="no-break-space"
+            "a\u00a0", r"annotation gpuwarden.io/required-hash: 'a\xa0' contains white space", id="no-break-space"
         ),
         pytest.param(
             ",".join(str(n) for n in range(65)),
-            "annotation gpuwarden.io/required-hash names 65 hashes, at most 64",
+            "annotation gpuwarden.io/required-hash has 65 hashes; the maximum is 64",
             id="too-many",
         ),
     ],
 )
-def test_a_hash_that_nobody_can_have_proven_is_a_mistake(text: str, mistake: str) -> None:
+def test_invalid_hash_is_a_mistake(text: str, mistake: str) -> None:
     assert mistakes(annotations={"gpuwarden.io/required-hash": text}) == (mistake,)
 
 
-# Where.
+# Placement maps.
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ def test_a_hash_that_nobody_can_have_proven_is_a_mistake(text: str, mistake: str
         pytest.param({"labels": {"apps.kubernetes.io/pod-index": "7"}, "name": "web-3"}, 7, id="label-first"),
         pytest.param({"name": "web-3", "owners": [stateful_set()]}, 3, id="name-of-a-stateful-sets-pod"),
         pytest.param({"name": "web-007", "owners": [stateful_set()]}, 7, id="leading-zeros"),
-        pytest.param({"name": "app-7c9d-12345"}, None, id="a-name-that-looks-like-one"),
+        pytest.param({"name": "app-7c9d-12345"}, None, id="name-without-a-stateful-set"),
         pytest.param(
             {"name": "app-1", "owners": [{"kind": "ReplicaSet", "name": "app", "uid": "x"}]},
             None,
@@ -220,7 +220,7 @@ def test_a_hash_that_nobody_can_have_proven_is_a_mistake(text: str, mistake: str
         pytest.param({"name": "web-\u0663", "owners": [stateful_set()]}, None, id="arabic-digit"),
     ],
 )
-def test_the_ordinal_is_a_stateful_sets(members: Raw, ordinal: int | None) -> None:
+def test_ordinal_is_parsed_only_for_statefulset_pods(members: Raw, ordinal: int | None) -> None:
     assert ordinal_of(pod(**members)) == ordinal
 
 
@@ -231,7 +231,7 @@ def test_the_ordinal_is_a_stateful_sets(members: Raw, ordinal: int | None) -> No
         pytest.param({"name": f"web-{'1' * 5000}", "owners": [stateful_set()]}, id="name"),
     ],
 )
-def test_an_ordinal_past_all_reason_is_a_mistake_and_not_a_crash(members: Raw) -> None:
+def test_huge_ordinal_is_a_mistake(members: Raw) -> None:
     assert mistakes(annotations={"gpuwarden.io/gpu-map": "0=node-a:0"}, **members)
 
 
@@ -243,20 +243,20 @@ def mapped(text: str, ordinal: str = "0", *containers: Raw, **annotations: str) 
     )
 
 
-def test_a_map_says_the_place() -> None:
-    assert claim(mapped("0=node-a:0\n1=rack-1:GPU-1,GPU-2", "1")).place == MapEntry("rack-1", ("GPU-1", "GPU-2"))
+def test_map_gives_the_entry_of_the_ordinal() -> None:
+    assert claim(mapped("0=node-a:0\n1=rack-1:GPU-1,GPU-2", "1")).map_entry == MapEntry("rack-1", ("GPU-1", "GPU-2"))
 
 
 @pytest.mark.defect("S1-2")
-def test_an_ordinal_that_its_map_has_no_line_for_is_a_claim_that_waits_for_one() -> None:
+def test_ordinal_without_a_map_line_makes_an_unmapped_claim() -> None:
     found = claim(mapped("1=node-a:0", "7"))
-    assert (found.place, found.record.unmapped, found.count, found.is_mapped) == (None, 7, 1, True)
-    assert found.sentence == "the place that a map gives to ordinal 7"
+    assert (found.map_entry, found.record.unmapped, found.count, found.is_mapped) == (None, 7, 1, True)
+    assert found.sentence == "the map entry of ordinal 7"
     assert Claim(ClaimRecord.parse(found.record.text())).digest == found.digest
 
 
-def test_a_claim_without_a_map_has_no_place() -> None:
-    assert claim(raw_pod(raw_container(gpus=1))).place is None
+def test_claim_without_a_map_has_no_map_entry() -> None:
+    assert claim(raw_pod(raw_container(gpus=1))).map_entry is None
 
 
 @pytest.mark.parametrize(
@@ -264,14 +264,14 @@ def test_a_claim_without_a_map_has_no_place() -> None:
     [
         pytest.param(
             raw_pod(annotations={"gpu-scheduling-map": "0=node-a:0"}),
-            ("gpuwarden.io/gpu-map: the pod is not one of a StatefulSet and has no ordinal",),
+            ("gpuwarden.io/gpu-map: the pod has no ordinal: no StatefulSet owns it",),
             id="no-ordinal",
         ),
         pytest.param(
             mapped("0=node-a:0\nx\n0=node-b:1\n"),
             (
                 "gpuwarden.io/gpu-map: line 2: syntax: no '=' after the ordinal",
-                "gpuwarden.io/gpu-map: line 3: duplicate-ordinal: ordinal 0 stands on an earlier line too",
+                "gpuwarden.io/gpu-map: line 3: duplicate-ordinal: ordinal 0 is on an earlier line too",
             ),
             id="every-bad-line",
         ),
@@ -287,12 +287,12 @@ def test_a_claim_without_a_map_has_no_place() -> None:
         ),
         pytest.param(
             mapped("0=node-a:0", **{"gpu-scheduling-map": "0=node-b:0"}),
-            ("annotations gpuwarden.io/gpu-map and gpu-scheduling-map say different things",),
+            ("annotations gpuwarden.io/gpu-map and gpu-scheduling-map have different values",),
             id="two-maps",
         ),
     ],
 )
-def test_a_map_that_cannot_be_followed_is_a_mistake(raw: Raw, expected: tuple[str, ...]) -> None:
+def test_invalid_map_is_a_mistake(raw: Raw, expected: tuple[str, ...]) -> None:
     with pytest.raises(InvalidPodError) as caught:
         claim_of(Pod.parse(raw), RULES)
     assert caught.value.mistakes == expected
@@ -301,7 +301,7 @@ def test_a_map_that_cannot_be_followed_is_a_mistake(raw: Raw, expected: tuple[st
 # Mistakes.
 
 
-def test_every_mistake_is_named_at_once() -> None:
+def test_all_mistakes_are_in_one_error() -> None:
     assert mistakes(
         raw_container("a", gpus="1.5"),
         init=[raw_container("i", gpus="-1")],
@@ -314,10 +314,10 @@ def test_every_mistake_is_named_at_once() -> None:
     ) == (
         "spec.initContainers[0].resources: nvidia.com/gpu: '-1' is not a whole number of GPUs",
         "spec.containers[0].resources: nvidia.com/gpu: '1.5' is not a whole number of GPUs",
-        "annotation gpuwarden.io/required-hash: 'a b' holds white space",
+        "annotation gpuwarden.io/required-hash: 'a b' contains white space",
         "gpuwarden.io/gpu-map: line 1: syntax: no '=' after the ordinal",
         "gpuwarden.io/gpu-count: 'many' is not a whole number of GPUs",
-        "gpuwarden.io/shared is 'yes', not true or false",
+        "gpuwarden.io/shared is 'yes'; allowed are true and false",
     )
 
 
@@ -329,52 +329,52 @@ def test_every_mistake_is_named_at_once() -> None:
         ),
         pytest.param(
             raw_pod(annotations={"gpuwarden.io/gpu-count": "1025"}),
-            "1025 GPUs are asked for; no node has more than 1024",
-            id="a-slip-of-the-keyboard",
+            "the pod asks for 1025 GPUs; the maximum is 1024",
+            id="number-too-large",
         ),
         pytest.param(
             raw_pod(raw_container("a", gpus=1000), raw_container("b", gpus=1000)),
-            "2000 GPUs are asked for; no node has more than 1024",
+            "the pod asks for 2000 GPUs; the maximum is 1024",
             id="too-many-together",
         ),
         pytest.param(
             raw_pod(*(raw_container(f"c{n}") for n in range(513)), labels={"gpuwarden.io/gpu.model": "x"}),
-            "513 containers are more than the 512 a claim may have",
+            "the pod has 513 containers; the maximum is 512",
             id="too-many-containers",
         ),
         pytest.param(
             raw_pod(raw_container("", gpus=1)),
-            "a container that asks for GPUs has no name",
+            "a container that requests GPUs has no name",
             id="a-container-without-a-name",
         ),
     ],
 )
-def test_what_no_node_could_serve_is_a_mistake(raw: Raw, mistake: str) -> None:
+def test_claim_that_no_node_can_serve_is_a_mistake(raw: Raw, mistake: str) -> None:
     with pytest.raises(InvalidPodError) as caught:
         claim_of(Pod.parse(raw), RULES)
     assert caught.value.mistakes == (mistake,)
 
 
-def test_ten_thousand_containers_without_a_claim_are_nobodys_business() -> None:
+def test_limits_do_not_apply_to_pods_without_a_claim() -> None:
     assert claim_of(pod(*(raw_container(f"c{n}") for n in range(10_000))), RULES) is None
 
 
-def test_a_misspelt_wish_is_warned_of() -> None:
+def test_unknown_key_in_our_domain_gives_a_warning() -> None:
     raw = raw_pod(
         raw_container(gpus=1),
         labels={"gpuwarden.io/gpus.model": "h100"},
         annotations={"gpuwarden.io/require-hash": "x", "gpuwarden.io/required-hash": HASH},
     )
     assert claim(raw).warnings == (
-        "gpuwarden.io/require-hash means nothing to gpuwarden: is it misspelt?",
-        "gpuwarden.io/gpus.model means nothing to gpuwarden: is it misspelt?",
+        "gpuwarden does not know the key gpuwarden.io/require-hash: is it misspelt?",
+        "gpuwarden does not know the key gpuwarden.io/gpus.model: is it misspelt?",
     )
 
 
 # The record.
 
 
-def test_the_record_is_read_back_as_it_was_written() -> None:
+def test_claim_record_round_trips() -> None:
     record = ClaimRecord(3, (HASH,), ("model=h100",), shared=True, node="n", devices=("0",), asked={"b": 1, "a": 2})
     assert record.text() == (
         '{"asked":{"a":2,"b":1},"devices":["0"],"gpus":3,"hashes":["sha256:aa11"],"node":"n",'
@@ -383,7 +383,7 @@ def test_the_record_is_read_back_as_it_was_written() -> None:
     assert ClaimRecord.parse(record.text()) == record
 
 
-def test_the_digest_does_not_hang_on_the_order_of_containers() -> None:
+def test_digest_does_not_depend_on_the_order_of_containers() -> None:
     one, other = ClaimRecord(gpus=3, asked={"a": 1, "b": 2}), ClaimRecord(gpus=3, asked={"b": 2, "a": 1})
     assert one.digest() == other.digest()
 
@@ -400,7 +400,7 @@ def test_the_digest_does_not_hang_on_the_order_of_containers() -> None:
         pytest.param(ClaimRecord(gpus=1, asked={"a": 1}), id="containers"),
     ],
 )
-def test_two_claims_that_differ_have_two_digests(other: ClaimRecord) -> None:
+def test_different_claims_have_different_digests(other: ClaimRecord) -> None:
     assert other.digest() != ClaimRecord(gpus=1).digest()
 
 
@@ -417,26 +417,26 @@ def test_two_claims_that_differ_have_two_digests(other: ClaimRecord) -> None:
         pytest.param('{"gpus":' + "9" * 5000 + "}", id="very-long-number"),
     ],
 )
-def test_a_record_that_is_not_ours_is_said_to_be_none(text: str) -> None:
-    with pytest.raises(InvalidPodError, match=r"annotation gpuwarden\.io/claim is not one of ours"):
+def test_invalid_record_is_a_mistake(text: str) -> None:
+    with pytest.raises(InvalidPodError, match=r"annotation gpuwarden\.io/claim was not written by gpuwarden"):
         recorded_claim(pod(annotations={"gpuwarden.io/claim": text}))
 
 
-def test_a_recorded_claim_is_the_claim_that_was_recorded() -> None:
+def test_recorded_claim_equals_the_parsed_claim() -> None:
     asked = claim(raw_pod(raw_container("a", gpus=2), annotations={"gpuwarden.io/required-hash": HASH}))
     again = recorded_claim(pod(annotations={"gpuwarden.io/claim": asked.record.text()}))
     assert again == asked
     assert again.digest == asked.digest
 
 
-def test_a_request_that_was_taken_off_counts_where_no_container_asks_any_more() -> None:
+def test_removed_request_counts_if_no_container_requests_gpus() -> None:
     bare = pod(raw_container("a"), raw_container("b"))
     again = claim_of(bare, RULES, {"a": 2, "gone": 8})
     assert again is not None
     assert again.record == ClaimRecord(gpus=2, asked={"a": 2})
 
 
-def test_a_request_that_stands_outweighs_one_that_was_taken_off() -> None:
+def test_current_request_overrides_a_removed_one() -> None:
     again = claim_of(pod(raw_container("a", gpus=1)), RULES, {"a": 8})
     assert again is not None
     assert again.record == ClaimRecord(gpus=1, asked={"a": 1})
@@ -452,10 +452,10 @@ def test_a_request_that_stands_outweighs_one_that_was_taken_off() -> None:
             id="everything",
         ),
         pytest.param(ClaimRecord(hashes=(HASH,)), "a node attested as sha256:aa11", id="a-node"),
-        pytest.param(ClaimRecord(gpus=2, node="n", devices=("0", "GPU-1")), "GPU 0,GPU-1 of node n", id="a-place"),
+        pytest.param(ClaimRecord(gpus=2, node="n", devices=("0", "GPU-1")), "GPU 0,GPU-1 of node n", id="a-map-entry"),
     ],
 )
-def test_a_claim_is_said_as_a_person_would(record: ClaimRecord, sentence: str) -> None:
+def test_claim_sentence(record: ClaimRecord, sentence: str) -> None:
     assert Claim(record).sentence == sentence
 
 
@@ -479,7 +479,7 @@ quantities = st.one_of(st.none(), st.integers(-5, 2000), st.floats(), st.text("0
 
 @given(keyed, keyed, st.lists(quantities, max_size=3))
 @pytest.mark.defect("X-5")
-def test_any_wish_is_a_claim_or_no_claim_or_a_list_of_mistakes(
+def test_any_pod_gives_a_claim_or_none_or_mistakes(
     labels: Raw, annotations: Raw, amounts: list[float | str | None]
 ) -> None:
     containers = [{"name": f"c{n}", "resources": {"limits": {"nvidia.com/gpu": a}}} for n, a in enumerate(amounts)]

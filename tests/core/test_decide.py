@@ -1,5 +1,5 @@
-"""The decision: who fits, in which order, and for a denial the numbers and the way out. Its truth at large is held
-against a dumb scan in `test_fleet.py`."""
+"""The decision: placements and their order, and the numbers and hints of denials. `test_fleet.py` compares it with a
+brute-force scan."""
 
 from typing import Any
 
@@ -63,11 +63,11 @@ def hold(there: Fleet, *slots: Slot, id: str = "r-1", is_shared: bool = False) -
     there.hold(reservation(*slots, id=id, is_shared=is_shared))
 
 
-# Who is chosen.
+# Placements.
 
 
 @pytest.mark.defect("S4-17")
-def test_free_gpus_are_found_whatever_is_taken() -> None:
+def test_free_gpus_are_found_for_every_set_of_held_gpus() -> None:
     there = fleet(node("node-a", *(device(f"GPU-{n}") for n in range(8))))
     hold(there, slot("GPU-0"))
     for count in range(1, 8):
@@ -78,7 +78,7 @@ def test_free_gpus_are_found_whatever_is_taken() -> None:
 
 def test_all_gpus_of_a_reservation_are_on_one_node() -> None:
     there = fleet(node("node-a", device("GPU-1")), node("node-b", device("GPU-2")))
-    assert denial(gpus(2), there).causes == ("2 with fewer than 2 matching GPUs",)
+    assert denial(gpus(2), there).causes == ("2 have fewer than 2 matching GPUs",)
 
 
 def test_the_tightest_fit_comes_first() -> None:
@@ -90,44 +90,44 @@ def test_the_tightest_fit_comes_first() -> None:
     assert [name for name, _ in places(gpus(2), there)] == ["small", "middle", "large"]
 
 
-def test_plain_gpus_go_before_special_ones() -> None:
+def test_gpus_with_fewer_labels_are_chosen_first() -> None:
     there = fleet(node("node-a", device("GPU-1", NVLINK, "model=h100"), device("GPU-2", "model=h100"), device("GPU-3")))
     assert places(gpus(1), there) == [("node-a", ["GPU-3/0"])]
     assert places(gpus(1, "model=h100"), there) == [("node-a", ["GPU-2/0"])]
     assert places(gpus(1, NVLINK), there) == [("node-a", ["GPU-1/0"])]
 
 
-def test_every_requirement_has_to_be_met_by_one_gpu() -> None:
+def test_one_gpu_must_meet_all_requirements() -> None:
     there = fleet(node("node-a", device("GPU-1", NVLINK), device("GPU-2", "model=h100")))
     assert denial(gpus(1, NVLINK, "model=h100"), there).reason is Reason.NO_MATCHING_DEVICE
 
 
-def test_no_more_placements_are_named_than_a_ledger_will_try() -> None:
+def test_number_of_placements_is_bounded() -> None:
     there = fleet(*(node(f"node-{n:02}", device(f"GPU-{n}")) for n in range(100)))
     assert len(places(gpus(1), there)) == MAX_PLACEMENTS == 8
 
 
-def test_a_claim_without_gpus_is_held_to_proven_nodes_of_a_bounded_number() -> None:
+def test_claim_without_gpus_gets_a_bounded_number_of_proven_nodes() -> None:
     there = fleet(*(node(f"node-{n:02}") for n in range(100)), proven={f"node-{n:02}": HASH for n in range(100)})
     found = places(gpus(0, hashes=(HASH,)), there)
     assert len(found) == MAX_PROVEN_NODES == 64
     assert {len(slots) for _, slots in found} == {0}
 
 
-def test_any_of_the_hashes_will_do() -> None:
+def test_node_with_any_of_the_hashes_fits() -> None:
     there = fleet(
         *(node(name, device(f"GPU-{name}")) for name in ("a", "b", "c")), proven={"a": HASH, "b": OTHER_HASH, "c": "x"}
     )
     assert {name for name, _ in places(gpus(1, hashes=(HASH, OTHER_HASH)), there)} == {"a", "b"}
 
 
-def test_a_pod_that_names_no_hash_needs_proof_where_policy_says_so() -> None:
+def test_pod_without_a_hash_needs_evidence_if_the_policy_requires_it() -> None:
     there = fleet(node("a", device("GPU-a")), node("b", device("GPU-b")), proven={"b": OTHER_HASH})
     assert [name for name, _ in places(gpus(1), there, STRICT)] == ["b"]
     assert {name for name, _ in places(gpus(1), there, LAX)} == {"a", "b"}
 
 
-def test_the_affinity_of_a_claim_without_gpus_is_of_a_bounded_size() -> None:
+def test_affinity_of_a_claim_without_gpus_has_bounded_size() -> None:
     names = [f"node-{n:02}" for n in range(100)]
     there = fleet(*(node(name) for name in names), proven=dict.fromkeys(names, HASH))
     for many in (1, 10, 32):
@@ -139,26 +139,26 @@ def test_the_affinity_of_a_claim_without_gpus_is_of_a_bounded_size() -> None:
 # Sharing.
 
 
-def test_a_shared_gpu_is_only_for_those_who_ask_to_share() -> None:
+def test_shared_gpu_serves_only_claims_that_ask_to_share() -> None:
     there = fleet(node("node-a", device("GPU-1", shares=2)), node("node-b", device("GPU-2")))
     assert places(gpus(1), there) == [("node-b", ["GPU-2/0"])]
     assert places(gpus(1, shared=True), there) == [("node-a", ["GPU-1/0"])]
 
 
-def test_a_begun_gpu_is_filled_before_another_is_begun() -> None:
+def test_shared_gpu_in_use_is_filled_first() -> None:
     there = fleet(node("node-a", device("GPU-1", shares=2), device("GPU-2", shares=2)))
     hold(there, slot("GPU-2", 0), is_shared=True)
     assert places(gpus(1, shared=True), there) == [("node-a", ["GPU-2/1"])]
 
 
-def test_a_freed_share_in_the_middle_is_given_again() -> None:
+def test_released_share_is_used_again() -> None:
     there = fleet(node("node-a", device("GPU-1", shares=3)))
     hold(there, slot("GPU-1", 0), id="r-1", is_shared=True)
     hold(there, slot("GPU-1", 2), id="r-2", is_shared=True)
     assert places(gpus(1, shared=True), there) == [("node-a", ["GPU-1/1"])]
 
 
-def test_two_shares_for_one_pod_are_of_two_gpus() -> None:
+def test_two_shares_of_one_pod_are_on_two_gpus() -> None:
     there = fleet(node("node-a", device("GPU-1", shares=4), device("GPU-2", shares=4)))
     assert places(gpus(2, shared=True), there) == [("node-a", ["GPU-1/0", "GPU-2/0"])]
 
@@ -187,7 +187,7 @@ RACK = fleet(
         pytest.param(mapped("0", on="node-a"), ("node-a", ["GPU-1/0"]), id="by-its-own-name-beside-a-label"),
     ],
 )
-def test_a_map_is_followed_to_the_gpu(asked: Claim, expected: tuple[str, list[str]]) -> None:
+def test_map_entry_selects_node_and_gpus(asked: Claim, expected: tuple[str, list[str]]) -> None:
     assert places(asked, RACK) == [expected]
 
 
@@ -195,52 +195,52 @@ def test_a_map_is_followed_to_the_gpu(asked: Claim, expected: tuple[str, list[st
     ("asked", "reason", "causes"),
     [
         pytest.param(
-            mapped("0", on="nowhere"), Reason.NO_SUITABLE_NODE, ("2 not selected by the pod",), id="no-such-node"
+            mapped("0", on="nowhere"), Reason.NO_SUITABLE_NODE, ("2 are not selected by the pod",), id="no-such-node"
         ),
         pytest.param(
             mapped("7", on="rack-1"),
             Reason.NO_MATCHING_DEVICE,
-            ("1 not selected by the pod", "1 with fewer than 1 matching GPUs"),
+            ("1 is not selected by the pod", "1 has no matching GPU"),
             id="no-such-gpu",
         ),
         pytest.param(
             mapped("1651", on="rack-1"),
             Reason.NO_MATCHING_DEVICE,
-            ("1 not selected by the pod", "1 where a name in the map means several GPUs"),
-            id="a-serial-of-two",
+            ("1 is not selected by the pod", "1 has several GPUs that match one name in the map"),
+            id="ambiguous-serial",
         ),
         pytest.param(
             mapped("GPU-1", "GPU-4", on="rack-1"),
             Reason.NO_MATCHING_DEVICE,
-            ("1 not selected by the pod", "1 with fewer than 2 matching GPUs"),
+            ("1 is not selected by the pod", "1 has fewer than 2 matching GPUs"),
             id="a-gpu-of-another-node",
         ),
         pytest.param(
             mapped("0", on="rack-1", shared=True),
             Reason.NO_MATCHING_DEVICE,
-            ("1 not selected by the pod", "1 with fewer than 1 matching GPUs"),
-            id="sharing-where-none-is-declared",
+            ("1 is not selected by the pod", "1 has no matching GPU"),
+            id="shared-claim-for-an-exclusive-gpu",
         ),
     ],
 )
-def test_a_map_that_leads_nowhere_is_denied(asked: Claim, reason: Reason, causes: tuple[str, ...]) -> None:
+def test_map_entry_without_matching_gpus_is_denied(asked: Claim, reason: Reason, causes: tuple[str, ...]) -> None:
     found = denial(asked, RACK)
     assert (found.reason, found.causes) == (reason, causes)
 
 
-def test_a_map_to_a_node_that_there_is_not_is_what_is_to_be_corrected() -> None:
+def test_map_entry_for_an_unknown_node_has_a_hint_to_correct_the_map() -> None:
     found = denial(mapped("0", on="nowhere"), RACK)
     assert "none has the label gpu-node-name=nowhere or that name; correct the map, or label the node" in found.sentence
 
 
-def test_a_mapped_gpu_that_somebody_holds_is_waited_for() -> None:
+def test_held_gpu_of_a_map_gives_no_free_device() -> None:
     there = fleet(node("node-a", device("GPU-1", index=0), device("GPU-2", index=1)))
     hold(there, slot("GPU-1"))
     found = denial(mapped("0", "1"), there)
-    assert (found.reason, found.causes) == (Reason.NO_FREE_DEVICE, ("1 with fewer than 2 free",))
+    assert (found.reason, found.causes) == (Reason.NO_FREE_DEVICE, ("1 has fewer than 2 free GPUs",))
 
 
-def test_a_map_does_not_lift_a_selector() -> None:
+def test_map_does_not_override_the_node_selector() -> None:
     there = fleet(node("node-a", device("GPU-1", index=0), labels={"zone": "a"}))
     asked = Claim(mapped("0").record, NodesAsked(selector=(("zone", "b"),)))
     assert denial(asked, there).reason is Reason.NO_SUITABLE_NODE
@@ -255,25 +255,25 @@ def test_a_map_does_not_lift_a_selector() -> None:
         pytest.param(("0", "GPU-1"), 4, id="shared"),
     ],
 )
-def test_two_names_of_one_gpu_are_one_gpu(names: tuple[str, ...], shares: int) -> None:
+def test_gpu_named_twice_in_a_map_is_denied(names: tuple[str, ...], shares: int) -> None:
     there = fleet(node("node-a", device("GPU-1", index=0, serial="1650", shares=shares), device("GPU-2", index=1)))
     found = denial(mapped(*names, shared=shares > 1), there)
-    assert (found.reason, found.causes) == (Reason.NO_MATCHING_DEVICE, ("1 where the map names a GPU twice",))
+    assert (found.reason, found.causes) == (Reason.NO_MATCHING_DEVICE, ("1 has a GPU that the map names twice",))
     assert found.hint == "give each GPU one name in the line"
 
 
-def test_a_serial_that_is_another_gpus_index_means_several() -> None:
+def test_map_name_that_matches_several_gpus_is_denied() -> None:
     there = fleet(node("node-a", device("GPU-1", index=0), device("GPU-2", index=1, serial="0")))
     found = denial(mapped("0"), there)
     assert (found.reason, found.causes) == (
         Reason.NO_MATCHING_DEVICE,
-        ("1 where a name in the map means several GPUs",),
+        ("1 has several GPUs that match one name in the map",),
     )
     assert found.hint == "name GPUs by UUID"
     assert places(mapped("GPU-2"), there) == [("node-a", ["GPU-2/0"])]
 
 
-def test_a_persons_account_of_a_map_is_the_decisions() -> None:
+def test_explain_agrees_with_the_decision_for_maps() -> None:
     there = fleet(
         node("node-a", device("GPU-1", index=0), labels={"gpu-node-name": "rack-1"}),
         node("rack-1", device("GPU-2", index=0)),
@@ -282,7 +282,7 @@ def test_a_persons_account_of_a_map_is_the_decisions() -> None:
     assert [fit.name for fit in explain(asked, there, LAX) if fit.fits] == [name for name, _ in places(asked, there)]
 
 
-def test_a_nodes_own_name_goes_before_any_label() -> None:
+def test_node_name_takes_precedence_over_the_logical_name_label() -> None:
     there = fleet(
         node("node-a", device("GPU-1", index=0)),
         node("node-b", device("GPU-2", index=0), labels={"gpu-node-name": "node-a"}),
@@ -315,9 +315,9 @@ def everything_wrong() -> Fleet:
             **dict.fromkeys(("dark", "cordoned", "tainted", "lesser", "busy"), HASH),
         },
     )
-    there.prove("stale", evidence("stale", until=NOW), NOW)
-    there.prove("banned", evidence("banned", is_banned=True), NOW)
-    there.prove("conflict", evidence("conflict", is_conflict=True), NOW)
+    there.set_evidence("stale", evidence("stale", until=NOW), NOW)
+    there.set_evidence("banned", evidence("banned", is_banned=True), NOW)
+    there.set_evidence("conflict", evidence("conflict", is_conflict=True), NOW)
     hold(there, slot("GPU-busy"))
     return there
 
@@ -329,73 +329,80 @@ OBJECTIONS = {
     "absent": "no evidence",
     "banned": "banned",
     "conflict": "conflicting evidence",
-    "other": "other hash",
+    "other": "a different hash",
     "dark": "not ready",
     "cordoned": "cordoned",
-    "tainted": "tainted",
-    "lesser": "with fewer than 1 matching GPUs",
-    "busy": "with fewer than 1 free",
+    "tainted": "an untolerated taint",
+    "lesser": "no matching GPU",
+    "busy": "no free GPU",
 }
 
 
-def test_a_denial_is_a_sentence_with_the_numbers_and_a_way_out() -> None:
+def test_denial_counts_nodes_by_objection_and_has_a_hint() -> None:
     found = denial(WANTED, everything_wrong())
     assert found.reason is Reason.NO_FREE_DEVICE
     assert found.sentence == (
-        "1 GPU with model=h100 on a node attested as sha256:aa11: found on none of 11 nodes: "
-        "1 not selected by the pod, 1 stale evidence, 1 no evidence, 1 banned, 1 conflicting evidence, 1 other hash, "
-        "1 not ready, 1 cordoned, 1 tainted, 1 with fewer than 1 matching GPUs, 1 with fewer than 1 free; "
-        "wait until one is free, or ask for fewer"
+        "1 GPU with model=h100 on a node attested as sha256:aa11: 0 of 11 nodes fit: "
+        "1 is not selected by the pod, 1 has stale evidence, 1 has no evidence, 1 is banned, "
+        "1 has conflicting evidence, 1 has a different hash, 1 is not ready, 1 is cordoned, "
+        "1 has an untolerated taint, 1 has no matching GPU, 1 has no free GPU; "
+        "wait until GPUs are free, or ask for fewer"
     )
-    assert found.causes == tuple(f"1 {words}" for words in OBJECTIONS.values())
+    assert found.causes == tuple(
+        f"1 {'is' if text in ('not selected by the pod', 'banned', 'not ready', 'cordoned') else 'has'} {text}"
+        for text in OBJECTIONS.values()
+    )
 
 
-def test_every_node_has_its_own_answer() -> None:
+def test_explain_gives_the_objection_of_each_node() -> None:
     fits = {fit.name: fit for fit in explain(WANTED, everything_wrong(), LAX)}
     assert list(fits) == sorted(OBJECTIONS)
-    assert {name: fit.objection.said_of(WANTED) for name, fit in fits.items() if fit.objection} == OBJECTIONS
+    assert {name: fit.objection.text_for(WANTED) for name, fit in fits.items() if fit.objection} == OBJECTIONS
 
 
 @pytest.mark.parametrize(
     ("gone", "reason", "hint"),
     [
-        pytest.param((), Reason.NO_FREE_DEVICE, "wait until one is free, or ask for fewer", id="a-gpu-is-held"),
+        pytest.param((), Reason.NO_FREE_DEVICE, "wait until GPUs are free, or ask for fewer", id="no-free-gpu"),
         pytest.param(
-            ("busy",), Reason.NODE_NOT_READY, "wait for the nodes, or tolerate their taints", id="who-has-it-is-out"
+            ("busy",),
+            Reason.NODE_NOT_READY,
+            "wait for the nodes, or tolerate their taints",
+            id="node-with-gpus-unavailable",
         ),
         pytest.param(
             ("busy", "dark", "cordoned", "tainted"),
             Reason.NO_MATCHING_DEVICE,
-            "ask for what a node has",
-            id="a-gpu-is-of-another-kind",
+            "ask for GPUs that a node has",
+            id="no-matching-gpu",
         ),
         pytest.param(
             ("busy", "lesser"),
             Reason.NODE_NOT_READY,
             "wait for the nodes, or tolerate their taints",
-            id="nodes-are-out",
+            id="nodes-not-ready",
         ),
         pytest.param(
             ("busy", "lesser", "dark", "cordoned", "tainted"),
             Reason.NO_PROVEN_NODE,
             "ask for a hash that a node has proven, or have the node attested",
-            id="nodes-are-not-proven",
+            id="no-proven-node",
         ),
         pytest.param(
             tuple(OBJECTIONS)[1:],
             Reason.NO_SUITABLE_NODE,
             "loosen the pod's nodeName, nodeSelector or node affinity",
-            id="nodes-are-not-selected",
+            id="no-selected-node",
         ),
         pytest.param(
             tuple(OBJECTIONS),
             Reason.NO_PROVEN_NODE,
             "ask for a hash that a node has proven, or have the node attested",
-            id="there-are-none",
+            id="no-nodes",
         ),
     ],
 )
-def test_the_last_hurdle_that_a_node_reached_is_the_reason(gone: tuple[str, ...], reason: Reason, hint: str) -> None:
+def test_reason_is_the_last_check_that_any_node_reached(gone: tuple[str, ...], reason: Reason, hint: str) -> None:
     there = everything_wrong()
     for name in gone:
         there.remove(name)
@@ -432,11 +439,11 @@ IN = node("in", device("GPU-2", index=0), labels={"zone": "a"})
     ],
     ids=["has-it", "has-too-few", "has-another", "not-selected", "has-it-by-name", "has-too-few-by-name", "by-map"],
 )
-def test_a_node_that_is_out_is_to_be_waited_for_if_it_has_what_is_asked(asked: Claim, reason: Reason) -> None:
+def test_unavailable_node_with_matching_gpus_gives_node_not_ready(asked: Claim, reason: Reason) -> None:
     assert denial(asked, fleet(OUT, IN)).reason is reason
 
 
-def test_who_names_no_hash_is_told_what_makes_one_needed() -> None:
+def test_denial_without_a_hash_has_a_hint_about_require_evidence() -> None:
     found = denial(gpus(1), fleet(node("node-a", device("GPU-1"))), STRICT)
     assert (found.reason, found.hint) == (
         Reason.NO_PROVEN_NODE,
@@ -444,7 +451,7 @@ def test_who_names_no_hash_is_told_what_makes_one_needed() -> None:
     )
 
 
-def test_no_proven_node_for_the_hash_is_policy_and_no_free_gpu_is_a_shortage() -> None:
+def test_status_code_is_403_without_a_proven_node_and_429_without_a_free_gpu() -> None:
     there = fleet(node("node-a", device("GPU-1")), proven={"node-a": HASH})
     assert denial(gpus(1, hashes=(OTHER_HASH,)), there).reason is Reason.NO_PROVEN_NODE
     hold(there, slot("GPU-1"))
@@ -460,7 +467,7 @@ def test_no_proven_node_for_the_hash_is_policy_and_no_free_gpu_is_a_shortage() -
     ],
 )
 @pytest.mark.defect("S4-10")
-def test_a_node_where_the_pod_cannot_run_is_never_chosen(members: Raw, reason: Reason) -> None:
+def test_unavailable_node_is_never_chosen(members: Raw, reason: Reason) -> None:
     assert denial(gpus(1), fleet(node("node-a", device("GPU-1"), **members))).reason is reason
 
 
@@ -484,7 +491,7 @@ def test_a_node_where_the_pod_cannot_run_is_never_chosen(members: Raw, reason: R
         ),
     ],
 )
-def test_the_pods_own_wishes_narrow_the_choice(spec: Raw, names: list[str]) -> None:
+def test_pod_constraints_limit_the_nodes(spec: Raw, names: list[str]) -> None:
     there = fleet(
         node("node-a", device("GPU-1"), labels={"zone": "a"}),
         node("node-b", device("GPU-2"), labels={"zone": "b", "gpu-node-name": "rack-2"}),
@@ -492,14 +499,14 @@ def test_the_pods_own_wishes_narrow_the_choice(spec: Raw, names: list[str]) -> N
     assert sorted(name for name, _ in places(claim(raw_pod(raw_container(gpus=1), **spec)), there)) == names
 
 
-def test_asking_holds_nothing() -> None:
+def test_decision_holds_no_slots() -> None:
     there = fleet(node("node-a", device("GPU-1")))
     assert places(gpus(1), there) == places(gpus(1), there) == [("node-a", ["GPU-1/0"])]
     assert there.is_slot_free(slot("GPU-1"))
 
 
-def test_where_the_index_cannot_answer_the_nodes_asked_are_bounded() -> None:
-    """A pod that asks about names or about labels as good as names must not hold up everybody else's reviews."""
+def test_number_of_nodes_checked_one_by_one_is_bounded() -> None:
+    """A pod that selects by node names, or by labels with a value per node, must not delay other reviews."""
     count = 25_000
     there = fleet(*(node(f"node-{n}", device(f"GPU-{n}"), labels={"rack": f"r{n}"}) for n in range(count)))
     some = required_affinity(
@@ -512,10 +519,10 @@ def test_where_the_index_cannot_answer_the_nodes_asked_are_bounded() -> None:
     found = decide(claim(raw_pod(raw_container(gpus=1), affinity=some)), there, EvidencePolicy())
     assert isinstance(found, Deny)
     assert found.reason is Reason.NO_SUITABLE_NODE
-    assert found.causes == (f"{count} not selected by the pod",)
+    assert found.causes == (f"{count} are not selected by the pod",)
 
 
-def test_among_equals_replicas_begin_with_different_nodes_and_devices() -> None:
+def test_replicas_prefer_different_equal_nodes_and_devices() -> None:
     chosen = set()
     for turn in range(4):
         fleet = Fleet(turn)

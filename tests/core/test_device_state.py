@@ -1,4 +1,4 @@
-"""What a device is doing, in one word."""
+"""The states of devices."""
 
 from datetime import timedelta
 
@@ -32,16 +32,16 @@ def test_a_device_is_as_busy_as_its_busiest_holder(holders: list[Reservation], s
     assert device_state(holders, NOW, is_quarantined=False) is DeviceState(state)
 
 
-def test_expiry_goes_by_the_clock() -> None:
+def test_pending_device_expires_at_its_deadline() -> None:
     states = [device_state([PENDING], NOW + timedelta(seconds=s), is_quarantined=False) for s in (89, 90)]
     assert states == [DeviceState.PENDING, DeviceState.EXPIRED]
 
 
-def test_quarantine_says_more_than_any_holder() -> None:
+def test_quarantined_state_overrides_holders() -> None:
     assert device_state([FINALIZED], NOW, is_quarantined=True) is DeviceState.QUARANTINED
 
 
-def test_the_states_keep_their_words() -> None:
+def test_state_values_do_not_change() -> None:
     assert [state.value for state in DeviceState] == [
         "available",
         "not-ready",

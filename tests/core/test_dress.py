@@ -1,4 +1,4 @@
-"""A dressed pod keeps what its user wrote, can run on its own node only, and is dressed once for all."""
+"""A dressed pod keeps its user's fields, runs on its own node only, and does not change if it is dressed again."""
 
 import copy
 import time
@@ -27,13 +27,13 @@ from webhook.core.dress import (
     Allocation,
     DressRules,
     Injection,
-    asked_anew,
     changes,
     dressed,
     nodes_pinned_to,
     pinned,
-    replaced_env,
+    replaced_env_warnings,
     undressed,
+    undressed_with_claim,
     unpinned,
 )
 from webhook.core.nodes_asked import NodesAsked
@@ -59,7 +59,7 @@ PROVEN = Allocation(Claim(ClaimRecord(hashes=("sha256:aa11",))), ("node-a", "nod
 
 
 def worn(raw: Raw, fit: Allocation | None = None, rules: DressRules = RULES) -> Raw:
-    """The pod after the patch, as the API server makes it; which is the dressed pod, and wears no second layer."""
+    """The pod after the patch. It equals the dressed pod, and dressing it again changes nothing."""
     fit = fit or outfit()
     kept = copy.deepcopy(raw)
     clothed = dressed(raw, fit, rules)
@@ -77,7 +77,7 @@ def env_of(raw: Raw, group: str = "containers", position: int = 0) -> Any:
 # Annotations.
 
 
-def test_the_annotations_say_what_is_given_under_every_name() -> None:
+def test_annotations_are_written_under_all_names() -> None:
     assert worn(raw_pod())["metadata"]["annotations"] == {
         "gpuwarden.io/claim": '{"gpus":2}',
         "gpuwarden.io/reservation-id": "r-1",
@@ -89,7 +89,7 @@ def test_the_annotations_say_what_is_given_under_every_name() -> None:
     }
 
 
-def test_aliases_are_written_only_where_they_are_wanted() -> None:
+def test_aliases_are_written_only_if_enabled() -> None:
     assert worn(raw_pod(), rules=DressRules(writes_aliases=False))["metadata"]["annotations"] == {
         "gpuwarden.io/claim": '{"gpus":2}',
         "gpuwarden.io/reservation-id": "r-1",
@@ -133,17 +133,17 @@ def test_a_claim_without_gpus_gets_its_record_and_nodes_and_sees_nothing() -> No
     assert env_of(clothed, "containers", 0) == [*raw_env(A="b"), *HIDDEN]
 
 
-def test_undressing_takes_off_what_only_we_may_write() -> None:
+def test_undressing_removes_our_annotations() -> None:
     forged = {"gpuwarden.io/gpu-uuid": "GPU-9", "fudo.org/gpu.node": "n", "gpuwarden.io/claim": "{}", "team": "x"}
     assert undressed(raw_pod(annotations=forged))["metadata"]["annotations"] == {"team": "x"}
 
 
-def test_a_copy_asks_for_what_the_dressed_pod_asked_for() -> None:
+def test_copy_of_a_dressed_pod_has_the_same_claim() -> None:
     raw = raw_pod(raw_container(gpus=2), annotations={"team": "x"})
-    clean, first = asked_anew(raw, Pod.parse(raw), ClaimRules())
+    clean, first = undressed_with_claim(raw, Pod.parse(raw), ClaimRules())
     assert (clean, first is not None and first.count) == (raw, 2)
     copied = dressed(raw, outfit(main=2), RULES)
-    clean, again = asked_anew(copied, Pod.parse(copied), ClaimRules())
+    clean, again = undressed_with_claim(copied, Pod.parse(copied), ClaimRules())
     assert clean["metadata"]["annotations"] == {"team": "x"}
     assert again is not None
     assert first is not None
@@ -151,12 +151,12 @@ def test_a_copy_asks_for_what_the_dressed_pod_asked_for() -> None:
 
 
 @pytest.mark.parametrize("record", ["{}", "[]", "not ours", '{"gpus":9,"asked":{"another":9}}'])
-def test_a_record_that_somebody_made_up_asks_for_nothing(record: str) -> None:
+def test_forged_record_makes_no_claim(record: str) -> None:
     raw = raw_pod(annotations={"gpuwarden.io/claim": record})
-    assert asked_anew(raw, Pod.parse(raw), ClaimRules()) == (undressed(raw), None)
+    assert undressed_with_claim(raw, Pod.parse(raw), ClaimRules()) == (undressed(raw), None)
 
 
-def test_an_alias_that_is_not_written_is_not_left_to_others() -> None:
+def test_forged_alias_is_removed_if_aliases_are_not_written() -> None:
     raw = raw_pod(annotations={"fudo.org/gpu.uuid": "GPU-of-another"})
     assert "fudo.org/gpu.uuid" not in worn(raw, rules=DressRules(writes_aliases=False))["metadata"]["annotations"]
 
@@ -203,7 +203,7 @@ def test_an_alias_that_is_not_written_is_not_left_to_others() -> None:
         pytest.param({"nodeAffinity": {REQUIRED: {"nodeSelectorTerms": []}}}, [], id="no-terms-stay-no-terms"),
     ],
 )
-def test_the_node_narrows_what_the_user_asked_for(affinity: Raw | None, terms: list[Raw]) -> None:
+def test_node_is_added_to_each_affinity_term(affinity: Raw | None, terms: list[Raw]) -> None:
     clothed = worn(raw_pod(affinity=affinity))
     assert clothed["spec"]["affinity"]["nodeAffinity"][REQUIRED]["nodeSelectorTerms"] == terms
 
@@ -222,7 +222,7 @@ TWO_NAMES = required_affinity(on_node("node-b"), on_node("node-a"))
     ],
     ids=["none", "a-term", "two-terms", "a-name-shut-out", "other-affinity"],
 )
-def test_unpinned_a_pod_may_be_where_it_might_have_been_before(affinity: Raw | None) -> None:
+def test_unpinning_restores_the_affinity(affinity: Raw | None) -> None:
     bare = raw_pod(raw_container(gpus=1), affinity=affinity)
     free = unpinned(dressed(bare, outfit(main=1), RULES), "node-a")
     assert NodesAsked.of(Pod.parse(free)) == NodesAsked.of(Pod.parse(bare))
@@ -242,7 +242,7 @@ def test_a_pod_that_names_two_nodes_is_dressed_once() -> None:
     worn(raw_pod(affinity=TWO_NAMES))
 
 
-def test_a_term_that_matches_nothing_is_not_a_node_the_pod_may_run_on() -> None:
+def test_empty_term_allows_no_node() -> None:
     clothed = dressed(raw_pod(affinity=TWO_NAMES), outfit(), RULES)
     assert nodes_pinned_to(clothed) == {"node-a"}
 
@@ -262,7 +262,7 @@ def test_every_other_affinity_stays() -> None:
 
 
 @pytest.mark.defect("S4-10")
-def test_the_scheduler_places_the_pod_not_we() -> None:
+def test_dressing_does_not_set_node_name() -> None:
     assert "nodeName" not in worn(raw_pod())["spec"]
 
 
@@ -322,7 +322,7 @@ def test_the_nodes_a_pod_is_pinned_to_are_read_back(terms: list[Raw], names: set
         ),
     ],
 )
-def test_a_container_sees_its_gpus_and_no_others(env: list[Raw] | None, expected: list[Raw]) -> None:
+def test_container_variables_name_the_reserved_gpus(env: list[Raw] | None, expected: list[Raw]) -> None:
     assert env_of(worn(raw_pod(raw_container(env=env)))) == expected
 
 
@@ -365,7 +365,7 @@ def test_only_containers_that_asked_get_the_gpus() -> None:
         ),
     ],
 )
-def test_a_container_that_did_not_ask_cannot_see_more(env: list[Raw], expected: list[Raw]) -> None:
+def test_container_without_a_request_sees_no_other_gpus(env: list[Raw], expected: list[Raw]) -> None:
     raw = raw_pod(raw_container("a", gpus=2), raw_container("b", env=env))
     assert env_of(worn(raw, outfit(a=2)), "containers", 1) == expected
 
@@ -382,16 +382,14 @@ FROM_A_CONFIG_MAP: list[Raw] = [{"configMapRef": {"name": "all"}}]
         pytest.param(raw_env(NVIDIA_VISIBLE_DEVICES="all"), BOTH, id="all"),
     ],
 )
-def test_what_comes_from_elsewhere_shows_a_container_that_did_not_ask_nothing(
-    env: list[Raw] | None, expected: list[Raw]
-) -> None:
+def test_env_from_exposes_no_gpus_to_a_container_without_a_request(env: list[Raw] | None, expected: list[Raw]) -> None:
     side = raw_container("b", env=env, envFrom=FROM_A_CONFIG_MAP)
     clothed = worn(raw_pod(raw_container("a", gpus=2), side), outfit(a=2))
     assert env_of(clothed, "containers", 1) == expected
     assert worn(clothed, outfit(a=2)) == clothed
 
 
-def test_the_device_plugins_request_is_taken_off_limits_and_requests() -> None:
+def test_request_is_removed_from_limits_and_requests() -> None:
     resources = {
         "limits": {"nvidia.com/gpu": "2", "cpu": "1"},
         "requests": {"nvidia.com/gpu": "2", "memory": "1Gi"},
@@ -407,7 +405,7 @@ def test_the_device_plugins_request_is_taken_off_limits_and_requests() -> None:
     assert clothed["spec"]["initContainers"][0]["resources"] == {"limits": {}, "requests": {}}
 
 
-def test_a_resource_of_another_name_is_the_one_taken_off() -> None:
+def test_request_of_a_configured_resource_is_removed() -> None:
     resources = {"limits": {"example.com/gpu": "1", "nvidia.com/gpu": "1"}, "requests": None}
     rules = DressRules(resource="example.com/gpu")
     clothed = worn(raw_pod(raw_container("a", resources=resources)), outfit(a=1), rules)
@@ -421,31 +419,31 @@ def test_mode_cuda_sets_one_variable_and_leaves_requests() -> None:
     assert container["resources"] == raw["spec"]["containers"][0]["resources"]
 
 
-def test_the_ways_of_injection_keep_their_words() -> None:
+def test_injection_values_do_not_change() -> None:
     assert [mode.value for mode in Injection] == ["nvidia", "cuda"]
 
 
-def test_the_user_is_told_whose_variables_give_way() -> None:
+def test_replaced_variables_give_warnings() -> None:
     there = pod(
         raw_container("a", env=raw_env(NVIDIA_VISIBLE_DEVICES="all", CUDA_VISIBLE_DEVICES="GPU-1,GPU-2")),
         raw_container("b", env=raw_env(NVIDIA_VISIBLE_DEVICES="void")),
         init=[raw_container("i", env=raw_env(CUDA_VISIBLE_DEVICES="0"))],
     )
-    assert list(replaced_env(there, outfit(), RULES)) == [
-        "spec.initContainers[0]: CUDA_VISIBLE_DEVICES of container i is set by gpuwarden; yours is replaced",
-        "spec.containers[0]: NVIDIA_VISIBLE_DEVICES of container a is set by gpuwarden; yours is replaced",
+    assert list(replaced_env_warnings(there, outfit(), RULES)) == [
+        "spec.initContainers[0]: gpuwarden replaces the value of CUDA_VISIBLE_DEVICES in container i",
+        "spec.containers[0]: gpuwarden replaces the value of NVIDIA_VISIBLE_DEVICES in container a",
     ]
 
 
 # The patch.
 
 
-def test_a_pod_that_fits_gets_no_patch() -> None:
+def test_dressed_pod_gets_no_patch() -> None:
     clothed = dressed(raw_pod(), outfit(), RULES)
     assert changes(clothed, dressed(clothed, outfit(), RULES)) == []
 
 
-def test_the_patch_of_a_bare_pod_is_this() -> None:
+def test_patch_of_a_minimal_pod() -> None:
     raw = {"metadata": {"name": "x"}, "spec": {"containers": [{"name": "a"}]}}
     fit = Allocation(Claim(ClaimRecord(gpus=1)), ("node-a",), "r-1", ("GPU-1",))
     patch = changes(raw, dressed(raw, fit, DressRules(writes_aliases=False)))
@@ -483,13 +481,13 @@ PLAIN = {"name": "A", "value": "1"}
         pytest.param(raw_pod(affinity=required_affinity(*([term(expression("a", "Exists")), {}] * 250))), id="terms"),
     ],
 )
-def test_no_pod_takes_the_patch_longer_than_its_size_warrants(raw: Raw) -> None:
+def test_time_of_the_patch_is_linear_in_the_size_of_the_pod(raw: Raw) -> None:
     began = time.process_time()
     changes(raw, dressed(raw, outfit(), RULES))
     assert time.process_time() - began < 0.2
 
 
-# Generated pods: null in every optional member, keys that need escaping, whatever env and terms there are.
+# Generated pods: null in every optional member, keys that need escapes, any variables and terms.
 
 texts = st.text(alphabet="ab~/.01", max_size=4)
 small = st.one_of(st.none(), st.dictionaries(texts, st.sampled_from(["", "1", "x~/y", "GPU-1,GPU-2"]), max_size=3))
@@ -580,16 +578,14 @@ rules = st.builds(DressRules, st.sampled_from(Injection), st.just("nvidia.com/gp
 
 @given(raw_pods, outfits, rules)
 @pytest.mark.defect("X-5")
-def test_the_patch_makes_of_any_pod_the_dressed_one_and_nothing_more(
-    raw: Raw, fit: Allocation, how: DressRules
-) -> None:
+def test_patch_of_any_pod_gives_the_dressed_pod(raw: Raw, fit: Allocation, how: DressRules) -> None:
     Pod.parse(raw)
     worn(raw, fit, how)
 
 
 @given(raw_pods, outfits, rules)
 @pytest.mark.defect("S4-20")
-def test_a_copy_of_a_dressed_pod_is_dressed_anew(raw: Raw, fit: Allocation, how: DressRules) -> None:
+def test_copy_of_a_dressed_pod_is_dressed_for_its_own_reservation(raw: Raw, fit: Allocation, how: DressRules) -> None:
     copied = dressed(raw, fit, how)
     other = Allocation(fit.claim, ("node-z",), "r-2" if fit.uuids else None, ("GPU-9",) if fit.uuids else ())
     target = dressed(undressed(copied), other, how)

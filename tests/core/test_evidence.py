@@ -1,4 +1,4 @@
-"""Evidence is worth something from its first moment until just before its last."""
+"""Evidence is valid from its start until just before its end."""
 
 from datetime import datetime, timedelta
 
@@ -32,11 +32,11 @@ MICROSECOND = timedelta(microseconds=1)
     ],
 )
 @pytest.mark.defect("S0-2")
-def test_evidence_is_good_until_the_second_not_on_it(known: Evidence | None, state: str) -> None:
+def test_evidence_is_stale_at_its_end(known: Evidence | None, state: str) -> None:
     assert state_of(known, NOW) is EvidenceState(state)
 
 
-def test_the_states_keep_their_words() -> None:
+def test_state_values_do_not_change() -> None:
     assert [state.value for state in EvidenceState] == ["fresh", "stale", "absent", "banned", "conflict"]
 
 
@@ -51,20 +51,20 @@ def test_the_states_keep_their_words() -> None:
         pytest.param(evidence("a", until=NOW), None, id="it-has-ended"),
     ],
 )
-def test_the_next_change_is_the_next_end_that_time_brings(known: Evidence | None, moment: datetime | None) -> None:
+def test_next_change_is_the_next_start_or_end(known: Evidence | None, moment: datetime | None) -> None:
     assert next_change(known, NOW) == moment
 
 
-def test_nobody_saying_anything_is_no_evidence() -> None:
+def test_no_provider_gives_no_evidence() -> None:
     assert combined([]) is None
 
 
-def test_one_provider_is_taken_at_its_word() -> None:
+def test_evidence_of_one_provider_is_used_as_it_is() -> None:
     word = Evidence("a", HASH, "jwt-svid", NOW, NOW + SECOND, nonce_digest="n")
     assert combined([word]) is word
 
 
-def test_providers_that_agree_are_good_while_all_are() -> None:
+def test_combined_evidence_has_the_latest_start_and_the_earliest_end() -> None:
     early = Evidence("a", HASH, "static", since=NOW - 2 * SECOND, until=NOW + 5 * SECOND)
     late = Evidence("a", HASH, "jwt-svid", since=NOW - SECOND, until=NOW + 9 * SECOND)
     assert combined([early, late]) == Evidence(
@@ -72,7 +72,7 @@ def test_providers_that_agree_are_good_while_all_are() -> None:
     )
 
 
-def test_an_open_end_does_not_lengthen_anothers() -> None:
+def test_open_end_does_not_extend_combined_evidence() -> None:
     open_end = Evidence("a", HASH, "static")
     ending = Evidence("a", HASH, "jwt-svid", since=NOW, until=NOW + SECOND)
     both = combined([open_end, ending])
@@ -90,12 +90,12 @@ def test_one_ban_is_enough() -> None:
     assert state_of(both, NOW) is EvidenceState.BANNED
 
 
-def test_two_that_name_no_hash_do_not_agree_on_one() -> None:
+def test_two_providers_without_a_hash_prove_nothing() -> None:
     both = combined([Evidence("a", "", "jwt-svid"), Evidence("a", "", "static")])
     assert state_of(both, NOW) is EvidenceState.ABSENT
 
 
-def test_one_hash_and_none_prove_nothing() -> None:
+def test_hash_of_one_provider_and_none_of_another_conflict() -> None:
     both = combined([evidence("a", HASH), Evidence("a", "", "jwt-svid")])
     assert state_of(both, NOW) is EvidenceState.CONFLICT
 
@@ -105,17 +105,17 @@ def test_a_ban_without_a_hash_bans() -> None:
     assert state_of(both, NOW) is EvidenceState.BANNED
 
 
-def test_a_stale_word_makes_the_whole_stale() -> None:
+def test_combined_evidence_is_stale_if_one_part_is() -> None:
     both = combined([evidence("a", HASH), evidence("a", HASH, until=NOW)])
     assert state_of(both, NOW) is EvidenceState.STALE
 
 
-def test_who_is_asked_and_says_nothing_leaves_the_node_unproven() -> None:
+def test_missing_required_provider_leaves_the_node_unproven() -> None:
     word = evidence("a", HASH, since=NOW, until=NOW + SECOND)
     assert state_of(combined([word], {"static"}), NOW) is EvidenceState.FRESH
     half = combined([word], {"static", "spire-server"})
     assert half is not None
-    assert half.silent == {"spire-server"}
+    assert half.missing_sources == {"spire-server"}
     assert state_of(half, NOW) is EvidenceState.ABSENT
     assert combined([], {"static", "spire-server"}) is None
 
@@ -127,5 +127,5 @@ def test_who_is_asked_and_says_nothing_leaves_the_node_unproven() -> None:
         (evidence("a", HASH, is_conflict=True), EvidenceState.CONFLICT),
     ],
 )
-def test_a_ban_and_a_conflict_need_no_second_word(word: Evidence, state: EvidenceState) -> None:
+def test_ban_or_conflict_of_one_provider_counts_if_another_is_missing(word: Evidence, state: EvidenceState) -> None:
     assert state_of(combined([word], {"static", "jwt-svid"}), NOW) is state

@@ -1,4 +1,4 @@
-"""SPIFFE IDs of evidence: one reading of each, or none."""
+"""SPIFFE IDs of evidence: each has one meaning or is rejected."""
 
 import pytest
 
@@ -29,7 +29,7 @@ from webhook.core.evidence_id import DEFAULT_TEMPLATE, EvidenceId, EvidenceIdPar
         ("spiffe://other.org/{node}/{hash}", "spiffe://other.org/b/aa", None),
     ],
 )
-def test_an_id_names_a_node_and_a_hash_or_nothing(
+def test_node_and_hash_are_read_only_from_matching_ids(
     template: str, spiffe_id: str, expected: EvidenceIdParts | None
 ) -> None:
     assert EvidenceId(template, "example.org").read(spiffe_id) == expected
@@ -41,17 +41,17 @@ def test_an_id_names_a_node_and_a_hash_or_nothing(
         ("spiffe://{trust_domain}/evidence/{node}", "once each"),
         ("spiffe://{trust_domain}/{node}/{hash}/{hash}", "once each"),
         ("spiffe://{trust_domain}/{node}/{hash}/{uid}", "once each"),
-        ("spiffe://{trust_domain}/{node}-{hash}", "segments of their own"),
+        ("spiffe://{trust_domain}/{node}-{hash}", "separate path segments"),
         ("spiffe://{trust_domain}/{node}/{hash}-{trust_domain}", "once each"),
-        ("spiffe://example.org/{trust_domain}/{node}/{hash}", "segments of their own"),
+        ("spiffe://example.org/{trust_domain}/{node}/{hash}", "separate path segments"),
         ("spiffe://{node}/{hash}", "trust domain"),
-        ("https://{trust_domain}/{node}/{hash}", "no SPIFFE ID"),
-        ("spiffe://{trust_domain}/{node}/{hash}/", "no SPIFFE ID"),
-        ("spiffe://{trust_domain}/{node}/sha256:{hash}", "no SPIFFE ID"),
+        ("https://{trust_domain}/{node}/{hash}", "not a SPIFFE ID"),
+        ("spiffe://{trust_domain}/{node}/{hash}/", "not a SPIFFE ID"),
+        ("spiffe://{trust_domain}/{node}/sha256:{hash}", "not a SPIFFE ID"),
         ("spiffe://{trust_domain}/{node}/{hash", "once each"),
     ],
 )
-def test_a_template_that_could_be_read_two_ways_is_refused(template: str, problem: str) -> None:
+def test_ambiguous_template_is_rejected(template: str, problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         check_template(template)
 
@@ -59,5 +59,5 @@ def test_a_template_that_could_be_read_two_ways_is_refused(template: str, proble
 @pytest.mark.parametrize(
     "text", ["spiffe://a", "spiffe://a/", "spiffe:///b", "spiffe://a/b/", "spiffe://A/b", "spiffe://a/b\n", "a/b", ""]
 )
-def test_what_is_no_workloads_id_has_no_trust_domain(text: str) -> None:
+def test_invalid_workload_id_has_no_trust_domain(text: str) -> None:
     assert trust_domain_of(text) is None

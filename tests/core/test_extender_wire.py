@@ -1,4 +1,4 @@
-"""The extender's messages as kube-scheduler writes and reads them."""
+"""The extender's requests and responses as kube-scheduler encodes them."""
 
 import json
 from typing import Any
@@ -73,7 +73,7 @@ def test_objects_are_answered_with_the_same_objects_byte_for_byte() -> None:
         pytest.param({"nodeNames": ["a"], "NodeNames": None}, (), False, id="the right casing wins"),
     ],
 )
-def test_nulls_and_both_forms(members: Raw, names: tuple[str, ...], *, are_objects: bool) -> None:
+def test_null_members_and_both_forms_are_parsed(members: Raw, names: tuple[str, ...], *, are_objects: bool) -> None:
     offer = ExtenderArgs.parse(args(**members)).offer
     assert offer.names == names
     assert (offer.objects is not None) == are_objects
@@ -87,7 +87,7 @@ def test_nulls_and_both_forms(members: Raw, names: tuple[str, ...], *, are_objec
         assert answer["NodeNames"] == list(names)
 
 
-def test_any_casing_is_read() -> None:
+def test_member_names_are_case_insensitive() -> None:
     body = json.dumps({"pod": raw_pod(), "NODES": {"Items": [NODE]}, "nodenames": None}).encode()
     assert ExtenderArgs.parse(body).offer.names == ("node-a",)
     assert BindArgs.parse(b'{"podName": "p", "PODNAMESPACE": "ml", "poduid": "u", "node": "n"}') == BindArgs(
@@ -118,7 +118,7 @@ MALFORMED = [
 
 @pytest.mark.defect("S0-8")
 @pytest.mark.parametrize("body", MALFORMED)
-def test_what_is_no_question_is_refused(body: bytes) -> None:
+def test_invalid_args_are_rejected(body: bytes) -> None:
     with pytest.raises(MalformedArgsError):
         ExtenderArgs.parse(body)
 
@@ -126,7 +126,7 @@ def test_what_is_no_question_is_refused(body: bytes) -> None:
 @pytest.mark.parametrize(
     "body", [b"", b"{}", b'{"PodName": "p"}', b'{"PodName": 5, "PodNamespace": "ml", "Node": "n"}', b"[]"]
 )
-def test_what_is_no_binding_is_refused(body: bytes) -> None:
+def test_invalid_binding_args_are_rejected(body: bytes) -> None:
     with pytest.raises(MalformedArgsError):
         BindArgs.parse(body)
 
@@ -154,12 +154,12 @@ def test_victims_are_answered_by_uid(by_uid: Raw | None, whole: Raw | None) -> N
 
 
 @pytest.mark.parametrize("found", [[], {"node-a": []}, {"node-a": {"Pods": [{}]}}, {"node-a": {"Pods": [5]}}], ids=str)
-def test_victims_that_cannot_be_read_are_refused(found: Any) -> None:
+def test_invalid_victims_are_rejected(found: Any) -> None:
     with pytest.raises(MalformedArgsError):
         PreemptArgs.parse(json.dumps({"Pod": raw_pod(), "NodeNameToMetaVictims": found}).encode())
 
 
-def test_other_answers_are_spelt_as_go_spells_them() -> None:
+def test_answers_have_go_member_names() -> None:
     assert json.loads(priorities([("node-a", 10), ("node-b", 0)])) == [
         {"Host": "node-a", "Score": 10},
         {"Host": "node-b", "Score": 0},

@@ -1,4 +1,4 @@
-"""The index never says anything that looking at every node would not: held against a dumb scan, move by move."""
+"""The index gives the same answers as a scan of all nodes, after every change."""
 
 import string
 from datetime import timedelta
@@ -25,7 +25,7 @@ from tests.builders import (
 )
 from tests.core.scan import World
 from webhook.core.claim import Claim, ClaimRecord
-from webhook.core.decide import MAX_ASKED, MAX_PLACEMENTS, MAX_PROVEN_NODES, EvidencePolicy, decide, explain
+from webhook.core.decide import MAX_NODE_CHECKS, MAX_PLACEMENTS, MAX_PROVEN_NODES, EvidencePolicy, decide, explain
 from webhook.core.device import Device, DeviceUuid, Node, Taint
 from webhook.core.evidence import Evidence, EvidenceState
 from webhook.core.fleet import MAX_CLASS_VALUES, Fleet
@@ -37,7 +37,7 @@ from webhook.core.verdict import Deny
 
 KEEPER = MapOwner("2026-01-01", SetId("uid-of-a-set", "ml"))
 
-# A small world, so that everything meets everything: six nodes, eight UUIDs that may turn up on any of them.
+# A small fleet, so that generated changes interact: six nodes, eight UUIDs that can be on any of them.
 NAMES = tuple(f"node-{letter}" for letter in string.ascii_lowercase[:6])
 UUIDS = tuple(f"GPU-{n}" for n in range(8))
 DEVICE_LABELS = ("model=h100", "model=a100", "fudo.org/gpu.big")
@@ -145,7 +145,7 @@ claims = st.builds(Claim, st.one_of(plain_records, plain_records, mapped_records
 
 @st.composite
 def words(draw: st.DrawFn) -> tuple[str, int | None, int | None, bool, bool]:
-    """What a provider may say of a node; times are seconds from now."""
+    """Generated evidence; times are seconds from now."""
     seconds = st.one_of(st.none(), st.integers(-2, 6))
     rarely = st.sampled_from([False] * 7 + [True])
     return draw(st.sampled_from(HASHES)), draw(seconds), draw(seconds), draw(rarely), draw(rarely)
@@ -160,7 +160,7 @@ ALWAYS = (
 
 
 class IndexedFleet(RuleBasedStateMachine):
-    """The fleet beside a plain list of facts; after each move both must answer every claim alike."""
+    """The fleet and a plain list of facts. After each change both must give the same answer to every claim."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -176,7 +176,7 @@ class IndexedFleet(RuleBasedStateMachine):
         for one in first:
             self.put(one)
 
-    # What happens.
+    # Changes.
 
     @rule(one=nodes)
     def put(self, one: Node) -> None:
@@ -209,7 +209,7 @@ class IndexedFleet(RuleBasedStateMachine):
         self._say(name, None)
 
     def _say(self, name: str, word: Evidence | None) -> None:
-        self.fleet.prove(name, word, self.world.now)
+        self.fleet.set_evidence(name, word, self.world.now)
         if name in self.world.nodes and word is not None:
             self.world.evidence[name] = word
         else:
@@ -248,7 +248,7 @@ class IndexedFleet(RuleBasedStateMachine):
             held = data.draw(st.sampled_from(self.world.reservations))
             self.fleet.free(reservation(*held.slots, id="long-gone", node=held.node))
 
-    # What must hold.
+    # Invariants.
 
     def agree(self, one: Claim) -> tuple[Placement, ...] | Deny:
         found = decide(one, self.fleet, self.policy)
@@ -274,7 +274,7 @@ class IndexedFleet(RuleBasedStateMachine):
     def a_persons_account_is_the_same(self) -> None:
         fits = {fit.name: fit for fit in explain(ALWAYS[1], self.fleet, self.policy)}
         assert {name for name, fit in fits.items() if fit.fits} == self.world.fitting(ALWAYS[1])
-        assert {name: fit.objection.said_of(ALWAYS[1]) if fit.objection else None for name, fit in fits.items()} == {
+        assert {name: fit.objection.text_for(ALWAYS[1]) if fit.objection else None for name, fit in fits.items()} == {
             one.name: self.world.objection(one, ALWAYS[1]) for one in self.world.nodes.values()
         }
 
@@ -283,8 +283,8 @@ class IndexedFleet(RuleBasedStateMachine):
         for name, indexed in self.fleet.indexed_nodes.items():
             proven = indexed.evidence if indexed.state is EvidenceState.FRESH else None
             group = (indexed.state, None if proven is None else proven.hash)
-            assert indexed.row is self.fleet.rows(group)[indexed.cell.node_class]
-            assert name in indexed.row.shapes[indexed.cell.shape]
+            assert indexed.row is self.fleet.rows(group)[indexed.node_group.node_class]
+            assert name in indexed.row.shapes[indexed.node_group.shape]
 
     @invariant()
     def no_slot_is_held_twice(self) -> None:
@@ -298,18 +298,20 @@ class IndexedFleet(RuleBasedStateMachine):
         assert self.fleet.device_count == len({d.uuid for one in self.world.nodes.values() for d in one.devices})
         assert sum(self.fleet.states.values()) == len(self.world.nodes)
         fresh = [
-            n for n in self.world.nodes.values() if self.world.evidence_objection(n, ALWAYS[1]) in (None, "other hash")
+            n
+            for n in self.world.nodes.values()
+            if self.world.evidence_objection(n, ALWAYS[1]) in (None, "a different hash")
         ]
         assert self.fleet.states[EvidenceState.FRESH] == len(fresh)
 
     @invariant()
     def a_device_of_two_nodes_is_nobodys(self) -> None:
         for uuid in map(DeviceUuid, UUIDS):
-            homes = self.world.homes(uuid)
+            homes = self.world.nodes_with(uuid)
             ill = any(d.uuid == uuid and not d.is_healthy for n in self.world.nodes.values() for d in n.devices)
             if len(homes) != 1 or not ill:
                 assert self.fleet.is_quarantined(uuid) is (len(homes) != 1)
-            assert (self.fleet.home_of(uuid) is None) is (homes == [])
+            assert (self.fleet.node_of_device(uuid) is None) is (homes == [])
 
 
 IndexedFleet.TestCase.settings = settings(
@@ -318,7 +320,7 @@ IndexedFleet.TestCase.settings = settings(
 TestIndexedFleet = pytest.mark.defect("S4-10")(IndexedFleet.TestCase)
 
 
-# A label with more values than this has a directory instead of classes; these nodes have one value each.
+# A label with more values has a directory instead of classes; these nodes have one value each.
 MANY = 260
 OWN_VALUES = ("h-0", "h-1", "h-own")
 host_expressions = st.one_of(
@@ -340,7 +342,7 @@ host_wishes = st.one_of(
 
 
 class FleetOfManyLabelValues(IndexedFleet):
-    """The same promises where a label's values are as good as node names, learnt before or after the nodes came."""
+    """The same invariants for a label with a value per node, indexed before or after the nodes are added."""
 
     @initialize()
     def a_crowd(self) -> None:
@@ -370,13 +372,13 @@ FleetOfManyLabelValues.TestCase.settings = settings(
 TestFleetOfManyLabelValues = FleetOfManyLabelValues.TestCase
 
 
-# Few enough that a GPU of a map is soon claimed by a second node, and dropped by either.
+# Few, so that a second node soon lists a GPU of a map, and either drops it.
 FEW_NAMES, FEW_UUIDS = NAMES[:3], UUIDS[:3]
 
 
 @st.composite
 def claimants(draw: st.DrawFn) -> Node:
-    """A UUID may stand twice on one."""
+    """A node may list a UUID twice."""
     uuids = draw(st.lists(st.sampled_from(FEW_UUIDS), max_size=3))
     label = draw(st.sampled_from((None, "rack-1", *FEW_NAMES)))
     devices = tuple(Device(DeviceUuid(uuid), index=index) for index, uuid in enumerate(uuids))
@@ -384,7 +386,7 @@ def claimants(draw: st.DrawFn) -> Node:
 
 
 class FleetOfMaps(RuleBasedStateMachine):
-    """What maps keep, while UUIDs are disputed and are not any more."""
+    """What maps set aside, while UUIDs become disputed and undisputed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -403,16 +405,21 @@ class FleetOfMaps(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(("rack-1", *FEW_NAMES)), gpus=st.sets(st.sampled_from((*FEW_UUIDS, "0", "1"))))
     def map(self, name: str, gpus: set[str]) -> None:
-        """What was kept there before is kept no more."""
+        """GPUs that were set aside before are not any more."""
         self.world.mapped[name] = gpus
         mapped = {name: dict.fromkeys(gpus, KEEPER) for name, gpus in self.world.mapped.items()}
         self.fleet.set_aside(mapped, {name})
 
     @invariant()
     def what_a_map_means_is_kept_and_nothing_else(self) -> None:
-        alone = [d for one in self.world.nodes.values() for d in one.devices if len(self.fleet.places_of(d.uuid)) == 1]
-        kept = {one.uuid for one in alone if self.world.is_kept(one)}
-        disputed = {uuid for uuid in map(DeviceUuid, FEW_UUIDS) if len(self.fleet.places_of(uuid)) > 1}
+        alone = [
+            d
+            for one in self.world.nodes.values()
+            for d in one.devices
+            if len(self.fleet.nodes_with_device(d.uuid)) == 1
+        ]
+        kept = {one.uuid for one in alone if self.world.is_set_aside(one)}
+        disputed = {uuid for uuid in map(DeviceUuid, FEW_UUIDS) if len(self.fleet.nodes_with_device(uuid)) > 1}
         assert self.fleet.set_aside_devices - disputed == kept
 
     @invariant()
@@ -422,7 +429,7 @@ class FleetOfMaps(RuleBasedStateMachine):
         each = {
             name
             for name, one in self.world.nodes.items()
-            if any(len(self.fleet.places_of(d.uuid)) == 1 and self.world.is_available(d) for d in one.devices)
+            if any(len(self.fleet.nodes_with_device(d.uuid)) == 1 and self.world.is_available(d) for d in one.devices)
         }
         assert placed == each
 
@@ -442,7 +449,7 @@ def cells(there: Fleet) -> int:
 
 
 def crowd(size: int, **values: int) -> Fleet:
-    """Nodes with one GPU each, and labels that have so many values each, spread over the nodes."""
+    """Nodes with one GPU each; each label has the given number of values."""
     made = []
     for number in range(size):
         spread = {key: str((number * 7919 >> shift) % many) for shift, (key, many) in enumerate(values.items())}
@@ -454,11 +461,11 @@ def by_label(key: str, value: str) -> Claim:
     return Claim(ClaimRecord(gpus=1), NodesAsked(selector=((key, value),)))
 
 
-def test_nodes_that_no_claim_can_tell_apart_share_a_cell() -> None:
+def test_nodes_that_no_claim_distinguishes_share_a_group() -> None:
     assert cells(crowd(500, zone=3)) == 1
 
 
-def test_a_label_is_learnt_when_it_is_first_asked_for() -> None:
+def test_label_is_indexed_when_a_claim_first_uses_it() -> None:
     there = crowd(30, zone=3)
     found = decide(by_label("zone", "1"), there, LAX)
     assert not isinstance(found, Deny)
@@ -466,13 +473,13 @@ def test_a_label_is_learnt_when_it_is_first_asked_for() -> None:
     assert cells(there) == 3
 
 
-def test_a_label_that_no_node_has_costs_the_index_nothing() -> None:
+def test_label_that_no_node_has_is_not_indexed() -> None:
     there = crowd(30, zone=3)
     assert isinstance(decide(by_label("nobody-has-it", "1"), there, LAX), Deny)
     assert cells(there) == 1
 
 
-def test_a_label_that_comes_after_it_was_asked_for_in_vain_is_learnt_then() -> None:
+def test_label_that_nodes_get_after_its_first_use_is_indexed_then() -> None:
     there = crowd(3)
     asked = by_label("late", "yes")
     assert isinstance(decide(asked, there, LAX), Deny)
@@ -490,7 +497,7 @@ def test_a_label_with_as_many_values_as_nodes_does_not_split_the_fleet() -> None
     assert cells(there) == 1
 
 
-def test_a_label_learnt_in_a_small_fleet_does_not_split_the_large_one() -> None:
+def test_label_indexed_in_a_small_fleet_does_not_split_the_large_fleet() -> None:
     there = crowd(100, host=10_000)
     decide(by_label("host", "0"), there, LAX)
     for number in range(100, 1000):
@@ -499,14 +506,14 @@ def test_a_label_learnt_in_a_small_fleet_does_not_split_the_large_one() -> None:
     assert cells(there) < 500
 
 
-def test_tenants_who_ask_for_many_labels_do_not_split_the_fleet() -> None:
+def test_claims_with_many_labels_do_not_split_the_fleet() -> None:
     there = crowd(2000, a=200, b=200, c=200, d=200)
     for key in "abcd":
         decide(by_label(key, "1"), there, LAX)
     assert cells(there) < 1000
 
 
-def test_a_fleet_that_was_split_too_often_still_answers_rightly() -> None:
+def test_fleet_with_too_many_classes_gives_correct_answers() -> None:
     there = crowd(600, a=6, b=6, c=6, d=6)
     world = World(NOW, nodes={name: indexed.node for name, indexed in there.indexed_nodes.items()})
     for key in "abcd":
@@ -530,18 +537,18 @@ def test_a_fleet_that_was_split_too_often_still_answers_rightly() -> None:
     ],
     ids=["by-label", "by-name"],
 )
-def test_who_shuts_out_two_nodes_has_every_other_counted_for_what_it_is(term: NodeTerm) -> None:
-    """There are more nodes than are asked one by one."""
-    names = [f"node-{number}" for number in range(MAX_ASKED + 1)]
+def test_denial_counts_every_other_node_if_two_are_excluded_by_name(term: NodeTerm) -> None:
+    """The fleet has more nodes than are checked one by one."""
+    names = [f"node-{number}" for number in range(MAX_NODE_CHECKS + 1)]
     out = set(names[:2])
     labels = [{"kubernetes.io/hostname": name} for name in names]
     there = fleet(*(node(name, labels=own, is_cordoned=name in out) for name, own in zip(names, labels, strict=True)))
     found = decide(Claim(ClaimRecord(gpus=2), NodesAsked(terms=(term,))), there, LAX)
     assert isinstance(found, Deny)
-    assert found.causes == ("2 not selected by the pod", "1 cordoned", "19998 with fewer than 2 matching GPUs")
+    assert found.causes == ("2 are not selected by the pod", "1 is cordoned", "19998 have fewer than 2 matching GPUs")
 
 
-def test_labels_that_change_all_the_time_do_not_fill_the_memory() -> None:
+def test_changing_node_labels_do_not_grow_the_index() -> None:
     there = crowd(3)
     for beat in range(12_000):
         there.put(node("node-1", device("GPU-1"), labels={"beat": str(beat)}), NOW)
@@ -554,7 +561,7 @@ def test_labels_that_change_all_the_time_do_not_fill_the_memory() -> None:
     assert len(there._classes) < 1000
 
 
-def test_gpu_labels_that_change_all_the_time_do_not_fill_the_memory() -> None:
+def test_changing_gpu_labels_do_not_grow_the_index() -> None:
     there = crowd(3)
     for beat in range(12_000):
         there.put(node("node-1", device("GPU-1", f"beat={beat}")), NOW)
@@ -562,7 +569,7 @@ def test_gpu_labels_that_change_all_the_time_do_not_fill_the_memory() -> None:
     assert len(there._kinds) < 1000
 
 
-def test_nodes_that_come_and_go_do_not_fill_the_memory() -> None:
+def test_recreated_nodes_do_not_grow_the_index() -> None:
     there = fleet()
     for number in range(2000):
         there.put(node(f"node-{number}", device("GPU-1"), labels={"gpu-node-name": f"rack-{number}"}), NOW)
@@ -570,7 +577,7 @@ def test_nodes_that_come_and_go_do_not_fill_the_memory() -> None:
     assert sum(map(len, there._directories.values())) < 1000
 
 
-def test_the_same_gpu_on_two_nodes_is_given_to_nobody_until_one_is_gone() -> None:
+def test_gpu_on_two_nodes_is_not_offered_until_one_node_is_gone() -> None:
     there = fleet(node("node-a", device("GPU-1")), node("node-b", device("GPU-1")))
     assert isinstance(decide(ANY, there, LAX), Deny)
     assert there.is_quarantined(DeviceUuid("GPU-1"))
@@ -583,9 +590,7 @@ def test_the_same_gpu_on_two_nodes_is_given_to_nobody_until_one_is_gone() -> Non
 
 @pytest.mark.parametrize("is_removed", [True, False], ids=["removed", "changed"])
 @pytest.mark.parametrize("claimant", ["node-b", "node-0"])
-def test_a_kept_gpu_is_kept_again_when_the_second_node_that_claims_it_drops_it(
-    claimant: str, *, is_removed: bool
-) -> None:
+def test_set_aside_gpu_is_set_aside_again_when_a_second_node_drops_it(claimant: str, *, is_removed: bool) -> None:
     there = fleet(node("node-a", device("GPU-1"), device("GPU-2")))
     there.set_aside({"node-a": {"GPU-1": KEEPER}, claimant: {"GPU-2": KEEPER}}, {"node-a"})
     there.put(node(claimant, device("GPU-1"), device("GPU-2")), NOW)
@@ -599,7 +604,7 @@ def test_a_kept_gpu_is_kept_again_when_the_second_node_that_claims_it_drops_it(
     assert [one.uuid for place in found for one in place.slots] == ["GPU-2"]
 
 
-def test_a_gpu_that_stood_twice_on_a_node_and_went_to_another_is_not_kept_there() -> None:
+def test_duplicated_gpu_that_moves_to_another_node_is_not_set_aside_there() -> None:
     twice = (device("GPU-1", index=0), device("GPU-1", index=1))
     there = fleet(node("node-a", *twice), node("node-b"))
     there.set_aside({"node-a": {"GPU-1": KEEPER}}, {"node-a"})
@@ -608,7 +613,7 @@ def test_a_gpu_that_stood_twice_on_a_node_and_went_to_another_is_not_kept_there(
     assert there.set_aside_devices == set()
 
 
-def test_what_is_held_stays_held_while_its_node_is_away() -> None:
+def test_held_gpu_stays_held_while_its_node_is_gone() -> None:
     there = fleet(node("node-a", device("GPU-1")))
     there.hold(reservation(slot("GPU-1")))
     there.remove("node-a")
@@ -630,23 +635,23 @@ def test_a_gpu_that_moves_to_another_node_stays_held() -> None:
 
 
 @pytest.mark.defect("S4-18")
-def test_a_release_frees_only_what_that_reservation_holds() -> None:
+def test_release_frees_only_the_slots_of_its_reservation() -> None:
     there = fleet(node("node-a", device("GPU-1")))
     there.hold(reservation(slot("GPU-1"), id="second"))
     there.free(reservation(slot("GPU-1"), id="first"))
     assert there.holders(DeviceUuid("GPU-1")) == {0: "second"}
 
 
-def test_a_node_that_comes_back_has_to_prove_itself_anew() -> None:
+def test_recreated_node_has_no_evidence() -> None:
     there = fleet(node("node-a", device("GPU-1")), proven={"node-a": HASH})
     there.remove("node-a")
     there.put(node("node-a", device("GPU-1")), NOW)
     assert isinstance(decide(Claim(ClaimRecord(gpus=1, hashes=(HASH,))), there, LAX), Deny)
 
 
-def test_evidence_ends_when_time_reaches_its_end() -> None:
+def test_evidence_becomes_stale_at_its_end() -> None:
     there = fleet(node("node-a", device("GPU-1")))
-    there.prove("node-a", evidence("node-a", until=NOW + 5 * SECOND), NOW)
+    there.set_evidence("node-a", evidence("node-a", until=NOW + 5 * SECOND), NOW)
     asked = Claim(ClaimRecord(gpus=1, hashes=(HASH,)))
     fits = []
     for seconds in (0, 4, 5, 6):
@@ -655,9 +660,9 @@ def test_evidence_ends_when_time_reaches_its_end() -> None:
     assert fits == [True, True, False, False]
 
 
-def test_evidence_of_the_future_counts_from_its_beginning() -> None:
+def test_future_evidence_counts_from_its_start() -> None:
     there = fleet(node("node-a", device("GPU-1")))
-    there.prove("node-a", evidence("node-a", since=NOW + SECOND, until=NOW + 2 * SECOND), NOW)
+    there.set_evidence("node-a", evidence("node-a", since=NOW + SECOND, until=NOW + 2 * SECOND), NOW)
     asked = Claim(ClaimRecord(gpus=1, hashes=(HASH,)))
     fits = []
     for seconds in (0, 1, 2):
@@ -672,20 +677,20 @@ def test_an_unhealthy_gpu_stays_quarantined_when_its_other_node_is_gone() -> Non
     assert there.is_quarantined(DeviceUuid("GPU-1"))
 
 
-def test_a_gpu_that_stands_twice_on_its_node_is_given_once() -> None:
+def test_gpu_listed_twice_on_its_node_does_not_serve_two() -> None:
     there = fleet(node("node-a", device("GPU-1", index=0), device("GPU-1", index=1)))
     found = decide(claim(raw_pod(raw_container(gpus=2))), there, LAX)
     assert isinstance(found, Deny)
 
 
-def test_a_gpu_held_alone_is_not_shared_afterwards() -> None:
+def test_gpu_held_exclusively_is_not_shared() -> None:
     there = fleet(node("node-a", device("GPU-1", shares=1)))
     there.hold(reservation(slot("GPU-1")))
     there.put(node("node-a", device("GPU-1", shares=2)), NOW)
     assert isinstance(decide(Claim(ClaimRecord(gpus=1, shared=True)), there, LAX), Deny)
 
 
-def test_requirements_that_nobody_can_meet_do_not_fill_the_memory() -> None:
+def test_unusual_requirements_do_not_grow_the_cache() -> None:
     there = crowd(2)
     for number in range(5000):
         there.kinds_serving(frozenset({f"model=none-{number}"}), is_shared=False)
@@ -694,7 +699,7 @@ def test_requirements_that_nobody_can_meet_do_not_fill_the_memory() -> None:
     assert len(there._kinds_serving) <= 4096
 
 
-def test_a_new_kind_of_gpu_is_offered_to_those_who_asked_before_it_came() -> None:
+def test_new_kind_of_gpu_serves_requirements_cached_before() -> None:
     there = fleet(node("node-a", device("GPU-1", "model=a100")))
     asked = Claim(ClaimRecord(gpus=1, requirements=("model=h100",)))
     assert isinstance(decide(asked, there, LAX), Deny)
@@ -704,7 +709,7 @@ def test_a_new_kind_of_gpu_is_offered_to_those_who_asked_before_it_came() -> Non
     assert [place.node for place in found] == ["node-b"]
 
 
-def test_a_node_put_again_unchanged_changes_nothing() -> None:
+def test_unchanged_node_is_no_change() -> None:
     there = fleet(node("node-a", device("GPU-1")), proven={"node-a": HASH})
     there.put(node("node-a", device("GPU-1")), NOW)
     assert there.indexed_nodes["node-a"].state is EvidenceState.FRESH

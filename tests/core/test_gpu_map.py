@@ -1,4 +1,4 @@
-"""The placement map: what older systems' users wrote means the same, and every line that means nothing is named."""
+"""The placement map: maps of older systems have the same meaning, and every invalid line is named."""
 
 import re
 from collections.abc import Mapping
@@ -75,13 +75,13 @@ def parsed(text: str) -> dict[int, tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("text", "entries"), VALID.values(), ids=VALID)
-def test_a_map_is_read_as_its_author_meant(text: str, entries: dict[int, tuple[str, str]]) -> None:
+def test_map_is_parsed(text: str, entries: dict[int, tuple[str, str]]) -> None:
     assert parsed(text) == entries
 
 
 @pytest.mark.defect("S1-2")
 @pytest.mark.parametrize(("text", "line", "code"), INVALID.values(), ids=INVALID)
-def test_a_line_that_means_nothing_is_named(text: str, line: int, code: str) -> None:
+def test_invalid_line_is_named(text: str, line: int, code: str) -> None:
     with pytest.raises(InvalidPodError) as caught:
         parse_map(text)
     (mistake,) = caught.value.mistakes
@@ -96,12 +96,12 @@ def test_a_line_that_means_nothing_is_named(text: str, line: int, code: str) -> 
         pytest.param("# nothing\n", id="only-a-comment"),
     ],
 )
-def test_a_map_without_a_line_is_a_mistake(text: str) -> None:
-    with pytest.raises(InvalidPodError, match=r"^empty-map: the map names no ordinal$"):
+def test_empty_map_is_a_mistake(text: str) -> None:
+    with pytest.raises(InvalidPodError, match=r"^empty-map: the map has no entry$"):
         parse_map(text)
 
 
-def test_every_bad_line_is_named_at_once() -> None:
+def test_all_invalid_lines_are_in_one_error() -> None:
     with pytest.raises(InvalidPodError) as caught:
         parse_map("0=node1:0\nx=node2:1\n\n1=node3\n2=:0\n0=node4:1\n3=node5:,\n")
     assert [" ".join(mistake.split(" ")[:3]) for mistake in caught.value.mistakes] == [
@@ -113,15 +113,15 @@ def test_every_bad_line_is_named_at_once() -> None:
     ]
 
 
-def test_a_map_of_nothing_but_mistakes_is_answered_in_bounded_length() -> None:
+def test_error_of_many_invalid_lines_has_bounded_length() -> None:
     with pytest.raises(InvalidPodError) as caught:
         parse_map("x\n" * 200)
     assert len(caught.value.mistakes) == 51
     assert caught.value.mistakes[-1] == "and 150 more lines"
 
 
-def test_a_map_longer_than_any_set_is_not_read() -> None:
-    with pytest.raises(InvalidPodError, match=f"the map has {MAX_LINES + 1} lines, 10000 are read"):
+def test_map_with_too_many_lines_is_rejected() -> None:
+    with pytest.raises(InvalidPodError, match=f"the map has {MAX_LINES + 1} lines; the maximum is 10000"):
         parse_map("\n" * (MAX_LINES + 1))
 
 
@@ -132,17 +132,17 @@ def test_a_map_of_ten_thousand_lines_is_read_whole(end: str) -> None:
     assert entries[9_999] == ("node-1249", "7")
 
 
-def test_a_map_that_all_pods_of_a_set_have_is_read_once() -> None:
+def test_equal_maps_are_parsed_once() -> None:
     text = "0=node1:0\n1=node2:0\n"
     assert parse_map(text) is parse_map("".join(text))
 
 
-def test_leading_zeros_do_not_count() -> None:
+def test_leading_zeros_of_ordinals_are_ignored() -> None:
     assert parsed("00000000007=node1:0") == {7: ("node1", "0")}
 
 
 @given(st.text(alphabet="0123456789=:,#-+_ \t\r\nGPUMIGabn.\u0661\u00a0", max_size=60))
-def test_any_text_is_a_map_or_has_its_bad_lines_named(text: str) -> None:
+def test_any_text_is_a_map_or_has_named_invalid_lines(text: str) -> None:
     entries, mistakes = read(text)
     assert bool(entries) is not bool(mistakes)
     shape = re.compile(r"line [1-9][0-9]*: (syntax|ordinal|node|gpu-list|duplicate-ordinal): |empty-map: ")

@@ -1,11 +1,11 @@
-"""What a namespace holds its pods to: a pod may narrow it, never widen it."""
+"""The hashes that a namespace allows: a pod may name fewer, never others."""
 
 import pytest
 
 from tests.builders import HASH, OTHER_HASH, Raw, claim, raw_container, raw_pod
 from webhook.core.claim import ClaimRules, claim_of
 from webhook.core.errors import InvalidPodError
-from webhook.core.hashes import NO_BOND, HashPolicy
+from webhook.core.hashes import NO_HASH_POLICY, HashPolicy
 from webhook.core.pod import Pod
 
 KEY = "gpuwarden.io/required-hash"
@@ -13,7 +13,7 @@ THIRD = "sha256:cc33"
 
 
 def bound(*hashes: str) -> ClaimRules:
-    return ClaimRules(bond=HashPolicy.of("ml", {KEY: ",".join(hashes)}))
+    return ClaimRules(hash_policy=HashPolicy.of("ml", {KEY: ",".join(hashes)}))
 
 
 def asking(*hashes: str, gpus: int = 1) -> Raw:
@@ -29,7 +29,7 @@ def asking(*hashes: str, gpus: int = 1) -> Raw:
         pytest.param((HASH, THIRD), (HASH, OTHER_HASH), (HASH,), id="what-would-widen-falls-away"),
     ],
 )
-def test_a_pod_is_held_to_what_its_namespace_allows(
+def test_claim_accepts_only_hashes_that_the_namespace_allows(
     own: tuple[str, ...], namespace: tuple[str, ...], resulting: tuple[str, ...]
 ) -> None:
     assert claim(asking(*own), bound(*namespace)).record.hashes == resulting
@@ -37,28 +37,28 @@ def test_a_pod_is_held_to_what_its_namespace_allows(
         assert claim(asking(*own, gpus=0), bound(*namespace)).record.hashes == resulting
 
 
-def test_a_pod_that_names_only_others_is_refused_with_both() -> None:
+def test_pod_with_only_disallowed_hashes_is_denied() -> None:
     with pytest.raises(InvalidPodError) as refused:
         claim_of(Pod.parse(asking(THIRD)), bound(HASH, OTHER_HASH))
     assert refused.value.mistakes == (
-        f"annotation {KEY} asks for {THIRD}, and namespace ml holds its pods to {HASH} or {OTHER_HASH}: "
-        "a pod may choose among those, or name none",
+        f"annotation {KEY} asks for {THIRD}, but namespace ml allows only {HASH} or {OTHER_HASH}: "
+        "name one of those, or none",
     )
 
 
 @pytest.mark.parametrize(
     ("text", "mistake"),
     [
-        ("", "holds an empty hash: name one or take it away"),
-        (f"{HASH},", "holds an empty hash: name one or take it away"),
-        (f" {HASH}", f"' {HASH}' holds white space"),
+        ("", "has an empty hash: add a value or remove it"),
+        (f"{HASH},", "has an empty hash: add a value or remove it"),
+        (f" {HASH}", f"' {HASH}' contains white space"),
         ("x" * 257, "a hash has at most 256 characters"),
-        (",".join(f"h{n}" for n in range(65)), "names 65 hashes, at most 64"),
+        (",".join(f"h{n}" for n in range(65)), "has 65 hashes; the maximum is 64"),
     ],
     ids=["nothing", "an empty one", "white space", "too long", "too many"],
 )
-def test_what_nobody_can_read_on_a_namespace_lets_no_claim_through(text: str, mistake: str) -> None:
-    rules = ClaimRules(bond=HashPolicy.of("ml", {KEY: text}))
+def test_invalid_hash_annotation_of_a_namespace_denies_every_claim(text: str, mistake: str) -> None:
+    rules = ClaimRules(hash_policy=HashPolicy.of("ml", {KEY: text}))
     with pytest.raises(InvalidPodError) as refused:
         claim_of(Pod.parse(asking(HASH)), rules)
     assert len(refused.value.mistakes) == 1
@@ -67,11 +67,11 @@ def test_what_nobody_can_read_on_a_namespace_lets_no_claim_through(text: str, mi
 
 
 @pytest.mark.parametrize("text", [HASH, ""], ids=["a hash", "unreadable"])
-def test_a_pod_without_a_claim_is_nobodys_business(text: str) -> None:
-    assert claim_of(Pod.parse(raw_pod()), ClaimRules(bond=HashPolicy.of("ml", {KEY: text}))) is None
+def test_namespace_hashes_do_not_apply_to_pods_without_a_claim(text: str) -> None:
+    assert claim_of(Pod.parse(raw_pod()), ClaimRules(hash_policy=HashPolicy.of("ml", {KEY: text}))) is None
 
 
-def test_a_namespace_that_says_nothing_changes_nothing() -> None:
-    assert HashPolicy.of("ml", {"team": "vision"}) is NO_BOND
+def test_namespace_without_annotation_allows_all_hashes() -> None:
+    assert HashPolicy.of("ml", {"team": "vision"}) is NO_HASH_POLICY
     assert claim(asking(), bound(HASH)) != claim(asking(), ClaimRules())
     assert claim(asking(THIRD), ClaimRules()).record.hashes == (THIRD,)

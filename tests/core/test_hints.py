@@ -1,4 +1,4 @@
-"""What a pod says of its work, what a scorer may change in it, and what it may not."""
+"""The features of a pod, and the changes that a scorer may make to it."""
 
 from datetime import timedelta
 from typing import Any
@@ -17,11 +17,11 @@ from webhook.core.hints import (
     Hints,
     class_for,
     features_of,
-    handed_down,
     hinted,
     hints_of,
-    is_to_be_scored,
+    should_score,
     was_hinted,
+    with_features_in_template,
 )
 from webhook.core.pod import Pod, Toleration
 
@@ -53,7 +53,7 @@ def advised(raw: Raw, advice: Advice = ADVICE, around: HintContext = AROUND) -> 
 
 
 def patched(raw: Raw, hints: Hints) -> Raw:
-    """By the patch, so that it is shown to apply."""
+    """Through the patch, so that the test proves that it applies."""
     result: Raw = jsonpatch.apply_patch(raw, changes(raw, hinted(raw, hints)))
     assert result == hinted(raw, hints)
     return result
@@ -62,12 +62,12 @@ def patched(raw: Raw, hints: Hints) -> Raw:
 # Features.
 
 
-def test_a_pod_that_does_not_say_what_it_does_has_none() -> None:
+def test_pod_without_a_job_type_has_no_features() -> None:
     assert features_of(Pod.parse(raw_pod(raw_container(gpus=1)))) is None
     assert features_of(Pod.parse(scored(job_type=""))) is None
 
 
-def test_features_as_they_are_written() -> None:
+def test_features_are_parsed_from_annotations() -> None:
     annotations = {"gpu.mem.gi": "40", "ml.batch_size": "16", "scheduler.radix.ai/tenant": "team-a"}
     found = features_of(Pod.parse(scored(annotations=annotations)))
     assert found == Features("train-bert", "team-a", 40.0, 16)
@@ -77,7 +77,7 @@ def test_features_as_they_are_written() -> None:
 @pytest.mark.parametrize(
     "text", ["nan", "NaN", "inf", "-inf", "Infinity", "-1", "-0.0", "40Gi", "1e400", "", "0x10", "1_000", "٤٠", "4 0"]
 )
-def test_memory_that_is_no_finite_amount_is_left_out_with_a_warning(text: str) -> None:
+def test_invalid_memory_is_ignored_with_a_warning(text: str) -> None:
     cpu = raw_pod(annotations={"app.kubernetes.io/job-type": "a", "gpu.mem.gi": text})
     found = features_of(Pod.parse(cpu))
     assert found is not None
@@ -95,13 +95,13 @@ def test_memory_is_a_decimal_number(text: str, number: float) -> None:
 
 @pytest.mark.defect("S3-11")
 @pytest.mark.parametrize("text", ["16.0", "many", "", "1e3", "9" * 40, "-1", "nan", "40Gi", "1e400"])
-def test_a_batch_size_that_is_no_whole_number_is_left_out_with_a_warning(text: str) -> None:
+def test_invalid_batch_size_is_ignored_with_a_warning(text: str) -> None:
     found = features(ml__batch_size=text)
     assert found.batch_size is None
     assert len(found.warnings) == 1
 
 
-def test_a_pod_that_requests_a_gpu_and_names_no_memory_needs_forty() -> None:
+def test_memory_of_a_gpu_pod_defaults_to_40_gb() -> None:
     assert features().gpu_mem_gb == 40.0
     assert features(gpu__mem__gi="nan").gpu_mem_gb == 40.0
 
@@ -118,15 +118,15 @@ def test_a_pod_that_requests_a_gpu_and_names_no_memory_needs_forty() -> None:
 @pytest.mark.defect("S3-17")
 def test_a_pod_that_requests_no_gpu_is_not_scored(container: Raw) -> None:
     pod = Pod.parse(scored(container))
-    assert not is_to_be_scored(pod, None)
+    assert not should_score(pod, None)
 
 
-def test_gpus_of_others_are_gpus_and_so_is_a_claim() -> None:
-    assert is_to_be_scored(Pod.parse(scored(raw_container(resources={"requests": {"amd.com/gpu": "1"}}))), None)
+def test_any_gpu_resource_or_claim_makes_a_pod_scored() -> None:
+    assert should_score(Pod.parse(scored(raw_container(resources={"requests": {"amd.com/gpu": "1"}}))), None)
     counted = Pod.parse(scored(raw_container(), annotations={"gpuwarden.io/gpu-count": "1"}))
-    assert is_to_be_scored(counted, claim_of(counted, ClaimRules()))
+    assert should_score(counted, claim_of(counted, ClaimRules()))
     proven = Pod.parse(scored(raw_container(), annotations={"gpuwarden.io/required-hash": "sha256:aa"}))
-    assert not is_to_be_scored(proven, claim_of(proven, ClaimRules()))
+    assert not should_score(proven, claim_of(proven, ClaimRules()))
 
 
 # Priority.
@@ -144,16 +144,16 @@ def test_gpus_of_others_are_gpus_and_so_is_a_claim() -> None:
         (0, "gpu-default"),
     ],
 )
-def test_the_first_bucket_that_a_score_reaches(score: float, name: str) -> None:
+def test_score_gets_the_class_of_its_bucket(score: float, name: str) -> None:
     assert class_for(score, reversed(HintContext({}).buckets)) == name
 
 
-def test_below_the_lowest_bucket_is_the_default() -> None:
+def test_score_below_all_buckets_gets_the_default_class() -> None:
     assert class_for(10, [Bucket(50, "half")]) == "gpu-default"
 
 
 @pytest.mark.defect("X-2")
-def test_a_class_takes_the_numbers_away_that_it_would_contradict() -> None:
+def test_priority_class_replaces_priority_and_preemption_policy() -> None:
     raw = scored(priority=0, preemptionPolicy="PreemptLowerPriority")
     spec = patched(raw, advised(raw))["spec"]
     assert spec["priorityClassName"] == "gpu-high"
@@ -168,16 +168,16 @@ def test_a_pods_own_class_stays() -> None:
 
 
 @pytest.mark.defect("S3-14")
-def test_a_class_that_is_not_there_is_not_written() -> None:
+def test_missing_priority_class_is_not_written() -> None:
     raw = scored(priority=0)
     hints = advised(raw, around=HintContext(A100, classes=frozenset({"gpu-ultra"})))
     spec = patched(raw, hints)["spec"]
     assert "priorityClassName" not in spec
     assert spec["priority"] == 0
-    assert hints.warnings == ("there is no PriorityClass gpu-high: the pod goes on without it",)
+    assert hints.warnings == ("PriorityClass gpu-high does not exist: the pod gets none",)
 
 
-def test_the_clusters_default_class_was_chosen_by_nobody() -> None:
+def test_default_class_of_the_cluster_is_replaced() -> None:
     raw = scored(priorityClassName="usual", priority=5)
     around = HintContext(A100, classes=frozenset({"usual", "gpu-high"}), default_class="usual")
     assert patched(raw, advised(raw, around=around))["spec"]["priorityClassName"] == "gpu-high"
@@ -189,7 +189,7 @@ def test_the_clusters_default_class_was_chosen_by_nobody() -> None:
 @pytest.mark.defect("S3-1")
 @pytest.mark.defect("X-1")
 @pytest.mark.parametrize("own", [None, {}, {"pool": "gpu"}, {"a/b~c": "d"}], ids=repr)
-def test_the_selector_is_merged_whatever_is_in_its_key(own: Any) -> None:
+def test_selector_with_special_characters_is_merged(own: Any) -> None:
     raw = scored() if own is None else scored(nodeSelector=own)
     assert patched(raw, advised(raw))["spec"]["nodeSelector"] == {**(own or {}), "gpu.nvidia.com/class": "A100-80GB"}
 
@@ -203,15 +203,15 @@ def test_a_pod_without_annotations_to_add_to_is_hinted_too() -> None:
         }
 
 
-def test_a_selector_of_the_pods_own_wins() -> None:
+def test_own_selector_of_the_pod_is_kept() -> None:
     raw = scored(nodeSelector={"gpu.nvidia.com/class": "L4-24GB"})
     hints = advised(raw)
     assert patched(raw, hints)["spec"]["nodeSelector"] == {"gpu.nvidia.com/class": "L4-24GB"}
-    assert hints.warnings == ("nodeSelector gpu.nvidia.com/class=L4-24GB stays; the scorer would have A100-80GB",)
+    assert hints.warnings == ("nodeSelector gpu.nvidia.com/class=L4-24GB is kept; the scorer chose A100-80GB",)
 
 
 @pytest.mark.defect("S3-6")
-def test_the_selector_has_the_label_that_nodes_have() -> None:
+def test_model_is_selected_by_the_label_that_nodes_have() -> None:
     by_product = {"gpu.nvidia.com/class": {"L4-24GB": 1}, "nvidia.com/gpu.product": {"A100-80GB": 3}}
     raw = scored()
     hints = advised(raw, around=HintContext(by_product))
@@ -223,15 +223,17 @@ def test_a_model_that_no_node_has_is_not_selected() -> None:
     raw = scored()
     hints = advised(raw, around=HintContext({"gpu.nvidia.com/class": {"L4-24GB": 1}}))
     assert hints.selector == ()
-    assert hints.warnings == ("no node has gpu.nvidia.com/class=A100-80GB, which the scorer chose: it is left out",)
+    assert hints.warnings == (
+        "no node has the label gpu.nvidia.com/class=A100-80GB that the scorer chose: it is ignored",
+    )
 
 
 @pytest.mark.parametrize(("key", "value"), [("bad key", "a"), ("/a", "b"), ("a", "no good"), ("a", "x" * 64)])
-def test_what_is_no_label_is_not_selected(key: str, value: str) -> None:
+def test_invalid_label_is_not_selected(key: str, value: str) -> None:
     assert advised(scored(), Advice(selector=((key, value),))).selector == ()
 
 
-def test_a_pod_on_a_node_already_is_not_sent_elsewhere() -> None:
+def test_pod_with_a_node_name_gets_no_selector() -> None:
     assert advised(scored(nodeName="node-a")).selector == ()
 
 
@@ -259,7 +261,7 @@ def test_tolerations_are_appended_once() -> None:
     ],
     ids=["everything", "key", "operator", "value", "effect", "seconds", "beyond"],
 )
-def test_what_would_make_the_pod_invalid_is_left_out(wrong: Toleration) -> None:
+def test_hints_that_make_the_pod_invalid_are_ignored(wrong: Toleration) -> None:
     hints = advised(scored(), Advice(tolerations=(wrong, GPU_TAINT)))
     assert hints.tolerations == (GPU_TAINT,)
     assert len(hints.warnings) == 1
@@ -300,7 +302,7 @@ def test_the_job_type_is_a_label_that_others_can_avoid() -> None:
     assert patched(own, advised(own))["metadata"]["labels"] == {"app.kubernetes.io/job-type": "mine"}
 
 
-def test_a_job_type_that_cannot_be_a_label_is_said() -> None:
+def test_job_type_that_is_not_a_label_value_gives_a_warning() -> None:
     raw = scored(job_type="train bert!")
     hints = advised(raw, Advice(avoid=("no good", "")))
     assert "labels" not in patched(raw, hints)["metadata"]
@@ -331,15 +333,15 @@ def test_a_score_is_written_as_it_was_received(score: float, text: str) -> None:
     assert Advice(score=score).score_text == text
 
 
-def test_what_was_chosen_is_what_the_scorer_says_before_what_it_selects() -> None:
+def test_chosen_gpu_of_the_scorer_takes_precedence_over_its_selector() -> None:
     assert Advice(chosen="H100", selector=(("gpu.nvidia.com/class", "A100"),)).chosen_gpu == "H100"
     assert Advice(selector=(("pool", "x"),)).chosen_gpu == "unknown"
 
 
-# Again.
+# Reinvocation.
 
 
-def test_the_pod_of_a_moment_ago_keeps_its_hints_and_an_old_copy_does_not() -> None:
+def test_reinvoked_pod_keeps_its_hints_and_an_old_copy_does_not() -> None:
     raw = scored()
     again = Pod.parse(patched(raw, advised(raw)))
     assert was_hinted(again, NOW + timedelta(seconds=5))
@@ -348,11 +350,11 @@ def test_the_pod_of_a_moment_ago_keeps_its_hints_and_an_old_copy_does_not() -> N
     assert not was_hinted(Pod.parse(scored(annotations={"gpuwarden.io/decision-timestamp": "soon"})), NOW)
 
 
-def test_a_selector_that_no_found_node_has_is_dropped_and_said() -> None:
+def test_selector_that_excludes_the_chosen_nodes_is_dropped_with_a_warning() -> None:
     hints = advised(scored())
-    assert hints.on_nodes_with({"gpu.nvidia.com/class": "A100-80GB", "zone": "a"}) is hints
-    assert hints.on_nodes_with() is hints
-    elsewhere = hints.on_nodes_with({"gpu.nvidia.com/class": "L4-24GB"})
+    assert hints.fitted_to_nodes({"gpu.nvidia.com/class": "A100-80GB", "zone": "a"}) is hints
+    assert hints.fitted_to_nodes() is hints
+    elsewhere = hints.fitted_to_nodes({"gpu.nvidia.com/class": "L4-24GB"})
     assert elsewhere.selector == ()
     assert "no node with gpu.nvidia.com/class=A100-80GB can serve the pod" in elsewhere.warnings[-1]
 
@@ -367,9 +369,9 @@ def job(said: dict[str, str] | None, template: Any = None) -> Raw:
 
 @pytest.mark.defect("S3-3")
 @pytest.mark.parametrize("template", [None, {}, {"annotations": None}], ids=repr)
-def test_what_a_job_says_of_its_work_its_pods_say(template: Any) -> None:
+def test_features_of_a_job_are_copied_to_its_template(template: Any) -> None:
     said = {"app.kubernetes.io/job-type": "train-bert", "gpu.mem.gi": "40", "other": "not ours"}
-    found = handed_down(job(said, template))
+    found = with_features_in_template(job(said, template))
     assert found["spec"]["template"]["metadata"]["annotations"] == {
         "app.kubernetes.io/job-type": "train-bert",
         "gpu.mem.gi": "40",
@@ -377,9 +379,9 @@ def test_what_a_job_says_of_its_work_its_pods_say(template: Any) -> None:
     assert found["metadata"] == job(said)["metadata"]
 
 
-def test_what_the_template_says_wins() -> None:
+def test_features_of_the_template_are_kept() -> None:
     own = {"annotations": {"app.kubernetes.io/job-type": "mine", "x": "y"}}
-    found = handed_down(job({"app.kubernetes.io/job-type": "its", "ml.batch_size": "1"}, own))
+    found = with_features_in_template(job({"app.kubernetes.io/job-type": "its", "ml.batch_size": "1"}, own))
     assert found["spec"]["template"]["metadata"]["annotations"] == {
         "app.kubernetes.io/job-type": "mine",
         "x": "y",
@@ -388,5 +390,5 @@ def test_what_the_template_says_wins() -> None:
 
 
 @pytest.mark.parametrize("raw", [job(None), job({}), job({"other": "x"}), {}, {"spec": {}}], ids=repr)
-def test_a_job_that_says_nothing_stays_as_it_is(raw: Raw) -> None:
-    assert handed_down(raw) == raw
+def test_job_without_features_is_unchanged(raw: Raw) -> None:
+    assert with_features_in_template(raw) == raw

@@ -1,11 +1,11 @@
-"""What could open devices of its node: by values. That the policies say the same of every pod is shown in
-tests/e2e/attacks/test_isolation.py."""
+"""Pods that could open devices of their node. tests/e2e/attacks/test_isolation.py compares the results with the
+policies."""
 
 from typing import Any
 
 import pytest
 
-from webhook.core.isolation import is_in_places, is_isolated, refusals, refused_volume, without_prefix
+from webhook.core.isolation import is_isolated, is_protected_path, refusals, refused_volume, without_prefix
 
 Raw = dict[str, Any]
 
@@ -17,15 +17,15 @@ STORAGE = "/var/lib/rancher/k3s/storage"
     "path",
     ["/", "", "//dev", "/./dev/", "/dev/nvidia0", "/var", "/var/run/x", "/var/lib/rancher/k3s", f"{STORAGE}2"],
 )
-def test_volume_of_a_path_that_is_or_contains_or_lies_in_a_place_is_refused(path: str) -> None:
-    assert is_in_places(path)
+def test_volume_path_that_overlaps_a_protected_path_is_denied(path: str) -> None:
+    assert is_protected_path(path)
 
 
 @pytest.mark.parametrize(
     "path", ["/devices", "/data", "/mnt/dev", "/var/lib/datasets", "/optional", STORAGE, f"{STORAGE}/a"]
 )
-def test_volume_of_a_path_beside_the_places_is_not(path: str) -> None:
-    assert not is_in_places(path)
+def test_volume_path_outside_of_protected_paths_is_allowed(path: str) -> None:
+    assert not is_protected_path(path)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_host_path_is_allowed_inside_of_a_directory_that_an_administrator_allows
     [("sys_admin", "SYS_ADMIN"), ("CAP_BPF", "BPF"), ("cap_all", "ALL"), ("sys_adm\u0131n", "SYS_ADM\u0131N")],
     ids=["lower", "prefix", "both", "not-ascii"],
 )
-def test_capability_is_read_as_the_policy_reads_it(written: str, read: str) -> None:
+def test_capability_is_parsed_as_the_policy_does(written: str, read: str) -> None:
     assert without_prefix(written) == read
 
 
@@ -63,7 +63,7 @@ def a_pod(**spec: Any) -> Raw:
     return {"metadata": {"name": "a", "namespace": "ml"}, "spec": spec}
 
 
-def test_refusals_come_in_the_words_and_order_of_the_policy() -> None:
+def test_refusals_have_the_texts_and_order_of_the_policy() -> None:
     strong = {"privileged": True, "capabilities": {"add": ["NET_ADMIN", "cap_bpf", "ALL"]}}
     mounts = [{"name": "host", "mountPath": "/host", "readOnly": True}]
     writes = [{"name": "data", "mountPath": "/data"}]
@@ -101,7 +101,7 @@ def test_annotation_that_injects_devices_is_refused(name: str, is_refused: bool)
     assert refusals(raw, (), {}) == ([said] if is_refused else [])
 
 
-def test_nothing_is_refused_of_a_pod_that_says_nothing() -> None:
+def test_plain_pod_has_no_refusals() -> None:
     for raw in ({}, a_pod(), a_pod(containers=None, volumes=[{"name": "x", "emptyDir": {}}])):
         assert refusals(raw, (), {("ml", ""): "/dev"} if raw == {} else {}) == []
 
@@ -111,7 +111,7 @@ def test_nothing_is_refused_of_a_pod_that_says_nothing() -> None:
     [({"persistentVolumeClaim": {"claimName": "c"}}, "c"), ({"ephemeral": {"volumeClaimTemplate": {}}}, "a-data")],
     ids=["claim", "ephemeral"],
 )
-def test_volume_behind_a_claim_of_the_same_namespace_is_refused(source: Raw, claim: str) -> None:
+def test_claim_bound_to_a_protected_path_is_denied_in_its_namespace(source: Raw, claim: str) -> None:
     raw = a_pod(volumes=[{"name": "data", **source}])
     said = [f"spec.volumes[data]: the PersistentVolume of claim {claim} leads to /dev"]
     assert refusals(raw, (), {("ml", claim): "/dev"}) == said
@@ -135,7 +135,7 @@ def volume(phase: str = "Bound", **spec: Any) -> Raw:
     ],
     ids=["hostPath", "local", "elsewhere", "csi", "released", "no-claim", "odd"],
 )
-def test_volume_that_no_tenant_could_make_is_found_by_the_claim_that_is_bound_to_it(raw: Raw, found: Any) -> None:
+def test_protected_volume_is_found_by_its_bound_claim(raw: Raw, found: Any) -> None:
     assert refused_volume(raw) == found
 
 
@@ -150,7 +150,7 @@ def test_volume_that_no_tenant_could_make_is_found_by_the_claim_that_is_bound_to
     ],
     ids=["tenant", "exempt", "another-value", "system", "our-own"],
 )
-def test_namespaces_are_isolated_but_for_exempt_ones_the_systems_and_our_own(
+def test_all_namespaces_are_isolated_except_exempt_system_and_own(
     name: str, labels: dict[str, str], expected: bool
 ) -> None:
     assert is_isolated({"metadata": {"name": name, "labels": labels}}, "gpuwarden") is expected

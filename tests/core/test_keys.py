@@ -1,4 +1,4 @@
-"""The strings that others read and write: changing one breaks somebody's manifests, so each is written here again."""
+"""The strings that others read and write. A change breaks manifests, so each string is repeated here."""
 
 import pytest
 
@@ -35,7 +35,7 @@ from webhook.core.keys import Key, is_protected_annotation
         ),
     ],
 )
-def test_a_key_is_called_what_its_readers_call_it(key: Key, names: tuple[str, ...]) -> None:
+def test_key_names_do_not_change(key: Key, names: tuple[str, ...]) -> None:
     assert key.names == names
     assert key.name == names[0]
 
@@ -64,15 +64,15 @@ def test_a_key_is_called_what_its_readers_call_it(key: Key, names: tuple[str, ..
         pytest.param(keys.TENANT, "scheduler.radix.ai/tenant", id="tenant"),
     ],
 )
-def test_a_name_that_others_give_is_spelt_as_they_spell_it(constant: str, text: str) -> None:
+def test_names_of_other_projects_do_not_change(constant: str, text: str) -> None:
     assert constant == text
 
 
-def test_both_gpu_variables_are_ours_to_set() -> None:
+def test_both_gpu_variables_are_set() -> None:
     assert keys.GPU_ENV == ("NVIDIA_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
 
 
-def test_what_we_write_is_listed_whole() -> None:
+def test_list_of_written_keys_is_complete() -> None:
     assert {
         "gpuwarden.io/gpu-uuid",
         "gpuwarden.io/reservation-id",
@@ -84,7 +84,7 @@ def test_what_we_write_is_listed_whole() -> None:
     } == keys.OUTPUT_NAMES
 
 
-def test_what_we_read_is_listed_whole() -> None:
+def test_list_of_read_keys_is_complete() -> None:
     assert {
         "gpuwarden.io/required-hash",
         "attestation-hash.my-company.com/required-hash",
@@ -109,5 +109,5 @@ def test_what_we_read_is_listed_whole() -> None:
         pytest.param("team", False, id="users-own"),
     ],
 )
-def test_only_outputs_and_runtime_instructions_are_protected(key: str, is_protected: bool) -> None:
+def test_only_outputs_and_cdi_annotations_are_protected(key: str, is_protected: bool) -> None:
     assert is_protected_annotation(key) is is_protected

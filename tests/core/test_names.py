@@ -1,4 +1,4 @@
-"""Names that objects can have."""
+"""Valid names of objects and labels."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from webhook.core.names import is_label_key, is_label_value, is_object_name
 
 
 @pytest.mark.parametrize("name", ["train-0", "a", "0", "gpu-1.example.com", "a" * 253])
-def test_a_dns_subdomain_is_a_name(name: str) -> None:
+def test_dns_subdomain_is_an_object_name(name: str) -> None:
     assert is_object_name(name)
 
 
@@ -14,7 +14,7 @@ def test_a_dns_subdomain_is_a_name(name: str) -> None:
     "name",
     ["", ".", "..", "a%b", "a/b", "a..b", ".a", "a.", "-a", "a-", "a.-b", "A", "a_b", "a b", "a\n", "ä", "a" * 254],
 )
-def test_what_leads_elsewhere_is_none(name: str) -> None:
+def test_text_that_is_not_a_subdomain_is_not_an_object_name(name: str) -> None:
     assert not is_object_name(name)
 
 

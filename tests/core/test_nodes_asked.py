@@ -1,4 +1,4 @@
-"""A pod's own wishes about nodes are read as kube-scheduler reads them."""
+"""A pod's constraints on nodes have the same meaning as in kube-scheduler."""
 
 import pytest
 
@@ -47,14 +47,12 @@ def asked(*terms: dict[str, object]) -> NodesAsked:
         pytest.param("", "zone", ["a"], False, id="no-operator"),
     ],
 )
-def test_an_expression_is_read_as_the_scheduler_reads_it(
-    operator: str, key: str, values: list[str], matches: bool
-) -> None:
+def test_expression_matches_as_in_the_scheduler(operator: str, key: str, values: list[str], matches: bool) -> None:
     assert asked(term(expression(key, operator, *values))).matches(NODE, LABELS) is matches
 
 
 @pytest.mark.parametrize("value", [pytest.param("1_0", id="underscore"), pytest.param(str(2**63), id="past-64-bits")])
-def test_a_label_that_the_scheduler_cannot_count_with_matches_nothing(value: str) -> None:
+def test_label_that_is_not_a_number_matches_no_comparison(value: str) -> None:
     assert not asked(term(expression("rank", "Gt", "4"))).matches(NODE, {"rank": value})
 
 
@@ -85,7 +83,7 @@ def test_terms_are_ored_and_their_expressions_anded(terms: list[dict[str, object
     assert asked(*terms).matches(NODE, LABELS) is matches
 
 
-def test_a_pod_without_wishes_may_run_anywhere() -> None:
+def test_pod_without_constraints_allows_every_node() -> None:
     anywhere = NodesAsked.of(pod())
     assert anywhere.matches("any", {})
     assert anywhere.names() is None
@@ -93,13 +91,13 @@ def test_a_pod_without_wishes_may_run_anywhere() -> None:
     assert anywhere.keys == frozenset()
 
 
-def test_a_preset_node_is_the_only_one() -> None:
+def test_node_name_allows_only_that_node() -> None:
     preset = NodesAsked.of(pod(nodeName="node-b"))
     assert [preset.matches(name, {}) for name in ("node-a", "node-b")] == [False, True]
     assert preset.names() == frozenset({"node-b"})
 
 
-def test_a_preset_node_does_not_lift_the_affinity() -> None:
+def test_node_name_does_not_override_the_affinity() -> None:
     both = NodesAsked.of(pod(nodeName=NODE, affinity=required_affinity(term(NO))))
     assert not both.matches(NODE, LABELS)
 
@@ -119,7 +117,7 @@ def test_a_node_selector_is_anded(selector: dict[str, str], matches: bool) -> No
     assert NodesAsked.of(pod(nodeSelector=selector)).matches(NODE, LABELS) is matches
 
 
-def test_preferences_do_not_narrow() -> None:
+def test_preferred_affinity_is_ignored() -> None:
     preferred = {
         "nodeAffinity": {
             "preferredDuringSchedulingIgnoredDuringExecution": [{"weight": 1, "preference": {"matchExpressions": [NO]}}]
@@ -139,7 +137,7 @@ def test_preferences_do_not_narrow() -> None:
         pytest.param([term(YES, fields=[expression("metadata.name", "In", "a")])], {"a"}, id="name-and-label"),
     ],
 )
-def test_the_names_a_pod_is_limited_to_are_known(terms: list[dict[str, object]], names: set[str] | None) -> None:
+def test_allowed_node_names_are_found(terms: list[dict[str, object]], names: set[str] | None) -> None:
     assert asked(*terms).names() == names
 
 
@@ -153,15 +151,15 @@ def test_the_names_a_pod_is_limited_to_are_known(terms: list[dict[str, object]],
         pytest.param([term(expression("zone", "NotIn", "b"))], None, id="all-but-one"),
     ],
 )
-def test_the_values_a_label_is_limited_to_are_known(terms: list[dict[str, object]], values: set[str] | None) -> None:
+def test_allowed_values_of_a_label_are_found(terms: list[dict[str, object]], values: set[str] | None) -> None:
     assert asked(*terms).values_of("zone") == values
 
 
-def test_a_selectors_value_is_the_only_one() -> None:
+def test_selector_allows_only_its_value() -> None:
     assert NodesAsked.of(pod(nodeSelector={"zone": "a"})).values_of("zone") == frozenset({"a"})
 
 
-def test_the_labels_that_decide_are_known() -> None:
+def test_label_keys_of_the_constraints_are_found() -> None:
     wishes = pod(
         nodeSelector={"zone": "a"}, affinity=required_affinity(term(expression("rank", "Gt", "4")), on_node("a"))
     )
@@ -190,7 +188,7 @@ TAINT = Taint("gpu", "yes", "NoSchedule")
     ],
 )
 @pytest.mark.defect("S4-10")
-def test_a_taint_is_tolerated_as_kubernetes_has_it(toleration: dict[str, str], tolerates: bool) -> None:
+def test_taint_is_tolerated_as_in_kubernetes(toleration: dict[str, str], tolerates: bool) -> None:
     assert NodesAsked.of(pod(tolerations=[toleration])).tolerates(TAINT) is tolerates
 
 

@@ -1,4 +1,4 @@
-"""A pod is read once: what is null is absent, what cannot be read is said, GPUs are counted as Kubernetes counts."""
+"""Pods are parsed: null is absent, invalid members are errors, and GPUs are counted by Kubernetes' rule."""
 
 from typing import Any
 
@@ -38,7 +38,7 @@ def counted(*, init: list[Raw], containers: list[Raw]) -> int:
 def test_gpus_are_counted_by_kubernetes_own_rule(
     init: list[tuple[str, int]], containers: list[tuple[str, int]], total: int
 ) -> None:
-    """A capital letter is a sidecar: an init container that goes on running."""
+    """A capital letter is a sidecar: an init container that keeps running."""
     first = [raw_sidecar(n.lower() * 2, gpus=g) if n.isupper() else raw_container(n, gpus=g) for n, g in init]
     assert counted(init=first, containers=[raw_container(n, gpus=g) for n, g in containers]) == total
 
@@ -47,7 +47,7 @@ def test_gpus_are_counted_by_kubernetes_own_rule(
     st.lists(st.tuples(st.booleans(), st.integers(0, 8)), max_size=6),
     st.lists(st.integers(0, 8), min_size=1, max_size=4),
 )
-def test_the_count_is_the_most_that_ever_runs_at_once(init: list[tuple[bool, int]], containers: list[int]) -> None:
+def test_count_is_the_maximum_of_concurrent_containers(init: list[tuple[bool, int]], containers: list[int]) -> None:
     moments, running = [0], 0
     for is_sidecar, gpus in init:
         moments.append(running + gpus)
@@ -117,12 +117,12 @@ def test_a_quantity_is_a_whole_number(amount: str | float | None, number: int) -
         pytest.param(float("nan"), id="not-a-number"),
     ],
 )
-def test_what_is_no_whole_number_is_said_to_be_none(amount: str | float) -> None:
+def test_quantity_that_is_not_a_whole_number_is_a_mistake(amount: str | float) -> None:
     with pytest.raises(InvalidPodError, match="is not a whole number of GPUs"):
         whole_number(amount)
 
 
-def test_a_number_too_long_to_print_is_no_whole_number() -> None:
+def test_number_that_is_too_long_is_a_mistake() -> None:
     with pytest.raises(InvalidPodError):
         whole_number(10**5000)
 
@@ -157,7 +157,7 @@ PARTS = (
 
 @pytest.mark.parametrize("path", PARTS, ids=".".join)
 @pytest.mark.defect("X-5")
-def test_a_null_member_is_as_good_as_absent(path: tuple[str, ...]) -> None:
+def test_null_member_equals_an_absent_one(path: tuple[str, ...]) -> None:
     raw: Raw = {}
     inner = raw
     for step in path[:-1]:
@@ -170,7 +170,7 @@ def test_a_null_member_is_as_good_as_absent(path: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("member", ["env", "resources", "restartPolicy"])
 @pytest.mark.defect("X-5")
-def test_a_null_member_of_a_container_is_as_good_as_absent(member: str) -> None:
+def test_null_member_of_a_container_equals_an_absent_one(member: str) -> None:
     ((_, container),) = Pod.parse({"spec": {"containers": [{"name": "a", member: None}]}}).containers()
     assert container == Container(name="a")
 
@@ -196,7 +196,7 @@ def test_a_null_member_of_a_container_is_as_good_as_absent(member: str) -> None:
         ),
     ],
 )
-def test_what_cannot_be_read_is_said_with_its_path(raw: Raw, field: str) -> None:
+def test_invalid_pod_is_an_error_with_the_field_path(raw: Raw, field: str) -> None:
     with pytest.raises(InvalidPodError) as caught:
         Pod.parse(raw)
     assert str(caught.value).startswith("the pod cannot be read: ")
@@ -212,8 +212,8 @@ def test_what_cannot_be_read_is_said_with_its_path(raw: Raw, field: str) -> None
         pytest.param(EnvVar("A", "x", {}), None, id="both"),
     ],
 )
-def test_only_a_literal_value_is_known(env: EnvVar, shown: str | None) -> None:
-    assert env.shown == shown
+def test_variable_has_a_literal_only_without_a_source(env: EnvVar, shown: str | None) -> None:
+    assert env.literal == shown
 
 
 def test_every_container_is_listed_with_its_path() -> None:
@@ -228,10 +228,10 @@ def test_every_container_is_listed_with_its_path() -> None:
 
 
 @pytest.mark.defect("X-3")
-def test_a_pod_without_a_name_is_shown_by_what_it_will_be_called() -> None:
+def test_display_name_is_the_name_or_the_generate_name() -> None:
     assert pod(name=None, generate_name="infer-").display_name == "infer-"
 
 
-def test_an_amount_of_nothing_is_no_request() -> None:
+def test_zero_amount_is_not_a_request() -> None:
     container = Container(resources=Resources(limits={"a": "0", "b": 0, "c": None, "d": "", "e": "1"}))
     assert list(container.resource_names()) == ["e"]

@@ -1,4 +1,4 @@
-"""Amounts of resources, read as Kubernetes writes them."""
+"""Kubernetes quantities."""
 
 import pytest
 
@@ -33,11 +33,11 @@ from webhook.core.quantity import thousandths
     ],
     ids=repr,
 )
-def test_amounts(amount: str | int | float | None, expected: int) -> None:
+def test_quantity_in_thousandths(amount: str | int | float | None, expected: int) -> None:
     assert thousandths(amount) == expected
 
 
 @pytest.mark.parametrize("text", ["x", "1 Gi", "1gi", "1e", "1e999", "nan", "0x1", "1_000", "1" * 41, "٣"], ids=repr)
-def test_what_is_no_amount_is_said(text: str) -> None:
-    with pytest.raises(InvalidPodError, match="is not an amount"):
+def test_invalid_quantity_is_a_mistake(text: str) -> None:
+    with pytest.raises(InvalidPodError, match="is not a quantity"):
         thousandths(text)

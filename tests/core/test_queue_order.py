@@ -1,4 +1,4 @@
-"""Lines: who came first among those that want the same, whatever number."""
+"""The queue order: by age and namespace among pods that want the same devices, whatever their number."""
 
 import time
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests import builders
 from tests.builders import NOW, raw_container
-from webhook.core.queue_order import OWN_IDS, ClaimKind, QueuedPod, QueueOrder, TurnOrder, reservation_id_of
+from webhook.core.queue_order import OWN_IDS, ClaimKind, KindPass, QueuedPod, QueueOrder, reservation_id_of
 from webhook.core.reservation import PodIdentity
 
 
@@ -21,148 +21,148 @@ def waiter(
 
 
 def of_hash(number: int, digest: int, namespace: str = "ml") -> QueuedPod:
-    """Of a kind of its own, if the number is."""
+    """Each number is a kind of its own."""
     return waiter(number, second=number, asked={"gpuwarden.io/required-hash": f"sha256:{digest}"}, namespace=namespace)
 
 
-def test_a_kind_is_all_that_is_asked_but_how_many() -> None:
+def test_kind_is_the_claim_without_its_count() -> None:
     assert waiter(1, 1).kind == waiter(2, 8).kind
     assert waiter(1).kind != waiter(2, asked={"gpuwarden.io/required-hash": "sha256:aa"}).kind
     assert waiter(1).kind != waiter(2, asked={"gpuwarden.io/shared": "true"}).kind
 
 
-def test_the_heads_are_the_oldest_of_each_number() -> None:
-    lines = QueueOrder()
+def test_heads_are_the_oldest_pods_of_each_count() -> None:
+    queue = QueueOrder()
     for one in (waiter(3, 1, 5), waiter(1, 1, 7), waiter(2, 8, 6)):
-        lines.put(one)
-    (kind,) = lines.kinds()
-    assert [head.pod.name for head in lines.heads(kind)] == ["p3", "p2"]
-    assert [one.pod.name for one in lines.behind(lines.heads(kind)[0])] == ["p3", "p1"]
+        queue.put(one)
+    (kind,) = queue.kinds()
+    assert [head.pod.name for head in queue.heads(kind)] == ["p3", "p2"]
+    assert [one.pod.name for one in queue.same_count_from(queue.heads(kind)[0])] == ["p3", "p1"]
 
 
-def test_who_wants_something_else_now_stands_in_another_line() -> None:
-    lines = QueueOrder()
-    lines.put(waiter(1))
-    lines.put(waiter(1, asked={"gpuwarden.io/required-hash": "sha256:aa"}))
-    assert len(lines) == 1
-    (kind,) = lines.kinds()
+def test_pod_with_a_changed_claim_moves_to_another_queue() -> None:
+    queue = QueueOrder()
+    queue.put(waiter(1))
+    queue.put(waiter(1, asked={"gpuwarden.io/required-hash": "sha256:aa"}))
+    assert len(queue) == 1
+    (kind,) = queue.kinds()
     assert kind.hashes == {"sha256:aa"}
     assert isinstance(kind, ClaimKind)
 
 
 @given(st.lists(st.tuples(st.integers(0, 8), st.integers(1, 3), st.integers(0, 4), st.booleans()), max_size=40))
-def test_lines_say_what_a_plain_list_would_say(moves: list[tuple[int, int, int, bool]]) -> None:
-    lines, plain = QueueOrder(), dict[str, QueuedPod]()
+def test_queue_order_equals_a_sorted_list(moves: list[tuple[int, int, int, bool]]) -> None:
+    queue, plain = QueueOrder(), dict[str, QueuedPod]()
     for number, gpus, second, stays in moves:
         one = waiter(number, gpus, second)
         if stays:
-            lines.put(one)
+            queue.put(one)
             plain[one.pod.uid] = one
         else:
-            lines.drop(one.pod.uid)
+            queue.drop(one.pod.uid)
             plain.pop(one.pod.uid, None)
-    assert lines.uids() == plain.keys()
-    in_order = sorted(plain.values(), key=lambda one: one.turn)
+    assert queue.uids() == plain.keys()
+    in_order = sorted(plain.values(), key=lambda one: one.arrival)
     firsts = {one.claim.count: one for one in reversed(in_order)}
-    heads = [head for kind in lines.kinds() for head in lines.heads(kind)]
-    assert heads == sorted(firsts.values(), key=lambda one: one.turn)
+    heads = [head for kind in queue.kinds() for head in queue.heads(kind)]
+    assert heads == sorted(firsts.values(), key=lambda one: one.arrival)
     for head in heads:
         same = [one for one in in_order if one.claim.count == head.claim.count]
-        assert list(lines.behind(head)) == same
+        assert list(queue.same_count_from(head)) == same
 
 
-def test_turns_are_taken_by_age_whatever_number_each_wants() -> None:
-    lines = QueueOrder()
+def test_pass_is_in_order_of_age_across_counts() -> None:
+    queue = QueueOrder()
     for one in (waiter(1, 8, 1), waiter(2, 1, 2), waiter(3, 8, 3), waiter(4, 1, 4)):
-        lines.put(one)
-    (kind,) = lines.kinds()
-    turns, taken = TurnOrder(lines, lines.heads(kind)), []
-    while turns:
-        taken.append(turns.take())
-        turns.goes_on(taken[-1])
+        queue.put(one)
+    (kind,) = queue.kinds()
+    kind_pass, taken = KindPass(queue, queue.heads(kind)), []
+    while kind_pass:
+        taken.append(kind_pass.take())
+        kind_pass.skip(taken[-1])
     assert [one.pod.name for one in taken] == ["p1", "p2", "p3", "p4"]
 
 
-def test_turns_go_round_by_namespace_whatever_number_each_wants() -> None:
-    lines = QueueOrder()
+def test_pass_is_round_robin_by_namespace_across_counts() -> None:
+    queue = QueueOrder()
     for one in (waiter(1, 8, 1), waiter(2, 1, 2), waiter(3, 8, 3), waiter(4, 1, 4, namespace="cv")):
-        lines.put(one)
-    (kind,) = lines.kinds()
-    assert [head.pod.name for head in lines.heads(kind)] == ["p1", "p4"]
-    assert lines.counts(kind) == [1, 8]
-    turns, taken = TurnOrder(lines, lines.heads(kind)), []
-    while turns:
-        taken.append(turns.take())
-        turns.goes_on(taken[-1])
+        queue.put(one)
+    (kind,) = queue.kinds()
+    assert [head.pod.name for head in queue.heads(kind)] == ["p1", "p4"]
+    assert queue.counts(kind) == [1, 8]
+    kind_pass, taken = KindPass(queue, queue.heads(kind)), []
+    while kind_pass:
+        taken.append(kind_pass.take())
+        kind_pass.skip(taken[-1])
     assert [one.pod.name for one in taken] == ["p1", "p4", "p2", "p3"]
-    lines.drop("uid-001", was_served=True)
-    assert [head.pod.name for head in lines.heads(kind)] == ["p4", "p3"]
-    lines.drop("uid-004", was_served=True)
-    lines.put(waiter(5, 1, 5, namespace="cv"))
-    assert [one.pod.name for head in lines.heads(kind) for one in lines.behind(head)] == ["p2", "p5", "p3"]
+    queue.drop("uid-001", was_served=True)
+    assert [head.pod.name for head in queue.heads(kind)] == ["p4", "p3"]
+    queue.drop("uid-004", was_served=True)
+    queue.put(waiter(5, 1, 5, namespace="cv"))
+    assert [one.pod.name for head in queue.heads(kind) for one in queue.same_count_from(head)] == ["p2", "p5", "p3"]
 
 
-def test_kinds_take_turns_by_namespace_too() -> None:
-    """Pods that are each of a kind of their own bring no more turns."""
-    lines = QueueOrder()
+def test_kinds_are_round_robin_by_namespace() -> None:
+    """Pods of many different kinds get no more turns."""
+    queue = QueueOrder()
     for number in range(1, 5):
-        lines.put(of_hash(number, number))
-    lines.put(of_hash(5, 5, "cv"))
-    lines.put(of_hash(6, 6, "cv"))
+        queue.put(of_hash(number, number))
+    queue.put(of_hash(5, 5, "cv"))
+    queue.put(of_hash(6, 6, "cv"))
     served = []
-    while lines.kinds():
-        head = lines.heads(lines.kinds()[0])[0]
+    while queue.kinds():
+        head = queue.heads(queue.kinds()[0])[0]
         served.append(head.pod.name)
-        lines.drop(head.pod.uid, was_served=True)
+        queue.drop(head.pod.uid, was_served=True)
     assert served == ["p1", "p5", "p2", "p6", "p3", "p4"]
 
 
-def test_a_kind_that_nothing_can_be_had_for_takes_one_turn_of_its_namespace_at_the_most() -> None:
-    lines = QueueOrder()
+def test_kind_that_cannot_be_served_takes_at_most_one_turn_of_its_namespace() -> None:
+    queue = QueueOrder()
     for number in range(1, 51):
-        lines.put(of_hash(number, 1))
-    lines.put(of_hash(51, 2))
+        queue.put(of_hash(number, 1))
+    queue.put(of_hash(51, 2))
     for number in range(52, 60):
-        lines.put(of_hash(number, 3, "cv"))
-    assert [next(iter(kind.hashes)) for kind in lines.kinds()] == ["sha256:1", "sha256:3", "sha256:2"]
+        queue.put(of_hash(number, 3, "cv"))
+    assert [next(iter(kind.hashes)) for kind in queue.kinds()] == ["sha256:1", "sha256:3", "sha256:2"]
 
 
-def test_ten_thousand_in_a_line_are_put_in_order_quickly() -> None:
-    lines = QueueOrder()
+def test_ten_thousand_queued_pods_are_ordered_quickly() -> None:
+    queue = QueueOrder()
     for number in range(10_000):
-        lines.put(waiter(number, 1 + number % 8, number, namespace=f"ns-{number % 100}"))
-    (kind,) = lines.kinds()
+        queue.put(waiter(number, 1 + number % 8, number, namespace=f"ns-{number % 100}"))
+    (kind,) = queue.kinds()
     began = time.process_time()
     for _ in range(10):
-        lines.drop(lines.heads(kind)[0].pod.uid, was_served=True)
+        queue.drop(queue.heads(kind)[0].pod.uid, was_served=True)
     assert time.process_time() - began < 5.0
-    assert len(lines) == 9_990
+    assert len(queue) == 9_990
 
 
-def test_to_whom_a_node_is_left_has_the_first_turn_and_no_second_one() -> None:
-    lines = QueueOrder()
+def test_pod_with_a_held_node_is_first_and_only_once() -> None:
+    queue = QueueOrder()
     for one in (waiter(1, 1, 1), waiter(2, 8, 2), waiter(3, 8, 3), waiter(4, 1, 4)):
-        lines.put(one)
-    (kind,) = lines.kinds()
-    turns, taken = TurnOrder(lines, lines.heads(kind), lines.get("uid-003")), []
-    while turns:
-        taken.append(turns.take())
-        turns.goes_on(taken[-1])
+        queue.put(one)
+    (kind,) = queue.kinds()
+    kind_pass, taken = KindPass(queue, queue.heads(kind), queue.get("uid-003")), []
+    while kind_pass:
+        taken.append(kind_pass.take())
+        kind_pass.skip(taken[-1])
     assert [one.pod.name for one in taken] == ["p3", "p1", "p2", "p4"]
 
 
-def test_whoever_waits_holds_up_those_that_want_as_many_or_more_and_nobody_else() -> None:
-    lines = QueueOrder()
+def test_waiting_pod_blocks_only_pods_with_the_same_count_or_more() -> None:
+    queue = QueueOrder()
     for one in (waiter(1, 4, 1), waiter(2, 8, 2), waiter(3, 1, 3), waiter(4, 4, 4), waiter(5, 2, 5)):
-        lines.put(one)
-    (kind,) = lines.kinds()
-    turns = TurnOrder(lines, lines.heads(kind))
-    first = turns.take()
-    assert [one.pod.name for one in turns.held_up_by(first)] == ["p2"]
-    assert [turns.take().pod.name for _ in range(len(turns))] == ["p3", "p5"]
+        queue.put(one)
+    (kind,) = queue.kinds()
+    kind_pass = KindPass(queue, queue.heads(kind))
+    first = kind_pass.take()
+    assert [one.pod.name for one in kind_pass.block(first)] == ["p2"]
+    assert [kind_pass.take().pod.name for _ in range(len(kind_pass))] == ["p3", "p5"]
 
 
-def test_the_id_of_a_reservation_follows_from_the_pod_and_is_no_reviews() -> None:
+def test_reservation_id_of_a_queued_pod_is_derived_from_its_uid() -> None:
     first, second = waiter(1), waiter(2)
     assert reservation_id_of(first.pod) == "pod-uid-001"
     assert reservation_id_of(first.pod) != reservation_id_of(second.pod)

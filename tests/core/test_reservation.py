@@ -1,4 +1,4 @@
-"""A reservation moves as the table says and not otherwise; its identity grows and never changes."""
+"""A reservation changes as its table says; its identity is completed, and never changes."""
 
 from datetime import timedelta
 from itertools import product
@@ -22,16 +22,16 @@ LEGAL = {
 PAIRS = list(product(Phase, ReservationEvent))
 
 
-def test_the_table_of_moves_lists_these_and_no_others() -> None:
+def test_table_of_moves_is_complete() -> None:
     assert {(phase.value, event.value): to.value for (phase, event), to in MOVES.items()} == LEGAL
 
 
 @pytest.mark.parametrize(("phase", "event"), PAIRS, ids=[f"{p}-{e}".replace(" ", "-") for p, e in PAIRS])
-def test_a_move_is_in_the_table_or_is_refused(phase: Phase, event: ReservationEvent) -> None:
+def test_move_outside_of_the_table_is_rejected(phase: Phase, event: ReservationEvent) -> None:
     held = reservation(slot("GPU-1"), phase=phase)
     expected = LEGAL.get((phase.value, event.value))
     if expected is None:
-        with pytest.raises(IllegalMoveError, match=f"is {phase.value}: {event.value} cannot happen to it"):
+        with pytest.raises(IllegalMoveError, match=f"is {phase.value}: the event '{event.value}' is not possible"):
             held.after(event)
     else:
         assert held.after(event).phase is Phase(expected)
@@ -57,7 +57,7 @@ def test_a_pending_reservation_keeps_its_deadline_when_its_pod_is_named() -> Non
         pytest.param(timedelta(seconds=-1), True, id="one-second-over"),
     ],
 )
-def test_a_reservation_waits_until_its_deadline_not_on_it(left: timedelta, is_past: bool) -> None:
+def test_reservation_expires_at_its_deadline(left: timedelta, is_past: bool) -> None:
     assert reservation(slot("GPU-1"), deadline=NOW + left).is_past_deadline(NOW) is is_past
 
 
@@ -72,22 +72,22 @@ def test_a_reservation_waits_until_its_deadline_not_on_it(left: timedelta, is_pa
         pytest.param("train-0", POD_UID, identity(namespace="other"), False, id="another-namespace"),
     ],
 )
-def test_a_reservation_is_only_ever_one_pods(
+def test_reservation_may_belong_to_one_pod_only(
     pod_name: str | None, uid: str | None, pod: PodIdentity, may_be: bool
 ) -> None:
-    assert reservation(slot("GPU-1"), pod_name=pod_name, uid=uid).may_be(pod) is may_be
+    assert reservation(slot("GPU-1"), pod_name=pod_name, uid=uid).may_belong_to(pod) is may_be
 
 
-def test_a_name_that_was_not_told_speaks_against_nothing() -> None:
-    assert reservation(slot("GPU-1"), pod_name="train-0", uid=POD_UID).may_be(identity(name=""))
+def test_unknown_pod_name_matches() -> None:
+    assert reservation(slot("GPU-1"), pod_name="train-0", uid=POD_UID).may_belong_to(identity(name=""))
 
 
-def test_a_pod_that_does_not_tell_its_name_does_not_erase_it() -> None:
-    assert reservation(slot("GPU-1"), pod_name="train-0").of_pod(identity(name="")).pod_name == "train-0"
+def test_pod_without_a_name_does_not_clear_the_name() -> None:
+    assert reservation(slot("GPU-1"), pod_name="train-0").with_pod(identity(name="")).pod_name == "train-0"
 
 
-def test_a_name_that_was_not_known_is_learnt_with_the_uid() -> None:
-    bound = reservation(slot("GPU-1"), pod_name=None).of_pod(identity(name="train-x7k2p"))
+def test_unknown_name_is_set_with_the_uid() -> None:
+    bound = reservation(slot("GPU-1"), pod_name=None).with_pod(identity(name="train-x7k2p"))
     assert (bound.pod_name, bound.uid) == ("train-x7k2p", POD_UID)
 
 
@@ -99,11 +99,11 @@ def test_a_slot_is_written_as_device_and_share() -> None:
     assert str(slot("GPU-1", 3)) == "GPU-1/3"
 
 
-def test_the_phases_keep_their_words() -> None:
+def test_phase_values_do_not_change() -> None:
     assert [phase.value for phase in Phase] == ["pending", "finalized", "releasing"]
 
 
-def test_an_orphan_that_is_told_of_twice_keeps_the_longest_grace_period_and_its_first_boot() -> None:
+def test_merged_orphan_has_the_longest_grace_period_and_the_first_boot() -> None:
     first = Orphan(NOW, timedelta(minutes=10), "boot-1")
     again = Orphan(NOW + SECOND, timedelta(seconds=5), "boot-2")
-    assert first.and_also(again) == Orphan(NOW + SECOND, timedelta(minutes=10), "boot-1")
+    assert first.merged_with(again) == Orphan(NOW + SECOND, timedelta(minutes=10), "boot-1")

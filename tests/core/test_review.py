@@ -1,4 +1,4 @@
-"""AdmissionReviews in, answers out: what can be answered by uid is read, what cannot is refused in a sentence."""
+"""AdmissionReviews and responses: a review with a uid is parsed, any other body is rejected with a message."""
 
 import base64
 import json
@@ -25,7 +25,7 @@ from tests.builders import (
     update,
     validating_create,
 )
-from webhook.core.check import no_markers, no_other_ways, unchanged
+from webhook.core.check import gpu_access_unchanged, no_bypass_fields, no_gpu_fields
 from webhook.core.claim import ClaimRules, claim_of, recorded_claim
 from webhook.core.dress import Allocation, DressRules, changes, dressed, undressed
 from webhook.core.errors import InvalidPodError, MalformedReviewError
@@ -42,7 +42,7 @@ def replied(verdict: Admit | Deny, uid: str = REVIEW_UID) -> Raw:
     return reply
 
 
-# Questions.
+# Requests.
 
 
 def test_a_mutating_create_is_read() -> None:
@@ -86,7 +86,7 @@ def test_a_dry_run_is_known() -> None:
     assert Review.parse(body(mutating_create(raw_pod(), dry_run=True))).is_dry_run
 
 
-def test_the_operations_keep_their_words() -> None:
+def test_operation_values_do_not_change() -> None:
     assert [one.value for one in Operation] == ["CREATE", "UPDATE", "DELETE", "CONNECT"]
 
 
@@ -103,14 +103,14 @@ def test_the_operations_keep_their_words() -> None:
         pytest.param(None, "", False, id="null"),
     ],
 )
-def test_only_the_core_groups_pods_are_pods(kind: Raw | None, name: str, is_of_pods: bool) -> None:
+def test_only_pods_of_the_core_group_are_pods(kind: Raw | None, name: str, is_of_pods: bool) -> None:
     raw = mutating_create(raw_pod())
     raw["request"]["kind"] = kind
     read = Review.parse(body(raw))
     assert (read.kind, read.is_of_pods) == (name, is_of_pods)
 
 
-def test_a_kind_with_a_version_for_its_group_is_no_pod() -> None:
+def test_kind_with_a_version_as_group_is_not_a_pod() -> None:
     raw = mutating_create(raw_pod())
     raw["request"]["kind"] = {"group": "v1", "version": "v1", "kind": "Pod"}
     assert Review.parse(body(raw)).kind == "v1/Pod"
@@ -184,14 +184,14 @@ UID_LENGTH = "the review's uid is not a printable text of up to 128 characters"
     ],
 )
 @pytest.mark.defect("S4-15")
-def test_what_cannot_be_answered_by_uid_is_refused_in_a_sentence(text: bytes, message: str) -> None:
+def test_review_without_a_valid_uid_is_rejected_with_a_message(text: bytes, message: str) -> None:
     with pytest.raises(MalformedReviewError) as caught:
         Review.parse(text)
     assert str(caught.value) == message
 
 
 def embedding(fragment: bytes) -> bytes:
-    """A review whose pod holds `fragment` as it stands."""
+    """A review whose pod contains `fragment` unchanged."""
     return body(mutating_create({"x": "HERE"})).replace(b'"HERE"', fragment)
 
 
@@ -209,7 +209,7 @@ def embedding(fragment: bytes) -> bytes:
         pytest.param(b"{1: 2}", id="a-number-for-a-key"),
     ],
 )
-def test_a_body_that_no_api_server_writes_is_refused_and_nothing_worse(fragment: bytes) -> None:
+def test_malformed_body_is_rejected(fragment: bytes) -> None:
     with pytest.raises(MalformedReviewError, match=r"^not an AdmissionReview: "):
         Review.parse(embedding(fragment))
 
@@ -221,7 +221,7 @@ def test_of_duplicate_keys_the_last_counts() -> None:
     assert Review.parse(twice).uid == "2"
 
 
-def test_unknown_members_are_nobodys_business() -> None:
+def test_unknown_members_are_ignored() -> None:
     raw = mutating_create(raw_pod())
     raw["request"]["later"] = {"a": [1]}
     raw["later"] = None
@@ -239,7 +239,7 @@ def test_unknown_members_are_nobodys_business() -> None:
         pytest.param(None, None, "", id="null-metadata"),
     ],
 )
-def test_the_namespace_is_the_requests(namespace: str | None, meta: Any, expected: str) -> None:
+def test_namespace_of_the_request_takes_precedence(namespace: str | None, meta: Any, expected: str) -> None:
     raw = review("CREATE", new={"metadata": {}})
     raw["request"]["namespace"] = namespace
     raw["request"]["object"]["metadata"] = meta
@@ -263,7 +263,7 @@ def test_the_namespace_is_the_requests(namespace: str | None, meta: Any, expecte
     ],
 )
 @pytest.mark.defect("X-5")
-def test_a_null_member_is_as_good_as_absent(member: str) -> None:
+def test_null_member_equals_an_absent_one(member: str) -> None:
     raw = mutating_create(raw_pod())
     raw["request"][member] = None
     absent = mutating_create(raw_pod())
@@ -271,10 +271,10 @@ def test_a_null_member_is_as_good_as_absent(member: str) -> None:
     assert Review.parse(body(raw)) == Review.parse(body(absent))
 
 
-# Answers.
+# Responses.
 
 
-def test_an_admission_without_a_patch_says_so_briefly() -> None:
+def test_response_without_a_patch_is_minimal() -> None:
     assert replied(Admit()) == {
         "apiVersion": "admission.k8s.io/v1",
         "kind": "AdmissionReview",
@@ -295,11 +295,11 @@ def test_an_admission_carries_its_patch_warnings_and_audit() -> None:
     }
 
 
-def test_no_more_warnings_are_sent_than_arrive() -> None:
+def test_number_of_warnings_is_bounded() -> None:
     assert len(replied(Admit(warnings=tuple(map(str, range(100)))))["response"]["warnings"]) == 12
 
 
-def test_a_denial_tells_the_client_code_reason_message_and_causes() -> None:
+def test_denial_has_code_reason_message_and_causes() -> None:
     verdict = Deny(Reason.NO_FREE_DEVICE, "4 asked for, 2 free", hint="ask for 2", causes=("3 busy", "1 dark\x00"))
     assert replied(verdict)["response"] == {
         "uid": REVIEW_UID,
@@ -327,15 +327,15 @@ def test_every_denial_can_be_answered_and_never_asks_the_client_to_wait(reason: 
     assert "details" not in status
 
 
-def test_a_long_denial_is_cut() -> None:
+def test_long_denial_is_truncated() -> None:
     assert len(replied(Deny(Reason.FORGED, "x" * 10_000))["response"]["status"]["message"]) == 4096
 
 
-def test_the_uid_comes_back_as_it_came() -> None:
+def test_uid_is_returned_unchanged() -> None:
     assert replied(Admit(), uid="ü/\\\"'")["response"]["uid"] == "ü/\\\"'"
 
 
-# Anything at all.
+# Generated bodies.
 
 json_values = st.recursive(
     st.one_of(
@@ -347,7 +347,7 @@ json_values = st.recursive(
 
 
 def paths_of(value: Any, path: tuple[str | int, ...] = ()) -> list[tuple[str | int, ...]]:
-    """Every place in a JSON value but its root."""
+    """Every position in a JSON value except its root."""
     steps: list[tuple[str | int, Any]] = []
     if isinstance(value, dict):
         steps = list(value.items())
@@ -376,7 +376,7 @@ PATHS = paths_of(FULL)
 
 
 def answered(text: bytes) -> bytes | None:
-    """The whole way of a review through the core; None if it is refused before there is a uid to answer."""
+    """A review through the whole core; None if it is rejected for want of a uid."""
     try:
         read = Review.parse(text)
     except MalformedReviewError:
@@ -386,7 +386,7 @@ def answered(text: bytes) -> bytes | None:
     try:
         pod, old = Pod.parse(raw), Pod.parse(read.raw_old or {})
         recorded_claim(pod)
-        refusal = no_markers(pod, dress) or no_other_ways(pod, dress) or unchanged(pod, old, (), dress)
+        refusal = no_gpu_fields(pod, dress) or no_bypass_fields(pod, dress) or gpu_access_unchanged(pod, old, (), dress)
         asked = claim_of(pod, rules)
     except InvalidPodError as mistake:
         return answer(read.uid, Deny(Reason.INVALID_POD, str(mistake), causes=mistake.mistakes))

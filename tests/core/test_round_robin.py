@@ -1,4 +1,4 @@
-"""Turns go round by namespace: nobody is overtaken by who comes later, and many pods bring no more turns."""
+"""Round-robin by namespace: later members do not overtake, and many pods get no more turns."""
 
 from collections import Counter
 from datetime import timedelta
@@ -8,177 +8,177 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.builders import NOW
-from webhook.core.round_robin import RoundRobin, Turn
+from webhook.core.round_robin import Arrival, RoundRobin
 
 
-class Line:
-    """Members named by their namespace and number, each later than those before it."""
+class Members:
+    """Members are named by namespace and number. Each arrives later than those before it."""
 
     def __init__(self) -> None:
         self.rounds = RoundRobin()
-        self.members: dict[str, tuple[str, Turn]] = {}
-        self._came = 0
+        self.by_uid: dict[str, tuple[str, Arrival]] = {}
+        self._added = 0
 
-    def comes(self, namespace: str, times: int = 1) -> None:
+    def add(self, namespace: str, times: int = 1) -> None:
         for _ in range(times):
-            self._came += 1
-            uid = f"{namespace}{self._came}"
-            self.members[uid] = namespace, (NOW + timedelta(seconds=self._came), uid)
-            self.rounds.put(*self.members[uid])
+            self._added += 1
+            uid = f"{namespace}{self._added}"
+            self.by_uid[uid] = namespace, (NOW + timedelta(seconds=self._added), uid)
+            self.rounds.put(*self.by_uid[uid])
 
-    def leaves(self, uid: str, *, was_served: bool) -> None:
-        namespace, turn = self.members.pop(uid)
-        self.rounds.drop(namespace, turn, was_served=was_served)
+    def remove(self, uid: str, *, was_served: bool) -> None:
+        namespace, arrival = self.by_uid.pop(uid)
+        self.rounds.drop(namespace, arrival, was_served=was_served)
 
     def serve(self, times: int = 1) -> list[str]:
-        """The namespaces of the next ones."""
+        """The namespaces of the next members."""
         served = []
-        for _ in range(min(times, len(self.members))):
+        for _ in range(min(times, len(self.by_uid))):
             uid = self.rounds.order()[0]
-            served.append(self.members[uid][0])
-            self.leaves(uid, was_served=True)
+            served.append(self.by_uid[uid][0])
+            self.remove(uid, was_served=True)
         return served
 
     def firsts(self) -> list[str]:
-        """The first of each namespace, in the order of their turns."""
+        """The first member of each namespace, in serving order."""
         seen: dict[str, str] = {}
         for uid in self.rounds.order():
-            seen.setdefault(self.members[uid][0], uid)
+            seen.setdefault(self.by_uid[uid][0], uid)
         return list(seen.values())
 
 
-def test_a_namespace_with_many_has_one_turn_in_a_round() -> None:
-    line = Line()
-    line.comes("a", 4)
-    line.comes("b", 2)
-    line.comes("c")
-    assert line.serve(7) == ["a", "b", "c", "a", "b", "a", "a"]
+def test_namespace_with_many_members_has_one_turn_in_a_round() -> None:
+    members = Members()
+    members.add("a", 4)
+    members.add("b", 2)
+    members.add("c")
+    assert members.serve(7) == ["a", "b", "c", "a", "b", "a", "a"]
 
 
-def test_who_comes_late_stands_behind_the_first_of_each_namespace_and_before_the_rest() -> None:
-    line = Line()
-    line.comes("a", 300)
-    assert line.serve(100) == ["a"] * 100
-    line.comes("b", 3)
-    assert line.serve(7) == ["a", "b", "a", "b", "a", "b", "a"]
+def test_late_member_is_after_the_first_of_each_namespace_and_before_the_rest() -> None:
+    members = Members()
+    members.add("a", 300)
+    assert members.serve(100) == ["a"] * 100
+    members.add("b", 3)
+    assert members.serve(7) == ["a", "b", "a", "b", "a", "b", "a"]
 
 
-def test_who_has_been_served_and_comes_again_has_no_turn_more() -> None:
-    line = Line()
-    line.comes("a", 10)
-    line.comes("b")
+def test_served_namespace_gets_no_extra_turn() -> None:
+    members = Members()
+    members.add("a", 10)
+    members.add("b")
     turns = []
     for _ in range(4):
-        turns += line.serve(2)
-        line.comes("b")
+        turns += members.serve(2)
+        members.add("b")
     assert turns == ["a", "b"] * 4
 
 
-def test_who_is_never_served_saves_no_turns_for_later() -> None:
-    """The first one waits for what nobody has; what comes after it in its namespace is no older than it is."""
-    line = Line()
-    line.comes("a")
-    line.comes("b", 50)
-    stuck = line.rounds.order()[0]
+def test_unserved_namespace_does_not_accumulate_turns() -> None:
+    """The first member cannot be served; later members of its namespace are not older than it."""
+    members = Members()
+    members.add("a")
+    members.add("b", 50)
+    stuck = members.rounds.order()[0]
     for _ in range(20):
-        line.leaves(line.rounds.order()[1], was_served=True)
-    line.comes("a", 10)
-    order = [line.members[uid][0] for uid in line.rounds.order() if uid != stuck]
+        members.remove(members.rounds.order()[1], was_served=True)
+    members.add("a", 10)
+    order = [members.by_uid[uid][0] for uid in members.rounds.order() if uid != stuck]
     assert order[:6] == ["b", "a", "b", "a", "b", "a"]
 
 
-def test_who_passes_the_first_of_its_namespace_takes_a_turn_too() -> None:
-    line = Line()
-    line.comes("a", 10)
-    line.comes("b", 10)
-    stuck = line.rounds.order()[0]
+def test_member_served_before_the_first_of_its_namespace_uses_a_turn() -> None:
+    members = Members()
+    members.add("a", 10)
+    members.add("b", 10)
+    stuck = members.rounds.order()[0]
     served = []
     for _ in range(6):
-        uid = next(one for one in line.rounds.order() if one != stuck)
-        served.append(line.members[uid][0])
-        line.leaves(uid, was_served=True)
+        uid = next(one for one in members.rounds.order() if one != stuck)
+        served.append(members.by_uid[uid][0])
+        members.remove(uid, was_served=True)
     assert served == ["b", "a"] * 3
 
 
 @pytest.mark.parametrize("was_served", [True, False])
-def test_who_leaves_lets_those_behind_it_move_up(*, was_served: bool) -> None:
-    line = Line()
-    line.comes("a", 3)
-    line.comes("b", 3)
-    line.leaves("a1", was_served=was_served)
+def test_members_move_up_when_one_leaves(*, was_served: bool) -> None:
+    members = Members()
+    members.add("a", 3)
+    members.add("b", 3)
+    members.remove("a1", was_served=was_served)
     expected = {True: ["b", "a", "b", "a", "b"], False: ["a", "b", "a", "b", "b"]}
-    assert line.serve(5) == expected[was_served]
+    assert members.serve(5) == expected[was_served]
 
 
 NAMESPACES = st.sampled_from("abcd")
 STEPS = st.one_of(
-    st.tuples(st.just("comes"), NAMESPACES, st.integers(1, 4)),
-    st.tuples(st.just("serves"), st.integers(0, 3), st.integers(0, 3)),
-    st.tuples(st.just("leaves"), st.integers(0, 20), st.integers(0, 20)),
+    st.tuples(st.just("add"), NAMESPACES, st.integers(1, 4)),
+    st.tuples(st.just("serve"), st.integers(0, 3), st.integers(0, 3)),
+    st.tuples(st.just("remove"), st.integers(0, 20), st.integers(0, 20)),
 )
 
 
-def played(line: Line, step: tuple[str, str | int, int]) -> None:
-    """`serves`: one of the first few has its turn, as where the first waits for devices."""
+def apply(members: Members, step: tuple[str, str | int, int]) -> None:
+    """`serve`: one of the first few is served, as if the first waits for devices."""
     what, which, times = step
-    if what == "comes":
-        line.comes(str(which), times)
-    elif line.members:
-        order = line.rounds.order()
-        line.leaves(order[int(which) % len(order)], was_served=what == "serves")
+    if what == "add":
+        members.add(str(which), times)
+    elif members.by_uid:
+        order = members.rounds.order()
+        members.remove(order[int(which) % len(order)], was_served=what == "serve")
 
 
 @given(st.lists(STEPS, max_size=60), NAMESPACES)
-def test_nobody_who_comes_goes_before_the_first_of_a_namespace(
-    steps: list[tuple[str, str | int, int]], who: str
+def test_new_member_never_goes_before_the_first_of_a_namespace(
+    steps: list[tuple[str, str | int, int]], namespace: str
 ) -> None:
-    line = Line()
+    members = Members()
     for step in steps:
-        played(line, step)
-    before = line.firsts()
-    line.comes(who)
-    assert line.firsts()[: len(before)] == before
+        apply(members, step)
+    before = members.firsts()
+    members.add(namespace)
+    assert members.firsts()[: len(before)] == before
 
 
-IN_TURN = STEPS.map(lambda step: ("serves", 0, 0) if step[0] == "serves" else step)
+STEPS_IN_ORDER = STEPS.map(lambda step: ("serve", 0, 0) if step[0] == "serve" else step)
 
 
-@given(st.lists(IN_TURN, max_size=60), st.lists(NAMESPACES, max_size=60))
-def test_who_waits_all_the_while_has_as_many_turns_as_anybody_whoever_comes(
-    steps: list[tuple[str, str | int, int]], coming: list[str]
+@given(st.lists(STEPS_IN_ORDER, max_size=60), st.lists(NAMESPACES, max_size=60))
+def test_waiting_namespace_gets_as_many_turns_as_any_other(
+    steps: list[tuple[str, str | int, int]], added: list[str]
 ) -> None:
-    line = Line()
+    members = Members()
     for step in steps:
-        played(line, step)
-    line.comes("z", 100)
+        apply(members, step)
+    members.add("z", 100)
     turns = Counter[str]()
-    for namespace in coming:
-        line.comes(namespace, 3)
-        (served,) = line.serve()
+    for namespace in added:
+        members.add(namespace, 3)
+        (served,) = members.serve()
         turns[served] += 1
         assert all(number <= turns["z"] + 2 for number in turns.values())
 
 
 @given(st.lists(st.tuples(NAMESPACES, st.integers(1, 5)), max_size=20))
-def test_the_first_of_each_namespace_is_served_within_one_round(came: list[tuple[str, int]]) -> None:
-    line = Line()
-    for namespace, times in came:
-        line.comes(namespace, times)
-    namespaces = {namespace for namespace, _ in line.members.values()}
+def test_the_first_of_each_namespace_is_served_within_one_round(added: list[tuple[str, int]]) -> None:
+    members = Members()
+    for namespace, times in added:
+        members.add(namespace, times)
+    namespaces = {namespace for namespace, _ in members.by_uid.values()}
     while namespaces:
-        served = line.serve(len(namespaces))
+        served = members.serve(len(namespaces))
         assert set(served) == namespaces
-        namespaces = {namespace for namespace, _ in line.members.values()}
+        namespaces = {namespace for namespace, _ in members.by_uid.values()}
 
 
 @given(st.lists(STEPS, max_size=60))
-def test_a_copy_of_what_is_there_has_each_namespace_in_its_own_order(steps: list[tuple[str, str | int, int]]) -> None:
-    """As after a change of the leader."""
-    line, again = Line(), RoundRobin()
+def test_rebuilt_order_keeps_the_order_within_each_namespace(steps: list[tuple[str, str | int, int]]) -> None:
+    """After a change of the leader."""
+    members, again = Members(), RoundRobin()
     for step in steps:
-        played(line, step)
-    for namespace, turn in line.members.values():
-        again.put(namespace, turn)
+        apply(members, step)
+    for namespace, arrival in members.by_uid.values():
+        again.put(namespace, arrival)
     for namespace in "abcd":
-        own = [[uid for uid in one.order() if uid.startswith(namespace)] for one in (line.rounds, again)]
+        own = [[uid for uid in one.order() if uid.startswith(namespace)] for one in (members.rounds, again)]
         assert own[0] == own[1]

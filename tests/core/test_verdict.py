@@ -1,4 +1,4 @@
-"""Verdicts are values, and their words survive the way to the user."""
+"""Verdicts, and their texts in responses."""
 
 import pytest
 
@@ -32,16 +32,16 @@ def test_every_reason_to_deny_has_a_status_code() -> None:
         pytest.param(Reason.LEDGER_AWAY, "LedgerAway", 503, id="ledger-away"),
     ],
 )
-def test_a_reason_keeps_its_word_and_its_code(reason: Reason, word: str, code: int) -> None:
+def test_reason_names_and_codes_do_not_change(reason: Reason, word: str, code: int) -> None:
     assert reason.value == word
     assert STATUS_CODES[reason] == code
 
 
-def test_the_admitting_reasons_keep_their_words() -> None:
+def test_admitting_reason_names_do_not_change() -> None:
     assert [Reason.ADMITTED.value, Reason.NOT_ASKED.value] == ["Admitted", "NotAsked"]
 
 
-def test_an_admission_changes_nothing_unless_told_to() -> None:
+def test_admission_has_no_patch_by_default() -> None:
     assert Admit() == Admit(patch=[], warnings=(), audit={}, reason=Reason.ADMITTED)
 
 
@@ -56,7 +56,7 @@ def test_two_admissions_never_share_a_patch() -> None:
         pytest.param(Deny(Reason.FORGED, "not yours"), "not yours", id="without"),
     ],
 )
-def test_a_denial_is_a_sentence_with_a_way_out(denial: Deny, sentence: str) -> None:
+def test_denial_sentence_has_message_and_hint(denial: Deny, sentence: str) -> None:
     assert denial.sentence == sentence
 
 
@@ -72,5 +72,5 @@ def test_a_denial_is_a_sentence_with_a_way_out(denial: Deny, sentence: str) -> N
         pytest.param("", 250, "", id="empty"),
     ],
 )
-def test_words_are_made_plain_for_a_header_line(text: str, length: int, shown: str) -> None:
+def test_text_is_cleaned_for_a_header_line(text: str, length: int, shown: str) -> None:
     assert plain(text, length) == shown

@@ -319,7 +319,7 @@ async def test_gated_and_leaving_pods_are_left_alone(scene: Scene) -> None:
     await scene.patch_node("bind-0", unschedulable=True)
     await scene.patch_node("bind-1", unschedulable=True)
     await scene.create("leaving")
-    await scene.waits("leaving", "2 cordoned")
+    await scene.waits("leaving", "2 are cordoned")
     name = {"metadata": {"finalizers": ["example.test/held"]}}
     await scene.kube.patch(PODS, "leaving", name, scene.namespace)
     await scene.kube.delete(PODS, "leaving", scene.namespace)
@@ -367,7 +367,7 @@ async def test_a_pod_with_a_map_that_no_review_has_seen_is_put_nowhere_and_told_
     """Neither by the number at the end of its name, nor by chance."""
     content = pod("app-7c9d-12345", annotations={"gpu-scheduling-map": "12345=bind-0:0"}, schedulerName=OURS)
     await scene.kube.create(PODS, content, scene.namespace)
-    await scene.waits("app-7c9d-12345", "not one of a StatefulSet and has no ordinal")
+    await scene.waits("app-7c9d-12345", "the pod has no ordinal: no StatefulSet owns it")
     content = pod("asks", gpus=1, schedulerName=OURS)
     await scene.kube.create(PODS, content, scene.namespace)
     await scene.waits("asks", "gpuwarden.io/enabled=true")

@@ -120,8 +120,8 @@ async def test_explain_denies_what_the_server_denies_whatever_an_inventory_file_
     said = await explainer.explain(file, *explainer.to_server)
     assert (said.status, "deny" in said.out, "NoProvenNode" in said.out) == (1, True, True), said
     assert f"answered by server {explainer.url}" in said.err
-    assert f"hint: proven at this moment: {HASH} by 1 node, {OTHER_HASH} by 1 node" in said.out
-    assert f"- expl-0: other hash: {HASH}" in said.out
+    assert f"hint: proven now: {HASH} by 1 node, {OTHER_HASH} by 1 node" in said.out
+    assert f"- expl-0: a different hash: {HASH}" in said.out
     assert (await explainer.explain(file)).status == 0, "the file alone says otherwise"
 
 

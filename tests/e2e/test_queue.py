@@ -158,10 +158,10 @@ async def test_who_waits_is_told_why_and_served_within_moments_of_a_gpu_being_fr
         own = [{"matchExpressions": [{"key": "kubernetes.io/os", "operator": "In", "values": ["linux"]}]}] * 2
         required = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": own}}
         waits = await queue.wait("second", affinity={"nodeAffinity": required})
-        assert "with fewer than 1 free" in waits["metadata"]["annotations"]["gpuwarden.io/waiting"]
+        assert "no free GPU" in waits["metadata"]["annotations"]["gpuwarden.io/waiting"]
         assert waits["metadata"]["labels"]["gpuwarden.io/queued"] == "true"
         assert GPU not in waits["metadata"]["annotations"]
-        assert "with fewer than 1 free" in await told(kube, waits, "NoFreeDevice")
+        assert "no free GPU" in await told(kube, waits, "NoFreeDevice")
         took = [await queue.opened_after("second", "first")]
         opened = await queue.get("second")
         assert opened["metadata"]["annotations"][GPU] in queue.here.gpus
@@ -249,7 +249,7 @@ async def test_a_gate_of_ones_own_is_taken_off_and_one_that_is_put_on_elsewhere_
         # Where nobody reviews.
         elsewhere = queue.here.own_namespace
         stray = await kube.create(PODS, pod("stray", schedulingGates=[{"name": GATE}]), elsewhere)
-        assert "put there by gpuwarden only" in await told(kube, stray, "Forged")
+        assert "only gpuwarden may add this gate" in await told(kube, stray, "Forged")
         assert gates(await kube.get(PODS, "stray", elsewhere)) == [GATE]
         await kube.delete(PODS, "stray", elsewhere)
 

@@ -455,7 +455,7 @@ async def test_a_set_that_is_mapped_onto_the_gpus_of_an_older_one_waits_until_th
     content["spec"]["ordinals"] = {"start": 7}
     await stage.is_older()
     await stage.create(content)
-    rival = await stage.waits(7, "NoFreeDevice", "kept for the map of an older StatefulSet", name="rival")
+    rival = await stage.waits(7, "NoFreeDevice", "set aside for the map of an older StatefulSet", name="rival")
 
     await stage.slow_to_stop(0, "1s")
     old = await stage.delete(0)
@@ -470,7 +470,7 @@ async def test_a_set_that_is_mapped_onto_the_gpus_of_an_older_one_waits_until_th
     assert after is not None
     assert after["metadata"]["uid"] == rival["metadata"]["uid"]
     await stage.change(replicas=3)
-    await stage.waits(0, "NoFreeDevice", "with fewer than 2 free")
+    await stage.waits(0, "NoFreeDevice", "fewer than 2 free GPUs")
     await stage.kube.delete(STATEFUL_SETS, "rival", stage.namespace)
     await stage.runs(0, 1, 2)
 

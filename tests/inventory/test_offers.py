@@ -39,7 +39,7 @@ class Scene:
 async def test_offer_follows_node_and_evidence_and_is_written_once() -> None:
     scene = await Scene("a").steps(3)
     assert (scene.status(), scene.writes) == ({"held": {}, "free": 1, "offer": "unproven"}, 1)
-    scene.fleet.prove("a", Evidence("a", HASH, "static", until=NOW + SECOND), NOW)
+    scene.fleet.set_evidence("a", Evidence("a", HASH, "static", until=NOW + SECOND), NOW)
     assert (await scene.steps(3)).status()["offer"] == "available"
     scene.now += SECOND
     assert (await scene.steps(3)).status()["offer"] == "stale"
@@ -54,7 +54,7 @@ async def test_gpus_reserved_for_placement_maps_are_not_offered_to_others() -> N
     scene = Scene("a")
     keeper = MapOwner("2026-01-01", SetId("set", "ml"))
     scene.fleet.put(Node("a", {}, (Device(DeviceUuid("GPU-0")), Device(DeviceUuid("GPU-1")))), NOW)
-    scene.fleet.prove("a", Evidence("a", HASH, "static", until=NOW + SECOND), NOW)
+    scene.fleet.set_evidence("a", Evidence("a", HASH, "static", until=NOW + SECOND), NOW)
     scene.fleet.set_aside({"a": {"GPU-0": keeper}}, {"a"})
     assert (await scene.steps(2)).status()["offer"] == "available", "the other one can be had"
     held = reservation(Slot(DeviceUuid("GPU-1"), 0), node="a")

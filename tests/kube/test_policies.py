@@ -11,7 +11,7 @@ import yaml
 
 from webhook.core import keys
 from webhook.core.check import GPU_RESOURCES
-from webhook.core.host_paths import PLACES, STORAGE, WRITABLE
+from webhook.core.host_paths import PROTECTED_PATHS, STORAGE, WRITABLE
 from webhook.core.isolation import EXEMPT, INJECTING, STRONG
 from webhook.export.labels import DOMAIN as SERIALS
 from webhook.kube.install.crds import manifests as crds
@@ -335,7 +335,7 @@ def test_isolation_policy_selects_opted_in_namespaces_except_exempt_ones() -> No
         assert binding(bound)["spec"]["matchResources"] == {"namespaceSelector": expected}
 
 
-@pytest.mark.parametrize(("name", "listed"), [("places", PLACES), ("storage", STORAGE)])
+@pytest.mark.parametrize(("name", "listed"), [("places", PROTECTED_PATHS), ("storage", STORAGE)])
 def test_volume_policy_lists_the_dangerous_paths(name: str, listed: tuple[str, ...]) -> None:
     variables = named("gpuwarden-isolation-volumes")["spec"]["variables"]
     (found,) = [one["expression"] for one in variables if one["name"] == name]
@@ -353,7 +353,7 @@ def test_pods_may_mount_only_the_listed_host_paths() -> None:
     assert allowed("/data", "/mnt/.a-b_c@1+2=3~4") == "dyn(['/data', '/mnt/.a-b_c@1+2=3~4'])"
 
 
-@pytest.mark.parametrize("path", [*PLACES, *WRITABLE, "/", "data", "/data/", "/data/../dev", "/a'b"])
+@pytest.mark.parametrize("path", [*PROTECTED_PATHS, *WRITABLE, "/", "data", "/data/", "/data/../dev", "/a'b"])
 def test_dangerous_host_paths_are_refused_by_the_installer(path: str) -> None:
     with pytest.raises(ValueError, match=re.escape(repr(path))):
         Installation(host_paths=("/data", path))

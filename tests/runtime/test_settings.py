@@ -304,7 +304,7 @@ WRONG = [
     (
         "host_paths",
         "/data,/var/run",
-        "'/var/run': devices, sockets, programs or keys of the node are in /var/run; "
+        "'/var/run': /var/run contains devices, sockets, programs or keys of the node; "
         "allowed: a comma list of absolute paths of nodes, where neither devices, sockets, programs nor keys are",
     ),
     ("write_aliases", "yes", "'yes' is neither true nor false; allowed: true, false"),
@@ -859,7 +859,7 @@ def test_keys_come_over_https_alone(url: str) -> None:
 
 def test_an_id_of_evidence_that_could_be_read_two_ways_is_refused() -> None:
     (mistake,) = mistakes({"evidence_id": "spiffe://a/{node}.{hash}"})
-    assert "{node} and {hash} have to be in segments of their own" in mistake
+    assert "{node} and {hash} must be in separate path segments" in mistake
 
 
 @pytest.mark.parametrize(

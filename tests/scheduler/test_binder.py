@@ -354,10 +354,10 @@ async def test_a_pod_whose_evidence_has_ended_waits_until_it_is_back(scene: Scen
     await scene.reserved()
     fleet, now = scene.house.parts.fleet, scene.house.now
     word = fleet.indexed_nodes["node-a"].evidence
-    fleet.prove("node-a", None, now)
+    fleet.set_evidence("node-a", None, now)
     assert await scene.passes() == []
     assert "node node-a: no evidence" in scene.says
-    fleet.prove("node-a", word, now)
+    fleet.set_evidence("node-a", word, now)
     scene.world.touch("node-a")
     assert await scene.passes() == [("train-0", "node-a")]
 
@@ -384,11 +384,11 @@ async def test_a_namespace_is_to_be_labelled_as_the_webhook_configurations_have_
 @pytest.mark.parametrize(
     ("name", "annotations", "words"),
     [
-        ("app-7c9d-12345", {"gpu-scheduling-map": "12345=node-a:0"}, "not one of a StatefulSet and has no ordinal"),
+        ("app-7c9d-12345", {"gpu-scheduling-map": "12345=node-a:0"}, "the pod has no ordinal: no StatefulSet owns it"),
         ("app-0", {"gpu-scheduling-map": "# 0=node-a:0\n1=node-a"}, "line 2"),
         ("app", {keys.GPU_COUNT.name: "1"}, "gpuwarden.io/enabled=true"),
         ("app", {keys.CLAIM.name: '{"gpus":1}'}, "gpuwarden.io/enabled=true"),
-        ("app", {keys.CLAIM.name: "[]"}, "is not one of ours"),
+        ("app", {keys.CLAIM.name: "[]"}, "was not written by gpuwarden"),
     ],
     ids=str,
 )

@@ -71,7 +71,7 @@ def onto(node: str, uid: str = POD_UID) -> BindArgs:
 
 async def unproven(house: House) -> None:
     for name in NODES:
-        house.parts.fleet.prove(name, None, NOW)
+        house.parts.fleet.set_evidence(name, None, NOW)
 
 
 async def test_every_replica_passes_a_reserved_pod_on_its_node(
@@ -110,13 +110,13 @@ async def test_pod_past_its_bind_deadline_fits_no_node(house: House, extender: E
 @pytest.mark.parametrize(
     ("annotations", "mistake"),
     [
-        ({"gpuwarden.io/claim": "[]"}, "annotation gpuwarden.io/claim is not one of ours"),
-        (attested(HASH + ","), f"annotation {HASH_KEY} holds an empty hash: name one or take it away"),
-        (attested(" " + HASH), f"annotation {HASH_KEY}: ' {HASH}' holds white space"),
-        (attested(""), f"annotation {HASH_KEY} holds an empty hash: name one or take it away"),
+        ({"gpuwarden.io/claim": "[]"}, "annotation gpuwarden.io/claim was not written by gpuwarden"),
+        (attested(HASH + ","), f"annotation {HASH_KEY} has an empty hash: add a value or remove it"),
+        (attested(" " + HASH), f"annotation {HASH_KEY}: ' {HASH}' contains white space"),
+        (attested(""), f"annotation {HASH_KEY} has an empty hash: add a value or remove it"),
         (
             {"attestation-hash.my-company.com/required-hash": ""},
-            f"annotation {HASH_KEY} holds an empty hash: name one or take it away",
+            f"annotation {HASH_KEY} has an empty hash: add a value or remove it",
         ),
         ({"gpuwarden.io/gpu-count": ""}, "gpuwarden.io/gpu-count is empty"),
         (

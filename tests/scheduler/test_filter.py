@@ -81,7 +81,7 @@ def test_one_of_several_hashes_is_enough() -> None:
 )
 def test_invalid_evidence_counts_as_none(members: Raw, said: Objection) -> None:
     fleet = three_nodes()
-    fleet.prove("node-a", builders.evidence("node-a", HASH, **members), NOW)
+    fleet.set_evidence("node-a", builders.evidence("node-a", HASH, **members), NOW)
     found = filtered(NodeQuery(claim(HASH)), fleet)
     assert found.passed == frozenset()
     assert found.unresolvable["node-a"] == MESSAGES[said]
@@ -99,7 +99,7 @@ def test_too_few_free_gpus_is_resolvable_by_preemption() -> None:
 
 def test_gpus_of_nodes_without_known_devices_are_left_to_the_scheduler() -> None:
     fleet = three_nodes()
-    fleet.prove("node-c", builders.evidence("node-c", HASH), NOW)
+    fleet.set_evidence("node-c", builders.evidence("node-c", HASH), NOW)
     assert filtered(NodeQuery(claim(HASH, gpus=1)), fleet).passed == {"node-a", "node-c"}
     labelled = claim(HASH, gpus=1, labels={"gpuwarden.io/gpu.model": "h100"})
     found = filtered(NodeQuery(labelled), fleet)
@@ -137,7 +137,7 @@ def test_pod_with_a_reservation_fits_only_its_node() -> None:
 @pytest.mark.defect("S0-6")
 def test_reserved_node_without_evidence_is_refused() -> None:
     fleet = three_nodes()
-    fleet.prove("node-a", None, NOW)
+    fleet.set_evidence("node-a", None, NOW)
     found = filtered(NodeQuery(claim(HASH, gpus=1), reserved="node-a", is_recorded=True), fleet)
     assert found.passed == frozenset()
     assert found.unresolvable["node-a"] == ABSENT
@@ -172,7 +172,7 @@ def varied() -> Fleet:
         fleet.put(node(name, *devices, labels=labels, is_ready=number % 11 != 0, taints=taints), NOW)
         if number % 5:
             members = ODD_EVIDENCE.get(number % 31, {})
-            fleet.prove(name, builders.evidence(name, HASH if number % 2 else OTHER_HASH, **members), NOW)
+            fleet.set_evidence(name, builders.evidence(name, HASH if number % 2 else OTHER_HASH, **members), NOW)
         if number % 13 == 1:
             fleet.hold(reservation(slot(f"GPU-{number}-0"), id=f"r{number}", node=name))
     return fleet

@@ -53,7 +53,7 @@ class Scene:
 
     def prove(self, hash_: str | None = HASH, name: str = "node-a", **members: Any) -> None:
         word = None if hash_ is None else builders.evidence(name, hash_, **members)
-        self.fleet.prove(name, word, self.now)
+        self.fleet.set_evidence(name, word, self.now)
 
     async def woken(self, wait: float = 0) -> list[str]:
         """The pods that a pass wakes, this many seconds later."""

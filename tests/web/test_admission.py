@@ -329,7 +329,7 @@ async def test_pod_that_another_webhook_keeps_from_its_node_is_denied(house: Hou
     final = with_spec(await house.dress(gpu_pod()), **change)
     response = await house.validate(builders.validating_create(final))
     assert refusal(response) == (403, "NoSuitableNode")
-    said = f"{field}: keeps the pod from node-b, where its GPUs are reserved"
+    said = f"{field}: excludes node-b, where the pod's GPUs are reserved"
     assert response["status"]["message"].startswith(said)
 
 
@@ -341,7 +341,8 @@ async def test_request_added_by_another_webhook_is_denied_not_dropped(house: Hou
     response = await house.mutate(changed, "another-review")
     assert refusal(response) == (403, "InvalidPod")
     assert response["status"]["message"].startswith(
-        "spec.containers[1].resources[nvidia.com/gpu]: container helper asks for GPUs after the pod was given its own"
+        "spec.containers[1].resources[nvidia.com/gpu]: "
+        "the GPU request of container helper was added after gpuwarden chose the pod's GPUs"
     )
 
 
@@ -446,7 +447,7 @@ async def test_denial_has_code_and_reason_and_reserves_nothing(
 async def test_denial_contains_numbers_and_a_hint(house: House) -> None:
     response = await house.mutate(gpu_pod(annotations=hashed("sha256:0000")))
     assert response["status"]["message"] == (
-        "1 GPU on a node attested as sha256:0000: found on none of 3 nodes: 1 no evidence, 2 other hash; "
+        "1 GPU on a node attested as sha256:0000: 0 of 3 nodes fit: 1 has no evidence, 2 have a different hash; "
         "ask for a hash that a node has proven, or have the node attested"
     )
 
@@ -456,9 +457,9 @@ async def test_denial_names_all_mistakes_at_once(house: House) -> None:
         raw_pod(annotations={"gpuwarden.io/gpu-count": "many", "gpuwarden.io/shared": "perhaps", **hashed("")})
     )
     assert response["status"]["message"] == (
-        "annotation gpuwarden.io/required-hash holds an empty hash: name one or take it away; "
+        "annotation gpuwarden.io/required-hash has an empty hash: add a value or remove it; "
         "gpuwarden.io/gpu-count: 'many' is not a whole number of GPUs; "
-        "gpuwarden.io/shared is 'perhaps', not true or false"
+        "gpuwarden.io/shared is 'perhaps'; allowed are true and false"
     )
 
 
@@ -565,13 +566,13 @@ async def test_users_gpu_variable_is_replaced_with_a_warning(house: House) -> No
         A="1", NVIDIA_VISIBLE_DEVICES="GPU-b0", B="2", CUDA_VISIBLE_DEVICES="GPU-b0"
     )
     assert response["warnings"] == [
-        "spec.containers[0]: NVIDIA_VISIBLE_DEVICES of container main is set by gpuwarden; yours is replaced"
+        "spec.containers[0]: gpuwarden replaces the value of NVIDIA_VISIBLE_DEVICES in container main"
     ]
 
 
 async def test_misspelt_request_causes_a_warning(house: House) -> None:
     response = await house.mutate(gpu_pod(annotations={"gpuwarden.io/requird-hash": HASH}))
-    assert response["warnings"] == ["gpuwarden.io/requird-hash means nothing to gpuwarden: is it misspelt?"]
+    assert response["warnings"] == ["gpuwarden does not know the key gpuwarden.io/requird-hash: is it misspelt?"]
 
 
 async def test_cuda_mode_sets_one_variable_and_removes_nothing(build: Build) -> None:
@@ -586,16 +587,16 @@ async def test_gpu_pod_without_a_runtime_class_gets_the_configured_one(build: Bu
     assert (await house.create(gpu_pod()))["spec"]["runtimeClassName"] == "nvidia"
     response = await house.mutate(gpu_pod(name="other", runtimeClassName="kata"), "another")
     assert patched(gpu_pod(runtimeClassName="kata"), response)["spec"]["runtimeClassName"] == "kata"
-    assert response["warnings"] == [
-        "spec.runtimeClassName: GPUs are handed out by nvidia; the pod names kata, which stays"
-    ]
+    assert response["warnings"] == ["spec.runtimeClassName: kata is kept, but nvidia is the runtime class for GPUs"]
 
 
 async def test_only_pods_that_are_given_gpus_get_a_runtime_class(build: Build) -> None:
     house = await build(runtime_class="nvidia")
-    proven_only = await house.create(raw_pod(raw_container(), annotations={"gpuwarden.io/required-hash": HASH}))
-    assert "affinity" in proven_only["spec"]
-    assert "runtimeClassName" not in proven_only["spec"]
+    matches_claim_without_gpus = await house.create(
+        raw_pod(raw_container(), annotations={"gpuwarden.io/required-hash": HASH})
+    )
+    assert "affinity" in matches_claim_without_gpus["spec"]
+    assert "runtimeClassName" not in matches_claim_without_gpus["spec"]
     assert "runtimeClassName" not in (await (await build()).create(gpu_pod()))["spec"]
 
 

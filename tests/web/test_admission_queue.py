@@ -253,7 +253,7 @@ async def test_opening_the_gate_of_a_pod_without_gpus_allows_no_other_change(
     house: House, planted: dict[str, str], reason: str | None
 ) -> None:
     old = builders.created(await house.dress(raw_pod(annotations=UNPROVEN)))
-    house.parts.fleet.prove("node-c", builders.evidence("node-c", "sha256:none"), house.now)
+    house.parts.fleet.set_evidence("node-c", builders.evidence("node-c", "sha256:none"), house.now)
     claim = recorded_claim(Pod.parse(old))
     assert claim is not None
     opened = dressed(old, Allocation(claim, ("node-c",), has_waited=True), house.parts.rules.dress)

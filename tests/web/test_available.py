@@ -17,7 +17,7 @@ from webhook.core.device import Device, DeviceUuid, Node, Slot
 from webhook.core.evidence import Evidence
 from webhook.core.fleet import Fleet
 from webhook.core.gpu_map import MapOwner, SetId
-from webhook.core.offer import offer_of
+from webhook.core.offer import count_devices
 from webhook.core.reservation import Phase, Reservation, ReservationId
 from webhook.ledger.memory import MemoryLedger
 from webhook.ledger.moves import Times
@@ -37,7 +37,7 @@ def node_in(house: House, *, is_ready: bool = True, is_cordoned: bool = False) -
 def proven(house: House, *, is_banned: bool = False, is_conflict: bool = False) -> None:
     until = house.now + 60 * SECOND
     said = Evidence("node-a", HASH, "static", until=until, is_banned=is_banned, is_conflict=is_conflict)
-    house.parts.fleet.prove("node-a", said, house.now)
+    house.parts.fleet.set_evidence("node-a", said, house.now)
 
 
 def metric(house: House, name: str, **labels: str) -> float:
@@ -120,7 +120,7 @@ async def test_numbers_are_those_of_one_by_one(seed: int) -> None:
     ledger = MemoryLedger(fleet, lambda: NOW, Times(SECOND, SECOND))
     for number in range(chance.randrange(12)):
         uuid = DeviceUuid(f"GPU-{chance.randrange(30)}")
-        name = fleet.home_of(uuid) or "node-0"
+        name = fleet.node_of_device(uuid) or "node-0"
         one = Reservation(
             id=ReservationId(f"r{number}"),
             node=name,
@@ -137,7 +137,7 @@ async def test_numbers_are_those_of_one_by_one(seed: int) -> None:
     snapshot = await take_snapshot(fleet, ledger, NOW, everything, needs_evidence=needs_evidence)
     each = Counter(one.state for one in sightings(snapshot, NOW) if not one.holders and one.state != "quarantined")
     offer = Counter[str]()
-    for (state, _), number in offer_of(fleet, needs_evidence=needs_evidence).items():
+    for (state, _), number in count_devices(fleet, needs_evidence=needs_evidence).items():
         offer[state] += number
     assert +offer == each
 
@@ -155,7 +155,7 @@ def some_fleet(chance: Random) -> Fleet:
         fleet.put(Node(name, {}, devices, chance.random() < 0.8, chance.random() < 0.2), NOW)
         if chance.random() < 0.7:
             until = NOW + chance.choice((-1, 60)) * SECOND
-            fleet.prove(name, Evidence(name, HASH, "static", until=until, is_banned=chance.random() < 0.2), NOW)
+            fleet.set_evidence(name, Evidence(name, HASH, "static", until=until, is_banned=chance.random() < 0.2), NOW)
     named = {f"GPU-{one}": KEEPER for one in range(30) if chance.random() < 0.3}
     mapped = {f"node-{number}": named for number in range(4)}
     fleet.set_aside(mapped, mapped.keys())

@@ -77,10 +77,10 @@ class House:
         self.fleet.put(node, self.clock.now)
 
     def prove(self, name: str, until: datetime | None = None) -> None:
-        self.fleet.prove(name, Evidence(name, "sha256:aa11", "static", until=until), self.clock.now)
+        self.fleet.set_evidence(name, Evidence(name, "sha256:aa11", "static", until=until), self.clock.now)
 
     async def pending(self, id: str, *uuids: DeviceUuid, k: int = 0, pod: str | None = None) -> Reservation:
-        home = self.fleet.home_of(uuids[0])
+        home = self.fleet.node_of_device(uuids[0])
         assert home is not None
         placement = Placement(home, tuple(Slot(uuid, k) for uuid in uuids))
         ask = ReservationRequest(ReservationId(id), "ml", "digest", pod, is_shared=True)

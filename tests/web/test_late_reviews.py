@@ -134,7 +134,7 @@ async def test_expired_reservation_is_not_renewed_without_evidence(replica: Open
     review = await dressed(house, wanted(annotations={"gpuwarden.io/required-hash": builders.OTHER_HASH}))
     house.wait(DEADLINE + SKEW)
     await cleared(house)
-    house.parts.fleet.prove("node-b", None, house.now)
+    house.parts.fleet.set_evidence("node-b", None, house.now)
     assert refusal(await house.validate(review)) == (403, "NoProvenNode")
     assert slots(shared) == {}
 

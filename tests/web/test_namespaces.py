@@ -86,7 +86,7 @@ async def test_a_pod_may_not_widen_it(house: House, namespaces: WatchedNamespace
     demand(namespaces, HASH)
     refused = await house.mutate(asking(OTHER_HASH))
     assert refusal(refused) == (403, "InvalidPod")
-    assert f"asks for {OTHER_HASH}, and namespace ml holds its pods to {HASH}" in refused["status"]["message"]
+    assert f"asks for {OTHER_HASH}, and namespace ml allows only {HASH}" in refused["status"]["message"]
     assert house.held == []
 
 
@@ -97,7 +97,7 @@ async def test_an_annotation_that_nobody_can_read_lets_no_claim_through(
     for raw in (asking(), asking(HASH), asking(HASH, gpus=0)):
         refused = await house.mutate(raw)
         assert refusal(refused) == (403, "InvalidPod")
-        assert refused["status"]["message"].startswith(f"namespace ml: its annotation {KEY} holds an empty hash")
+        assert refused["status"]["message"].startswith(f"namespace ml: its annotation {KEY} has an empty hash")
     assert (await house.mutate(raw_pod()))["allowed"]
 
 
@@ -144,7 +144,7 @@ async def test_a_record_that_no_ledger_knows_counts_while_it_says_no_less_than_i
     assert answer["allowed"] is is_let_in
     if not is_let_in:
         assert refusal(answer) == (403, "Forged")
-        assert "what its namespace demands has changed" in answer["status"]["message"]
+        assert "the required hash of its namespace has changed" in answer["status"]["message"]
 
 
 # Doors for pods that no review has dressed.

@@ -184,7 +184,7 @@ async def test_a_map_is_harder_than_any_hint(build: Build) -> None:
         assert (pinned_nodes(final), house.held) == (["small"], ["GPU-small-2"])
         assert "nodeSelector" not in final["spec"]
         assert final["spec"]["priorityClassName"] == "gpu-high"
-        assert "it is placed without that hint" in warnings(response)
+        assert "the hint is ignored" in warnings(response)
     assert len(double.asked) == 1
 
 
@@ -274,7 +274,7 @@ async def test_a_pod_that_no_place_is_looked_for_is_not_sent_where_it_cannot_be(
     final = patched(raw, response)
     assert "nodeSelector" not in final["spec"]
     assert final["spec"]["priorityClassName"] == "gpu-high"
-    assert "it is placed without that hint" in warnings(response)
+    assert "the hint is ignored" in warnings(response)
 
 
 @pytest.mark.defect("S3-17")

@@ -9,13 +9,13 @@ import msgspec
 from attrs import field, frozen
 
 from webhook.core import keys
-from webhook.core.blind import wants_all
-from webhook.core.check import markers, takes_too_long
-from webhook.core.claim import Claim, ClaimRules, claim_of, recorded_or_none
+from webhook.core.check import gpu_fields, grace_within_limit
+from webhook.core.claim import Claim, ClaimRules, claim_of, recorded_claim_or_none
 from webhook.core.device import DeviceUuid
 from webhook.core.dress import DressRules
 from webhook.core.errors import InvalidPodError
 from webhook.core.evidence import Evidence, EvidenceState, state_of
+from webhook.core.gpu_visibility import exposes_all_gpus
 from webhook.core.isolation import ClaimName, refusals
 from webhook.core.pod import Pod
 from webhook.core.raw import Raw
@@ -97,7 +97,7 @@ class AuditRules:
             return None
         if wire.status is not None and wire.status.phase in ENDED:
             return None
-        recorded, reserved_pod = recorded_or_none(pod), ReservedPod.of(raw)
+        recorded, reserved_pod = recorded_claim_or_none(pod), ReservedPod.of(raw)
         found = AuditedPod(
             namespace=pod.meta.namespace or "",
             name=pod.meta.name or "",
@@ -106,7 +106,7 @@ class AuditRules:
             reserved_pod=reserved_pod,
             hashes=recorded.record.hashes if recorded else (),
             asks=self._asks(pod, recorded, reserved_pod),
-            unblinded=tuple(path for path, container in pod.containers() if wants_all(container)),
+            unblinded=tuple(path for path, container in pod.containers() if exposes_all_gpus(container)),
             exposed=tuple(exposed[:MOST_FIELDS]),
             slow=self._slow(pod, recorded, reserved_pod),
         )
@@ -114,7 +114,7 @@ class AuditRules:
 
     def _slow(self, pod: Pod, recorded: Claim | None, reserved_pod: ReservedPod | None) -> str:
         has_gpus = reserved_pod is not None or (recorded is not None and recorded.count)
-        refused = takes_too_long(pod, self.dress) if has_gpus else None
+        refused = grace_within_limit(pod, self.dress) if has_gpus else None
         return refused.message if refused else ""
 
     def _asks(self, pod: Pod, recorded: Claim | None, reserved_pod: ReservedPod | None) -> str:
@@ -127,7 +127,7 @@ class AuditRules:
             return "has a request that cannot be read: " + "; ".join(exc.mistakes[:MOST_FIELDS])
         if claim is not None:
             return f"asks for {claim.sentence}, but has no reservation"
-        fields = sorted(set(markers(pod, self.dress)))
+        fields = sorted(set(gpu_fields(pod, self.dress)))
         return f"{', '.join(fields[:MOST_FIELDS])} would show it a GPU, but it has no claim" if fields else ""
 
 

@@ -6,7 +6,7 @@ from webhook.admission.namespaces import ClaimReader
 from webhook.admission.reserving import Reserver
 from webhook.core import check, keys
 from webhook.core.binding import Binding
-from webhook.core.claim import Claim, believed, claim_of, recorded_claim
+from webhook.core.claim import Claim, claim_of, recorded_claim, strictest_claim
 from webhook.core.errors import ReservationConflictError, ReservationExpiredError, UnknownReservationError
 from webhook.core.pod import Pod
 from webhook.core.reasons import Reason
@@ -39,7 +39,7 @@ class BindingCheck:
             living = await self._pods.find(binding.pod.namespace, binding.pod.name)
             return await self.refusal_of(living, binding, is_dry_run=is_dry_run)
         uid = uid or await self._pods.uid_of(binding.pod.namespace, binding.pod.name)
-        return check.bound_as_reserved(binding, self._ledger.of_pod(uid) if uid else None)
+        return check.binds_as_reserved(binding, self._ledger.of_pod(uid) if uid else None)
 
     async def refusal_of(self, living: Pod | None, binding: Binding, *, is_dry_run: bool = False) -> Deny | None:
         """The same for a pod that was just read; None stands for a pod that does not exist."""
@@ -49,7 +49,7 @@ class BindingCheck:
         if claim is not None and claim.count:
             return await self._check_reserved(binding, living, claim, is_dry_run=is_dry_run)
         known = self._ledger.of_pod(living.meta.uid) if living.meta.uid else None
-        refused = check.bound_as_reserved(binding, known)
+        refused = check.binds_as_reserved(binding, known)
         if refused is not None or claim is None:
             return refused or await self._check_unreviewed(binding, living)
         return await self._check_without_gpus(binding, living, claim)
@@ -60,9 +60,9 @@ class BindingCheck:
         fleet, policy = self._reserver.fleet, self._reserver.policy
         fleet.advance(self._clock())
         refused = (
-            check.still_held(claim, held, living)
-            or check.in_time(living, held, self._clock(), self._bind_deadline)
-            or check.bound_as_reserved(binding, held, living)
+            check.still_reserved(claim, held, living)
+            or check.before_bind_deadline(living, held, self._clock(), self._bind_deadline)
+            or check.binds_as_reserved(binding, held, living)
             or check.still_proven(claim, binding.node, fleet, policy)
         )
         # The pod may run from now on. A pending reservation would count as proof that it never ran.
@@ -72,7 +72,7 @@ class BindingCheck:
 
     async def _check_without_gpus(self, binding: Binding, living: Pod, recorded: Claim) -> Deny | None:
         """Checks a pod without GPUs for evidence, by its record and by its own request."""
-        claim = believed(recorded, claim_of(living, await self._claims.within(binding.pod.namespace)))
+        claim = strictest_claim(recorded, claim_of(living, await self._claims.within(binding.pod.namespace)))
         if claim is None:
             return Deny(
                 Reason.FORGED,

@@ -20,7 +20,7 @@ from attrs import frozen
 from webhook.admission.namespaces import ClaimReader
 from webhook.admission.placement_maps import opted_in
 from webhook.core import check, keys
-from webhook.core.claim import Claim, ClaimRules, believed, claim_of, recorded_or_none
+from webhook.core.claim import Claim, ClaimRules, claim_of, recorded_claim_or_none, strictest_claim
 from webhook.core.decide import EvidencePolicy
 from webhook.core.dress import nodes_pinned_to
 from webhook.core.errors import InvalidPodError, LedgerError
@@ -95,7 +95,7 @@ class Unbound:
         if pod.body.node_name or has_ended or pod.is_gated or not pod.meta.uid:
             return None
         nodes = frozenset(nodes_pinned_to(raw)) or frozenset({None})
-        return cls(pod, ReservedPod.of(raw), nodes, recorded_or_none(pod))
+        return cls(pod, ReservedPod.of(raw), nodes, recorded_claim_or_none(pod))
 
     @property
     def namespace(self) -> str:
@@ -315,7 +315,7 @@ class BindingEnds:
             asked = self._asked(one)
         except InvalidPodError:
             return LONG_AGO
-        claim = asked if recorded is None else believed(recorded, asked)
+        claim = asked if recorded is None else strictest_claim(recorded, asked)
         if claim is None:
             return None if recorded is None else LONG_AGO
         if recorded is None and not claim.count and not claim.hashes and not self._policy.is_always_required:
@@ -326,7 +326,7 @@ class BindingEnds:
 
     def _end_of_reserved(self, one: Unbound, claim: Claim) -> datetime:
         held = None if one.reserved_pod is None else self._carried(one.reserved_pod)
-        if one.reserved_pod is None or held is None or check.still_held(claim, held, one.pod) is not None:
+        if one.reserved_pod is None or held is None or check.still_reserved(claim, held, one.pod) is not None:
             return LONG_AGO
         if not self._suits(claim, held.node):
             return LONG_AGO

@@ -8,7 +8,7 @@ import structlog
 from attrs import evolve
 
 from webhook.core.device import Device, Node
-from webhook.core.evidence import Evidence, is_older
+from webhook.core.evidence import Evidence, predates_node
 from webhook.core.fleet import Fleet
 from webhook.core.raw import Raw
 from webhook.kube.gpu_node import GpuNode, UnreadableGpuNodeError
@@ -62,8 +62,8 @@ class ClusterFleet:
     def prove(self, name: str) -> None:
         """Reads the node's evidence again."""
         evidence = self._proven(name)
-        is_of_another = evidence is not None and is_older(evidence, self._born.get(name))
-        self._fleet.prove(name, None if is_of_another else evidence, self._clock())
+        is_of_another = evidence is not None and predates_node(evidence, self._born.get(name))
+        self._fleet.set_evidence(name, None if is_of_another else evidence, self._clock())
 
     def _update(self, name: str) -> None:
         node = self._nodes.get(name)

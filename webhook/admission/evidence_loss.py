@@ -16,7 +16,7 @@ from attrs import define, evolve, frozen
 
 from webhook.admission.namespaces import ClaimReader
 from webhook.core import check, keys
-from webhook.core.claim import Claim, ClaimRecord, ClaimRules, believed, claim_of, recorded_or_none
+from webhook.core.claim import Claim, ClaimRecord, ClaimRules, claim_of, recorded_claim_or_none, strictest_claim
 from webhook.core.decide import EvidencePolicy
 from webhook.core.device import Node
 from webhook.core.errors import GpuwardenError, InvalidPodError
@@ -99,7 +99,7 @@ class BoundPod:
             if not node or has_ended or not meta.uid:
                 return None
             pod = Pod.parse(raw)
-            recorded = recorded_or_none(pod)
+            recorded = recorded_claim_or_none(pod)
             is_reserved = recorded and recorded.count and pod.annotations.get(keys.RESERVATION_ID.name)
             claim = recorded if is_reserved else unreserved_claim(recorded, asked_of(pod, rules))
         except (msgspec.ValidationError, InvalidPodError):
@@ -127,7 +127,7 @@ def asked_of(pod: Pod, rules: ClaimRules) -> Claim | None:
 
 def unreserved_claim(recorded: Claim | None, asked: Claim | None) -> Claim | None:
     """The claim of a pod without a reservation. A record that contradicts the pod's request is ignored."""
-    return asked if recorded is None else believed(recorded, asked) or asked
+    return asked if recorded is None else strictest_claim(recorded, asked) or asked
 
 
 def controller_of(references: Iterable[OwnerReference], namespace: str) -> Subject | None:
@@ -242,7 +242,7 @@ class EvidenceLoss:
             log.info("evidence watched", nodes=len(self._fleet.indexed_nodes), policy=self._on_lost)
         for one in self._changes.since_last(self._is_write_pending):
             # The time makes it differ from an equal change at another time, which is reported too.
-            text = f"evidence was {one.was}, is {one.word}; {moment(now)}, by {one.source}"
+            text = f"evidence was {one.before}, is {one.after}; {moment(now)}, by {one.source}"
             self._events.record(Subject.of_node(one.node), Reason.EVIDENCE_CHANGED, text, is_warning=one.is_worse)
 
     def _update_losses(self, now: datetime) -> None:
@@ -278,7 +278,7 @@ class EvidenceLoss:
         if not bond or not bond.hashes:
             return one.claim
         record = one.claim.record
-        hashes = bond.held_to(record.hashes) or record.hashes
+        hashes = bond.restrict(record.hashes) or record.hashes
         return Claim(msgspec.structs.replace(record, hashes=hashes), one.claim.nodes)
 
     def _report_losses(self, lost: Iterable[LostEvidence], now: datetime) -> None:

@@ -9,17 +9,17 @@ from webhook.admission.manifest_pods import mapping, namespace_of
 from webhook.admission.namespaces import NamespacesUnavailableError
 from webhook.admission.parts import Parts
 from webhook.core import keys
-from webhook.core.check import refused_at_once
+from webhook.core.check import precheck
 from webhook.core.claim import Claim, ClaimRules
 from webhook.core.decide import NodeFit, Objection, explain
-from webhook.core.dress import asked_anew
+from webhook.core.dress import undressed_with_claim
 from webhook.core.errors import GpuwardenError, InvalidPodError
 from webhook.core.near_misses import near_misses
 from webhook.core.pod import Pod
 from webhook.core.raw import Raw
 from webhook.core.reasons import STATUS_CODES, Reason
 from webhook.core.reservation import Phase, Reservation
-from webhook.core.verdict import Admit, Deny, Rehearsal, Verdict
+from webhook.core.verdict import Admit, Deny, DryRunResult, Verdict
 
 DEFAULT_NAMESPACE = "default"
 # The status code of denials that are our fault, not the pod's.
@@ -33,7 +33,7 @@ class CannotExplainError(GpuwardenError):
 class DryRunner(Protocol):
     """Answers dry runs as the API server would send them."""
 
-    async def dry_run_create(self, raw: Raw, namespace: str) -> Rehearsal:
+    async def dry_run_create(self, raw: Raw, namespace: str) -> DryRunResult:
         """Reserves nothing and counts nothing in the metrics."""
 
 
@@ -59,7 +59,7 @@ class Explainer:
         pod, claim = await self._read(raw, namespace)
         hints = () if pod is None else tuple(near_misses(pod, claim, self._parts.fleet))
         explanation = result(done.verdict, message(done, claim), done.warnings, hints, done.patch)
-        if pod is not None and claim is not None and refused_at_once(pod, claim, self._parts.rules.dress) is None:
+        if pod is not None and claim is not None and precheck(pod, claim, self._parts.rules.dress) is None:
             explanation["nodes"] = self._nodes(claim)
         return explanation
 
@@ -75,7 +75,7 @@ class Explainer:
         pod: Pod | None = None
         try:
             pod = Pod.parse(raw)
-            return pod, asked_anew(raw, pod, await self._claims(namespace))[1]
+            return pod, undressed_with_claim(raw, pod, await self._claims(namespace))[1]
         except (InvalidPodError, NamespacesUnavailableError):
             return pod, None
 
@@ -90,7 +90,7 @@ class Explainer:
         explanation: Raw = {
             "name": fit.name,
             "fits": fit.fits,
-            "reasons": [] if fit.objection is None else [fit.objection.said_of(claim)],
+            "reasons": [] if fit.objection is None else [fit.objection.text_for(claim)],
             "devices": [slot.uuid for slot in fit.slots],
         }
         if fit.objection is Objection.OTHER_HASH:
@@ -121,7 +121,7 @@ def result(
     }
 
 
-def message(done: Rehearsal, claim: Claim | None) -> str:
+def message(done: DryRunResult, claim: Claim | None) -> str:
     if isinstance(done.verdict, Deny):
         return done.verdict.sentence
     if done.verdict.reason is Reason.NOT_ASKED or claim is None:

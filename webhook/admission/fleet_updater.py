@@ -102,7 +102,7 @@ class FleetUpdater:
         self._fleet.advance(self._clock())
         for one in self._changes.since_last():
             tell = log.warning if one.is_worse else log.info
-            tell("evidence changed", node=one.node, was=str(one.was), now=str(one.word), by=one.source)
+            tell("evidence changed", node=one.node, was=str(one.before), now=str(one.after), by=one.source)
 
     async def _new_inventory(self) -> Inventory | None:
         """None if the file is unchanged or cannot be used. Evidence is polled in both cases."""
@@ -186,7 +186,7 @@ class FleetUpdater:
 
     def _update_evidence(self, name: str) -> None:
         evidence = combined([one[name] for one in self._answers.values() if name in one], self._round.names)
-        self._fleet.prove(name, evidence, self._clock())
+        self._fleet.set_evidence(name, evidence, self._clock())
 
 
 async def yield_to_reviews(number: int) -> None:

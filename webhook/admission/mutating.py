@@ -11,30 +11,30 @@ from webhook.admission.reserving import Reserver
 from webhook.admission.review_objects import NOT_ASKED, not_reviewed, prefix_of, required_object
 from webhook.admission.rules import Rules
 from webhook.core import check, gpu_order, keys
-from webhook.core.claim import Claim, recorded_or_none
+from webhook.core.claim import Claim, recorded_claim_or_none
 from webhook.core.device import DeviceUuid
 from webhook.core.difference import difference
 from webhook.core.dress import (
     Allocation,
     RawPod,
-    asked_anew,
-    blind,
-    blind_debugging,
     changes,
     dressed,
-    in_runtime_class,
-    other_runtime,
-    replaced_env,
+    hide_gpus,
+    hide_gpus_from_debug_containers,
+    replaced_env_warnings,
+    runtime_class_warnings,
     undressed,
+    undressed_with_claim,
     unpinned,
     waiting,
+    with_runtime_class,
 )
-from webhook.core.hints import handed_down
 from webhook.core.hints import hinted as with_hints
+from webhook.core.hints import with_features_in_template
 from webhook.core.nodes_asked import NodesAsked
 from webhook.core.pod import Pod
 from webhook.core.queue_order import OWN_IDS
-from webhook.core.reasons import HEALED_BY_WAITING, HEALED_OF_MAPPED, Reason
+from webhook.core.reasons import RETRYABLE, RETRYABLE_WITH_MAP, Reason
 from webhook.core.reservation import Phase, Placement, Reservation, ReservationRequest
 from webhook.core.review import Operation, Review
 from webhook.core.verdict import Admit, Deny, Verdict, plain
@@ -98,7 +98,7 @@ class PodMutator:
         """Hides the node's GPUs from debug containers. Needed where the API server has no policy that does it."""
         raw, old = required_object(review), review.raw_old or {}
         Pod.parse(raw), Pod.parse(old)
-        patch = list(difference(raw, blind_debugging(raw, old, self._rules.dress)))
+        patch = list(difference(raw, hide_gpus_from_debug_containers(raw, old, self._rules.dress)))
         return Admit(patch) if patch else NOT_ASKED
 
     def _mutate_job(self, review: Review) -> Verdict:
@@ -106,7 +106,7 @@ class PodMutator:
         if self._hinting is None or review.operation != Operation.CREATE or review.subresource:
             return NOT_ASKED
         raw = required_object(review)
-        patch = list(difference(raw, handed_down(raw)))
+        patch = list(difference(raw, with_features_in_template(raw)))
         return Admit(patch) if patch else NOT_ASKED
 
     async def _get_hints(self, pod: Pod, claim: Claim | None, review: Review, answer_by: datetime) -> HintResult:
@@ -126,23 +126,23 @@ class PodMutator:
         if hinted.hints is None:
             return raw, hinted.warnings
         indexed_nodes = self._reserver.fleet.indexed_nodes
-        hints = hinted.hints.on_nodes_with(*(indexed_nodes[name].labels for name in nodes if name in indexed_nodes))
+        hints = hinted.hints.fitted_to_nodes(*(indexed_nodes[name].labels for name in nodes if name in indexed_nodes))
         hinted.log_written(hints)
         return with_hints(raw, hints, writes_aliases=self._rules.dress.writes_aliases), hints.warnings
 
     async def _reuse_reservation(self, raw: RawPod, pod: Pod, review: Review, answer_by: datetime) -> Verdict | None:
         """Answers a repeated review of the same creation with the reservation that it already has. When another webhook
         changes the pod, the API server sends it to us again under a new review uid, with our annotations in it."""
-        claim = recorded_or_none(pod)
+        claim = recorded_claim_or_none(pod)
         known = await recorded_reservation(self._ledger, pod) if claim is not None else None
         if claim is None or known is None or not is_this_creation(known, claim, pod, review):
             return None
-        more = check.asks_for_more(pod, claim, self._rules.dress)
+        more = check.no_added_request(pod, claim, self._rules.dress)
         if more is not None:
             return more
-        if check.still_selects(claim, known.node, self._reserver.fleet) is not None:
+        if check.still_allows_node(claim, known.node, self._reserver.fleet) is not None:
             return await self._move(raw, pod, claim, known, review, answer_by)
-        uuids = gpu_order.as_said(pod.annotations, self._as_mapped(claim, known))
+        uuids = gpu_order.in_annotated_order(pod.annotations, self._as_mapped(claim, known))
         return self._dress(raw, pod, Allocation(claim, (known.node,), known.id, uuids))
 
     async def _move(
@@ -162,29 +162,29 @@ class PodMutator:
     def _as_mapped(self, claim: Claim, held: Reservation | Placement) -> tuple[DeviceUuid, ...]:
         indexed = self._reserver.fleet.indexed_nodes.get(held.node)
         uuids = [slot.uuid for slot in sorted(held.slots)]
-        return gpu_order.as_mapped(claim, uuids, () if indexed is None else indexed.node.devices)
+        return gpu_order.in_map_order(claim, uuids, () if indexed is None else indexed.node.devices)
 
     async def _reserve_and_dress(self, raw: RawPod, pod: Pod, review: Review, answer_by: datetime) -> Verdict:
-        clean, claim = asked_anew(raw, pod, await self._rules.claims.within(review.namespace))
+        clean, claim = undressed_with_claim(raw, pod, await self._rules.claims.within(review.namespace))
         if claim is None:
             copied = () if clean is raw else (COPY_WARNING,)
             clean, notes = self._apply_hints(clean, await self._get_hints(pod, None, review, answer_by), ())
-            clean = blind(clean, self._rules.dress)
+            clean = hide_gpus(clean, self._rules.dress)
             if clean is raw and not notes:
                 return NOT_ASKED
             return Admit(changes(raw, clean), warnings=(*copied, *notes), reason=Reason.NOT_ASKED)
-        refused = self._asks_for_more_than_recorded(pod) or check.refused_at_once(pod, claim, self._rules.dress)
+        refused = self._asks_for_more_than_recorded(pod) or check.precheck(pod, claim, self._rules.dress)
         if refused is None and self._rules.waits(claim):
             refused = self._reserver.exceeds_every_node(claim)
         if refused is not None:
             return refused
         hinted = await self._get_hints(pod, claim, review, answer_by)
-        claim = claim if hinted.hints is None else hinted.hints.wished(claim)
+        claim = claim if hinted.hints is None else hinted.hints.applied_to(claim)
         outfit = await self._allocate(claim, pod, review, answer_by)
         if isinstance(outfit, Deny):
             if not self._may_wait(pod, claim, outfit):
                 return outfit
-            clean, notes = self._apply_hints(clean, hinted.while_waiting(), ())
+            clean, notes = self._apply_hints(clean, hinted.for_queued_pod(), ())
             queued = self._queue(raw, clean, claim, outfit)
             return evolve(queued, warnings=(*queued.warnings, *notes))
         clean, notes = self._apply_hints(clean, hinted, outfit.nodes)
@@ -193,10 +193,10 @@ class PodMutator:
 
     def _asks_for_more_than_recorded(self, pod: Pod) -> Deny | None:
         """Refuses a gated pod that asks for more than its record: the new request would replace the recorded one."""
-        recorded = recorded_or_none(pod) if pod.is_gated else None
+        recorded = recorded_claim_or_none(pod) if pod.is_gated else None
         if recorded is None or not recorded.record.asked:
             return None
-        return check.asks_for_more(pod, recorded, self._rules.dress)
+        return check.no_added_request(pod, recorded, self._rules.dress)
 
     async def _allocate(self, claim: Claim, pod: Pod, review: Review, answer_by: datetime) -> Allocation | Deny:
         """Decides and reserves. A dry run decides in the same way and reserves nothing."""
@@ -227,7 +227,7 @@ class PodMutator:
     def _may_wait(self, pod: Pod, claim: Claim, refused: Deny) -> bool:
         """A pod waits only if waiting can help. A pod without GPUs gets its nodes added to each of its node selector
         terms when its gate opens, and the number of terms is fixed at creation."""
-        is_healed = refused.reason in (HEALED_OF_MAPPED if claim.is_mapped else HEALED_BY_WAITING)
+        is_healed = refused.reason in (RETRYABLE_WITH_MAP if claim.is_mapped else RETRYABLE)
         if not (self._rules.waits(claim) and is_healed) or pod.body.node_name:
             return False
         return bool(claim.count) or claim.nodes.terms is None
@@ -235,7 +235,9 @@ class PodMutator:
     def _queue(self, raw: RawPod, clean: RawPod, claim: Claim, refused: Deny) -> Admit:
         rules = self._rules.dress
         made: RawPod = waiting(clean, claim, rules, plain(refused.sentence, length=900))
-        made, other = (in_runtime_class(made, rules), other_runtime(raw, rules)) if claim.count else (made, ())
+        made, other = (
+            (with_runtime_class(made, rules), runtime_class_warnings(raw, rules)) if claim.count else (made, ())
+        )
         return Admit(
             changes(raw, made),
             warnings=(f"the pod waits: {refused.sentence}", *claim.warnings, *other),
@@ -250,7 +252,10 @@ class PodMutator:
         made: RawPod = dressed(raw if clean is None else clean, outfit, rules)
         notes: tuple[str, ...] = ()
         if outfit.uuids:
-            made, notes = in_runtime_class(made, rules), (*replaced_env(pod, outfit, rules), *other_runtime(raw, rules))
+            made, notes = (
+                with_runtime_class(made, rules),
+                (*replaced_env_warnings(pod, outfit, rules), *runtime_class_warnings(raw, rules)),
+            )
         audit = {"reason": Reason.ADMITTED.value, "node": ",".join(outfit.nodes[:8])}
         if outfit.reservation_id is not None:
             audit |= {"reservation": outfit.reservation_id, "gpus": outfit.visible}
@@ -275,7 +280,7 @@ def is_this_creation(known: Reservation, claim: Claim, pod: Pod, review: Review)
 def is_copied(pod: Pod, claim: Claim, review: Review) -> bool:
     """Whether the pod carries the annotations of another pod's reservation. A repeated dry run carries annotations of
     its own, without a reservation."""
-    recorded = recorded_or_none(pod)
+    recorded = recorded_claim_or_none(pod)
     is_again = review.is_dry_run and recorded is not None and recorded.record == claim.record
     return keys.RESERVATION_ID.name in pod.annotations and not is_again
 

@@ -7,7 +7,7 @@ from attrs import evolve, field, frozen
 
 from webhook.core.claim import ClaimRules
 from webhook.core.errors import GpuwardenError
-from webhook.core.hashes import NO_BOND, HashPolicy
+from webhook.core.hashes import NO_HASH_POLICY, HashPolicy
 from webhook.core.raw import Raw
 from webhook.kube.view import ObjectView
 
@@ -30,10 +30,10 @@ class NoDemands:
     """Embedded mode: namespaces require nothing."""
 
     def known(self, namespace: str) -> HashPolicy | None:
-        return NO_BOND
+        return NO_HASH_POLICY
 
     async def bond(self, namespace: str) -> HashPolicy:
-        return NO_BOND
+        return NO_HASH_POLICY
 
 
 class NamespaceReader(Protocol):
@@ -57,9 +57,9 @@ class WatchedNamespaces:
     async def bond(self, namespace: str) -> HashPolicy:
         found = self.known(namespace)
         if found is not None or not namespace:
-            return found or NO_BOND
+            return found or NO_HASH_POLICY
         raw = await self._lookup.get(namespace)
-        return NO_BOND if raw is None else hash_policy_of(raw)
+        return NO_HASH_POLICY if raw is None else hash_policy_of(raw)
 
 
 def hash_policy_of(raw: Mapping[str, Any]) -> HashPolicy:
@@ -80,7 +80,7 @@ class ClaimReader:
 
     def known_within(self, namespace: str) -> ClaimRules:
         """The rules by the last event, without a lookup. Not for decisions."""
-        return self._bound(self.namespaces.known(namespace) or NO_BOND)
+        return self._bound(self.namespaces.known(namespace) or NO_HASH_POLICY)
 
     def _bound(self, bond: HashPolicy) -> ClaimRules:
-        return self.rules if bond is NO_BOND else evolve(self.rules, bond=bond)
+        return self.rules if bond is NO_HASH_POLICY else evolve(self.rules, hash_policy=bond)

@@ -15,7 +15,7 @@ from webhook.core.errors import (
     SlotsTakenError,
 )
 from webhook.core.fleet import Fleet
-from webhook.core.queue_order import ClaimKind, QueueOrder, its_turn_is_later
+from webhook.core.queue_order import ClaimKind, QueueOrder, earlier_pod_waits
 from webhook.core.reasons import Reason
 from webhook.core.reservation import Placement, Reservation, ReservationRequest
 from webhook.core.verdict import Deny
@@ -72,9 +72,9 @@ class Reserver:
         if not counts:
             return None
         self.fleet.advance(self._clock())
-        most = ClaimSearch(claim, self.fleet, self.policy).most()
+        most = ClaimSearch(claim, self.fleet, self.policy).most_devices()
         first = next((count for count in counts if count <= most), None)
-        return None if first is None else its_turn_is_later(claim, first)
+        return None if first is None else earlier_pod_waits(claim, first)
 
     def exceeds_every_node(self, claim: Claim) -> Deny | None:
         """Denies a claim for more GPUs than any node has: waiting cannot help. A fleet without GPUs is taken as not
@@ -85,7 +85,7 @@ class Reserver:
         return Deny(
             Reason.NO_MATCHING_DEVICE,
             f"{claim.sentence}: no node has more than {most} GPU{'' if most == 1 else 's'}",
-            hint="ask for what a node has",
+            hint="ask for GPUs that a node has",
         )
 
     async def reserve(

@@ -24,7 +24,7 @@ from webhook.core.errors import (
 from webhook.core.reasons import Reason
 from webhook.core.reservation import ReservationId
 from webhook.core.review import Operation, Review
-from webhook.core.verdict import Admit, Deny, Rehearsal, Verdict
+from webhook.core.verdict import Admit, Deny, DryRunResult, Verdict
 from webhook.ledger.pods import PodSource, PodsUnavailableError
 from webhook.runtime.clock import Clock
 from webhook.runtime.telemetry import Metrics
@@ -68,19 +68,19 @@ class Reviewer:
         self.validated: ReviewHandler = validator.validated
         self.binding_mutated: ReviewHandler = validator.binding_mutated
 
-    async def dry_run_create(self, raw: dict[str, Any], namespace: str) -> Rehearsal:
+    async def dry_run_create(self, raw: dict[str, Any], namespace: str) -> DryRunResult:
         """The answers of both webhooks to a dry run of the creation of `raw`. The validating webhook sees the patched
         pod."""
         answer_by = self._clock() + DEFAULT_TIMEOUT - MARGIN
         review = dry_run(raw, namespace)
         mutated = await self.answer(review, self.mutated, answer_by)
         if isinstance(mutated, Deny):
-            return Rehearsal(mutated, raw)
+            return DryRunResult(mutated, raw)
         final: dict[str, Any] = apply_patch(raw, mutated.patch) if mutated.patch else raw
         validated = await self.answer(evolve(review, raw=final), self.validated, answer_by)
         if isinstance(validated, Deny):
-            return Rehearsal(validated, raw, warnings=mutated.warnings)
-        return Rehearsal(mutated, final, tuple(mutated.patch), mutated.warnings)
+            return DryRunResult(validated, raw, warnings=mutated.warnings)
+        return DryRunResult(mutated, final, tuple(mutated.patch), mutated.warnings)
 
     async def answer(self, review: Review, handler: ReviewHandler, answer_by: datetime) -> Verdict:
         """The handler's verdict. Any failure becomes a denial with its own reason."""

@@ -88,7 +88,7 @@ class PodValidator:
     async def _validate_create(self, review: Review, answer_by: datetime) -> Verdict:
         raw = required_object(review)
         pod = Pod.parse(raw)
-        unblinded = check.all_blinded(pod, self._rules.dress)
+        unblinded = check.no_exposed_containers(pod, self._rules.dress)
         if unblinded is not None:
             return unblinded
         claim = recorded_claim(pod)
@@ -98,7 +98,7 @@ class PodValidator:
             return self._validate_without_record(pod, await self._rules.claims.within(review.namespace))
         if not claim.count:
             return self._validate_without_gpus(raw, pod, claim, await self._rules.claims.within(review.namespace))
-        refused = check.takes_too_long(pod, self._rules.dress) or check.no_other_ways(pod, self._rules.dress)
+        refused = check.grace_within_limit(pod, self._rules.dress) or check.no_bypass_fields(pod, self._rules.dress)
         if refused is not None:
             return refused
         if review.is_dry_run:
@@ -115,11 +115,11 @@ class PodValidator:
         forged = sorted(keys.OUTPUT_NAMES & pod.annotations.keys())
         if forged:
             return Deny(Reason.FORGED, f"metadata.annotations[{forged[0]}]: written by gpuwarden only")
-        return check.gate_alone(pod) or check.no_markers(pod, self._rules.dress) or NOT_ASKED
+        return check.no_stray_gate(pod) or check.no_gpu_fields(pod, self._rules.dress) or NOT_ASKED
 
     async def _validate_queued(self, raw: RawPod, pod: Pod, claim: Claim, review: Review) -> Verdict:
         claims = await self._rules.claims.within(review.namespace)
-        return check.waits_as_dressed(raw, pod, claim, self._rules.dress, claims) or Admit(
+        return check.matches_queued_pod(raw, pod, claim, self._rules.dress, claims) or Admit(
             audit={"reason": Reason.QUEUED.value}, reason=Reason.QUEUED
         )
 
@@ -127,8 +127,8 @@ class PodValidator:
         fleet, policy = self._reserver.fleet, self._reserver.policy
         fleet.advance(self._clock())
         return (
-            check.without_gpus(pod, self._rules.dress)
-            or check.proven_only(raw, pod, claim, fleet, policy, claims)
+            check.is_dressed_without_gpus(pod, self._rules.dress)
+            or check.matches_claim_without_gpus(raw, pod, claim, fleet, policy, claims)
             or Admit()
         )
 
@@ -149,7 +149,7 @@ class PodValidator:
         refused = (
             check.matches_reservation(raw, claim, known, identity, self._rules.dress)
             or check.preset_node(pod, (known.node,))
-            or check.still_selects(claim, known.node, fleet)
+            or check.still_allows_node(claim, known.node, fleet)
             or check.still_proven(claim, known.node, fleet, policy)
         )
         if refused is None and is_late:
@@ -171,7 +171,7 @@ class PodValidator:
             return await self._validate_gate_removal(required_object(review), new, old)
         if review.subresource == "ephemeralcontainers":
             own = await self._allowed_values(old)
-        return check.unchanged(new, old, own, self._rules.dress) or NOT_ASKED
+        return check.gpu_access_unchanged(new, old, own, self._rules.dress) or NOT_ASKED
 
     async def _validate_gate_removal(self, raw: RawPod, new: Pod, old: Pod) -> Verdict:
         """Our gate was removed: the pod must have its GPUs, no matter who removed it."""
@@ -182,7 +182,9 @@ class PodValidator:
         fleet.advance(self._clock())
         if not claim.count:
             return (
-                check.without_gpus(new, self._rules.dress) or check.proven_nodes(raw, claim, fleet, policy) or Admit()
+                check.is_dressed_without_gpus(new, self._rules.dress)
+                or check.allows_only_proven_nodes(raw, claim, fleet, policy)
+                or Admit()
             )
         known = await recorded_reservation(self._ledger, new)
         if known is None or known.uid != new.meta.uid:
@@ -196,7 +198,7 @@ class PodValidator:
         rules = self._rules.dress
         return (
             check.matches_reservation(raw, claim, known, check.identity_of(new), rules, has_waited=True)
-            or check.no_other_ways(new, rules)
+            or check.no_bypass_fields(new, rules)
             or check.still_proven(claim, known.node, fleet, policy)
             or Admit(audit={"reason": Reason.ADMITTED.value, "reservation": known.id, "node": known.node})
         )
@@ -211,4 +213,4 @@ class PodValidator:
         known = await recorded_reservation(self._ledger, pod)
         if known is None or known.phase is Phase.RELEASING or known.uid != pod.meta.uid:
             return ()
-        return (",".join(gpu_order.as_said(pod.annotations, known.uuids)),)
+        return (",".join(gpu_order.in_annotated_order(pod.annotations, known.uuids)),)

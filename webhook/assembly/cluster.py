@@ -66,7 +66,7 @@ def clustered(settings: Settings, clock: Clock, api: ApiClient, pods: ApiPods) -
         log.warning(
             "the inventory file is not read: nodes and devices come from the cluster, where reconcile writes them"
         )
-    fleet, metrics = Fleet(turn=random.randrange(SPREAD)), Metrics()  # noqa: S311 - only to keep out of step
+    fleet, metrics = Fleet(offset=random.randrange(SPREAD)), Metrics()  # noqa: S311 - only to keep out of step
     ledger = ClusterLedger(fleet, ApiGpuNodes(api), pods, clock, times_of(settings))
     own = written_by_hand(settings.node_hash_map if StaticEvidence.name in settings.evidence else {})
     namespaces = WatchedNamespaces(ApiNamespaces(api))

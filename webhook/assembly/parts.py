@@ -23,7 +23,7 @@ from webhook.core.evidence import EvidenceState
 from webhook.core.fleet import Fleet
 from webhook.core.hints import Bucket
 from webhook.core.keys import REQUIRED_HASH
-from webhook.core.offer import offer_of
+from webhook.core.offer import count_devices
 from webhook.evidence.jwt.attestation import attestation_of
 from webhook.evidence.jwt.proofs import MemoryProofs
 from webhook.evidence.providers import providers_of
@@ -177,7 +177,7 @@ def counts(parts: Parts) -> FleetCounts:
         device_state(ledger.of_device(uuid), now, is_quarantined=fleet.is_quarantined(uuid)) for uuid in held
     )
     devices[DeviceState.QUARANTINED] += len(fleet.quarantined_devices - held)
-    offer = offer_of(fleet, needs_evidence=parts.reserver.policy.is_always_required)
+    offer = count_devices(fleet, needs_evidence=parts.reserver.policy.is_always_required)
     for (state, _), number in offer.items():
         devices[state] += number
     return FleetCounts(

@@ -1,1 +1,1 @@
-"""The decision: plain values in, plain values out. No I/O, no clock, no await."""
+"""The decision, on plain values: no I/O, no clock, no await."""

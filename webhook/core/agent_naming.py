@@ -1,4 +1,4 @@
-"""Where an agent's row says which node it is of, or which hash: in a selector, or in the agent's SPIFFE ID."""
+"""How to read the node name or the hash of a SPIRE agent from its selectors or its SPIFFE ID."""
 
 import re
 from collections.abc import Sequence
@@ -7,9 +7,9 @@ from typing import Final, Protocol
 from attrs import frozen
 
 ID_SCHEME: Final = "spiffe://"
-PLACE: Final = re.compile(r"\{([a-z_]*)\}")
+PLACEHOLDER: Final = re.compile(r"\{([a-z_]*)\}")
 SELECTOR: Final = re.compile(r"([A-Za-z0-9_.-]+):([!-~]+)")
-# Whoever may write to Nodes or Pods writes these labels: they prove nothing.
+# Any account with write access to Nodes or Pods sets these labels, so they prove nothing.
 WRITABLE: Final = ("k8s_psat:agent_node_label", "k8s_psat:agent_pod_label")
 
 
@@ -24,7 +24,7 @@ class Selector(Protocol):
 
 
 class Agent(Protocol):
-    """What SPIRE Server says of one of its agents."""
+    """One agent as SPIRE Server lists it."""
 
     @property
     def trust_domain(self) -> str: ...
@@ -38,12 +38,12 @@ class Agent(Protocol):
 
 class Naming(Protocol):
     def values(self, agent: Agent) -> frozenset[str]:
-        """All that it says. What says two things says nothing, but that is for others to judge."""
+        """All values that match. The caller rejects an agent with several."""
 
 
 @frozen
 class BySelector:
-    """`x509pop:san:node-name` is what stands behind `san:node-name:` in selectors of the type `x509pop`."""
+    """`x509pop:san:node-name` reads the part after `san:node-name:` in selectors of type `x509pop`."""
 
     type: str
     prefix: str
@@ -58,43 +58,46 @@ class BySelector:
 
 @frozen
 class ById:
-    """A template such as `spiffe://{trust_domain}/spire/agent/x509pop/{node}/{hash}`, of which one place is meant.
+    """Reads one placeholder of a template such as `spiffe://{trust_domain}/spire/agent/x509pop/{node}/{hash}`.
 
-    A path cannot hold a colon: a hash has a dot where its colon was.
+    A path cannot contain a colon, so a hash has a dot instead.
     """
 
     form: "re.Pattern[str]"
-    place: str
+    placeholder: str
 
     def values(self, agent: Agent) -> frozenset[str]:
         found = self.form.fullmatch(f"{ID_SCHEME}{agent.trust_domain}{agent.path}")
         if found is None:
             return frozenset()
-        return frozenset({found[self.place].replace(".", ":") if self.place == "hash" else found[self.place]})
+        value = found[self.placeholder]
+        return frozenset({value.replace(".", ":") if self.placeholder == "hash" else value})
 
 
-def naming_of(text: str, place: str) -> Naming:
-    """What a setting says; `place` is `node` or `hash`. Raises ValueError with what is wrong."""
+def naming_of(text: str, placeholder: str) -> Naming:
+    """Parse a setting; `placeholder` is `node` or `hash`. Raises ValueError."""
     if text.startswith(ID_SCHEME):
-        return by_id(text, place)
+        return by_id(text, placeholder)
     parts = SELECTOR.fullmatch(text)
     if parts is None:
-        raise ValueError(f"{text!r} is neither TYPE:PREFIX nor a SPIFFE ID with {{{place}}}")
+        raise ValueError(f"{text!r} is neither TYPE:PREFIX nor a SPIFFE ID with {{{placeholder}}}")
     if text.startswith(WRITABLE):
-        raise ValueError(f"{text!r} is what somebody wrote on an object of the cluster; it proves nothing")
+        raise ValueError(f"{text!r} is a label of an object in the cluster; labels prove nothing")
     return BySelector(parts[1], parts[2].rstrip(":") + ":")
 
 
-def by_id(text: str, place: str) -> ById:
+def by_id(text: str, placeholder: str) -> ById:
     segments = text.removeprefix(ID_SCHEME).split("/")
-    places = PLACE.findall(text)
-    if places.count(place) != 1 or len(set(places)) < len(places) or set(places) - {"trust_domain", "node", "hash"}:
-        raise ValueError(f"{text!r} does not name {{{place}}} once, beside {{trust_domain}} and one other at most")
-    if any(PLACE.search(one) and not PLACE.fullmatch(one) for one in segments):
-        raise ValueError(f"in {text!r} a place shares its segment")
+    found = PLACEHOLDER.findall(text)
+    if found.count(placeholder) != 1 or len(set(found)) < len(found) or set(found) - {"trust_domain", "node", "hash"}:
+        raise ValueError(
+            f"{text!r} must contain {{{placeholder}}} once; {{trust_domain}} and one other placeholder are optional"
+        )
+    if any(PLACEHOLDER.search(one) and not PLACEHOLDER.fullmatch(one) for one in segments):
+        raise ValueError(f"in {text!r} a placeholder must be a whole path segment")
     if segments[1:3] != ["spire", "agent"]:
         raise ValueError(f"{text!r} is not the ID of an agent: spiffe://{{trust_domain}}/spire/agent/...")
     pattern = re.escape(text)
-    for one in places:
+    for one in found:
         pattern = pattern.replace(re.escape(f"{{{one}}}"), f"(?P<{one}>[A-Za-z0-9._-]+)")
-    return ById(re.compile(pattern), place)
+    return ById(re.compile(pattern), placeholder)

@@ -1,4 +1,4 @@
-"""Backfill: while a claim waits for devices to become free, one node is left to it, and later ones have the others."""
+"""Backfill: one node is held for a claim that waits for devices to become free. Later claims use the other nodes."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
@@ -6,40 +6,43 @@ from itertools import islice
 from attrs import frozen
 
 from webhook.core.claim import Claim
-from webhook.core.decide import MAX_ASKED, MAX_PLACEMENTS, ClaimSearch, EvidencePolicy, Objection, decide
+from webhook.core.decide import MAX_NODE_CHECKS, MAX_PLACEMENTS, ClaimSearch, EvidencePolicy, Objection, decide
 from webhook.core.fleet import Fleet
 from webhook.core.fleet_index import FEWER_MATCHING, IndexedNode
-from webhook.core.queue_order import its_turn_is_later
+from webhook.core.queue_order import earlier_pod_waits
 from webhook.core.reservation import Placement
 from webhook.core.verdict import Deny
 
 
 @frozen
-class Ahead:
-    """A claim that waits for devices to become free, and the node that is left to it."""
+class HeldNode:
+    """A node that is held for a waiting claim."""
 
     claim: Claim
     node: str
 
 
-def placed(claim: Claim, fleet: Fleet, policy: EvidencePolicy, ahead: Ahead | None) -> tuple[Placement, ...] | Deny:
-    """The decision for a claim that came later than `ahead`: nothing is taken from the node that is left to that."""
-    if ahead is None or not claim.count:
+def place_around(
+    claim: Claim, fleet: Fleet, policy: EvidencePolicy, held: HeldNode | None
+) -> tuple[Placement, ...] | Deny:
+    """The decision for a later claim: it gets nothing on the held node."""
+    if held is None or not claim.count:
         return decide(claim, fleet, policy)
-    others = (place for place in ClaimSearch(claim, fleet, policy).placements() if place.node != ahead.node)
+    others = (one for one in ClaimSearch(claim, fleet, policy).placements() if one.node != held.node)
     found = tuple(islice(others, MAX_PLACEMENTS))
     if found:
         return found
     anywhere = decide(claim, fleet, policy, most=1)
-    return anywhere if isinstance(anywhere, Deny) else its_turn_is_later(claim, ahead.claim.count)
+    return anywhere if isinstance(anywhere, Deny) else earlier_pod_waits(claim, held.claim.count)
 
 
-def node_left_to(claim: Claim, fleet: Fleet, policy: EvidencePolicy, before: str | None) -> str | None:
-    """Where the claim will be served the soonest, as far as can be seen: of the nodes that have enough devices, held or
-    not, the one with the most free, the first by name.
+def choose_held_node(claim: Claim, fleet: Fleet, policy: EvidencePolicy, before: str | None) -> str | None:
+    """The node that can probably serve the claim first: of the nodes with enough devices, held or free, the one with
+    the most free, then the first by name.
 
-    `before` stays unless another one has more free than it has now. What is free there grows, since nobody of the kind
-    is served there; so the choice changes at most as often as the claim wants devices.
+    `before`, the earlier choice, stays unless another node has more free devices now. No other claim of the kind is
+    served on the held node, so its free devices only grow: the choice changes at most as often as the claim wants
+    devices.
     """
     candidates = Candidates(claim, fleet, policy)
     least = candidates.free_on(before) if before is not None else None
@@ -47,34 +50,34 @@ def node_left_to(claim: Claim, fleet: Fleet, policy: EvidencePolicy, before: str
 
 
 class Candidates:
-    """The nodes that would serve a claim if nobody held anything."""
+    """The nodes that would serve a claim if no device were held."""
 
     def __init__(self, claim: Claim, fleet: Fleet, policy: EvidencePolicy) -> None:
         self._fleet = fleet
-        self._question = ClaimSearch(claim, fleet, policy)
-        self._free = fleet.room(self._question.kinds, 0)  # by shape
-        self._patience = MAX_ASKED // max(1, claim.nodes.expressions)
+        self._search = ClaimSearch(claim, fleet, policy)
+        self._free = fleet.spare_by_shape(self._search.kinds, 0)  # by shape
+        self._checks_left = MAX_NODE_CHECKS // max(1, claim.nodes.expressions)
 
     def free_on(self, name: str) -> int | None:
-        """How many devices are free there; None if it is no candidate."""
+        """The number of free devices on the node; None if it is not a candidate."""
         indexed = self._fleet.indexed_nodes.get(name)
-        if indexed is None or self._question.objection(indexed) not in (None, Objection.FEWER_FREE):
+        if indexed is None or self._search.objection(indexed) not in (None, Objection.FEWER_FREE):
             return None
-        return self._free[indexed.cell.shape] if self._is_enough(indexed) else None
+        return self._free[indexed.node_group.shape] if self._is_enough(indexed) else None
 
     def best(self, least: int) -> str | None:
-        """The one with the most free, if that is more than `least`."""
+        """The candidate with the most free devices, if it has more than `least`."""
         by_free = self._by_free(least)
         for free in sorted(by_free, reverse=True):
-            names = by_free[free][: max(0, self._patience)]
-            self._patience -= len(names)
-            found = next(filter(self._may_be, sorted(names)), None)
+            names = by_free[free][: max(0, self._checks_left)]
+            self._checks_left -= len(names)
+            found = next(filter(self._is_candidate, sorted(names)), None)
             if found is not None:
                 return found
         return None
 
     def _by_free(self, least: int) -> Mapping[int, list[str]]:
-        """Nodes against which nothing speaks that is known of all their kind, by how many devices are free there."""
+        """Nodes whose class has no objection, by their number of free devices."""
         found: dict[int, list[str]] = {}
         for free, names in self._all():
             if free > least:
@@ -82,25 +85,25 @@ class Candidates:
         return found
 
     def _all(self) -> Iterator[tuple[int, Iterable[str]]]:
-        names = self._question.named()
+        names = self._search.allowed_names()
         if names is None:
-            return self._in_cells()
+            return self._from_index()
         return ((free, [name]) for name in names if (free := self.free_on(name)) is not None)
 
-    def _in_cells(self) -> Iterator[tuple[int, Iterable[str]]]:
-        for group in self._question.groups():
+    def _from_index(self) -> Iterator[tuple[int, Iterable[str]]]:
+        for group in self._search.groups():
             for node_class, row in self._fleet.rows(group).items():
-                if self._question.class_objection(node_class) is None:
+                if self._search.class_objection(node_class) is None:
                     for shape, names in row.shapes.items():
-                        if self._question.room[shape] != FEWER_MATCHING:
+                        if self._search.spare[shape] != FEWER_MATCHING:
                             yield self._free[shape], names
 
-    def _may_be(self, name: str) -> bool:
+    def _is_candidate(self, name: str) -> bool:
         indexed = self._fleet.indexed_nodes[name]
-        return self._question.is_selected(indexed) and self._is_enough(indexed)
+        return self._search.is_selected(indexed) and self._is_enough(indexed)
 
     def _is_enough(self, indexed: IndexedNode) -> bool:
-        """Of devices that somebody could have some day: sound ones, set aside for nobody."""
-        known = zip(indexed.node.devices, indexed.kinds, strict=True)
-        able = sum(kind in self._question.kinds and self._fleet.may_be_offered(device) for device, kind in known)
-        return able >= self._question.claim.count
+        """Whether the node has enough devices that are healthy and not set aside for a map."""
+        devices = zip(indexed.node.devices, indexed.kinds, strict=True)
+        usable = sum(kind in self._search.kinds and self._fleet.may_be_offered(device) for device, kind in devices)
+        return usable >= self._search.claim.count

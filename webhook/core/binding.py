@@ -1,4 +1,4 @@
-"""A Binding: somebody puts a pod on a node. What stands in its metadata lands on the pod, unvalidated."""
+"""A Binding: a scheduler assigns a pod to a node. The API server copies its metadata to the pod without validation."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -28,7 +28,7 @@ class BindingWire(WireStruct, frozen=True):
 
 @frozen
 class Binding:
-    """Which pod, which node, and what is planted on the way."""
+    """The pod, its node, and the annotations that the Binding adds to the pod."""
 
     pod: PodIdentity
     node: str
@@ -46,7 +46,7 @@ class Binding:
 
 
 def marked(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The Binding with the word that it was reviewed, and for which node. It is parsed already."""
+    """The Binding with a finalizer that says for which node it was reviewed. `raw` has been parsed before."""
     meta, node = raw.get("metadata") or {}, (raw.get("target") or {}).get("name") or ""
     others = [one for one in meta.get("finalizers") or () if not one.startswith(keys.REVIEWED_FOR)]
     return {**raw, "metadata": {**meta, "finalizers": [*others, keys.REVIEWED_FOR + node]}}

@@ -1,4 +1,4 @@
-"""Who calls, and what that caller may do."""
+"""The caller of a route, and its permissions."""
 
 from collections.abc import Mapping
 from typing import Final
@@ -8,18 +8,16 @@ from attrs import field, frozen
 from webhook.core.errors import GpuwardenError
 
 POD_UID: Final = "authentication.kubernetes.io/pod-uid"
-
-
 SERVICE_ACCOUNT: Final = "system:serviceaccount:"
 
 
 class CallersUnavailableError(GpuwardenError):
-    """Nobody can say at this moment who a caller is, or what it may do."""
+    """The API server cannot authenticate or authorise callers at this moment."""
 
 
 @frozen
 class Caller:
-    """Whose a token is, as the API server says."""
+    """The owner of a token, from a TokenReview."""
 
     user: str
     uid: str = ""
@@ -28,13 +26,13 @@ class Caller:
 
     def is_pod(self, namespace: str, uid: str) -> bool:
         """Whether the token is bound to that pod."""
-        is_of_namespace = self.user.startswith(f"{SERVICE_ACCOUNT}{namespace}:")
-        return is_of_namespace and self.extra.get(POD_UID) == (uid,)
+        is_in_namespace = self.user.startswith(f"{SERVICE_ACCOUNT}{namespace}:")
+        return is_in_namespace and self.extra.get(POD_UID) == (uid,)
 
 
 @frozen
 class Right:
-    """What a SubjectAccessReview asks for."""
+    """The resource attributes of a SubjectAccessReview."""
 
     verb: str
     resource: str

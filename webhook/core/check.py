@@ -1,4 +1,4 @@
-"""Whether a pod that someone else had in hand is still the pod that we dressed: every refusal names the field."""
+"""Whether a pod is still as gpuwarden dressed it, and exposes no other GPUs. Every denial names a field."""
 
 from collections.abc import Collection, Iterable, Iterator
 from datetime import datetime, timedelta
@@ -8,7 +8,6 @@ from attrs import evolve
 
 from webhook.core import gpu_order, keys
 from webhook.core.binding import Binding
-from webhook.core.blind import is_harmless, visible_env, wants_all
 from webhook.core.claim import Claim, ClaimRules, claim_of
 from webhook.core.decide import ClaimSearch, EvidencePolicy
 from webhook.core.dress import (
@@ -24,97 +23,98 @@ from webhook.core.dress import (
     waiting,
 )
 from webhook.core.fleet import Fleet
+from webhook.core.gpu_visibility import exposes_all_gpus, is_harmless, visible_env
 from webhook.core.pod import Container, EnvVar, Pod
 from webhook.core.reasons import Reason
 from webhook.core.reservation import Phase, PodIdentity, Reservation
 from webhook.core.verdict import Deny
 
-# No node has more than a thousand GPUs; a longer number is a serial number.
+# No node has more than a thousand GPUs, so a longer number is a serial number.
 MAX_INDEX_DIGITS = 4
 GPU_RESOURCES = (keys.NVIDIA_RESOURCES, "deviceclass.resource.kubernetes.io/")
 OTHER_WAYS_HINT = "ask with nvidia.com/gpu, gpuwarden.io/gpu-count or a gpuwarden.io/gpu. label"
 
 
-# Ways to a GPU that are not ours.
+# Fields that show a pod GPUs without a reservation.
 
 
-def markers(pod: Pod, rules: DressRules) -> Iterator[str]:
-    """Every place in the pod that would show it a GPU, the request of our own resource included."""
-    yield from env_markers(pod)
-    yield from other_ways(pod, rules)
+def gpu_fields(pod: Pod, rules: DressRules) -> Iterator[str]:
+    """Every field of the pod that would show it a GPU, requests of our own resource included."""
+    yield from gpu_env_fields(pod)
+    yield from bypass_fields(pod, rules)
     for path, container in pod.containers():
         if rules.resource in container.resource_names():
             yield f"{path}.resources[{rules.resource}]"
 
 
-def env_markers(pod: Pod) -> Iterator[str]:
+def gpu_env_fields(pod: Pod) -> Iterator[str]:
     for path, container in pod.containers():
         yield from (f"{path}.env[{one.name}]" for one in visible_env(container))
 
 
-def other_ways(pod: Pod, rules: DressRules) -> Iterator[str]:
-    """Ways that lead past the ledger, whether or not the pod has a claim."""
+def bypass_fields(pod: Pod, rules: DressRules) -> Iterator[str]:
+    """Fields that give GPUs without the ledger, whether or not the pod has a claim."""
     for key in pod.annotations:
         if keys.is_cdi(key):
             yield f"metadata.annotations[{key}]"
     for path, container in pod.containers():
         for name in container.resource_names():
             is_ours = name == rules.resource
-            if (is_ours and not rules.takes_request_off) or (not is_ours and name.startswith(GPU_RESOURCES)):
+            if (is_ours and not rules.removes_request) or (not is_ours and name.startswith(GPU_RESOURCES)):
                 yield f"{path}.resources[{name}]"
     if pod.body.resource_claims:
         yield "spec.resourceClaims"
 
 
-def no_markers(pod: Pod, rules: DressRules) -> Deny | None:
-    """A pod without a claim gets no GPU by any way."""
-    fields = sorted(set(markers(pod, rules)))
+def no_gpu_fields(pod: Pod, rules: DressRules) -> Deny | None:
+    """A pod without a claim gets no GPU."""
+    fields = sorted(set(gpu_fields(pod, rules)))
     return gpu_without_claim(fields, "the pod has no claim") if fields else None
 
 
-def no_other_ways(pod: Pod, rules: DressRules) -> Deny | None:
-    """A pod with a claim gets its GPUs in one way only."""
-    fields = sorted(set(other_ways(pod, rules)))
-    return gpu_without_claim(fields, "a claim is served in one way only") if fields else None
+def no_bypass_fields(pod: Pod, rules: DressRules) -> Deny | None:
+    """A pod with a claim gets GPUs from its claim only."""
+    fields = sorted(set(bypass_fields(pod, rules)))
+    return gpu_without_claim(fields, "the pod's GPUs come from its claim only") if fields else None
 
 
-def all_blinded(pod: Pod, rules: DressRules) -> Deny | None:
-    """No new pod has a container that `CUDA_VERSION` shows all GPUs of its node."""
-    found = [f"{path}.env[{keys.CUDA_VERSION}]" for path, container in pod.containers() if wants_all(container)]
-    return gpu_without_claim(found, f"{keys.NVIDIA_ENV} is not set beside it") if found and rules.blinds else None
+def no_exposed_containers(pod: Pod, rules: DressRules) -> Deny | None:
+    """No new pod has a container to which `CUDA_VERSION` shows all GPUs of its node."""
+    found = [f"{path}.env[{keys.CUDA_VERSION}]" for path, container in pod.containers() if exposes_all_gpus(container)]
+    return gpu_without_claim(found, f"{keys.NVIDIA_ENV} is not set") if found and rules.hides_gpus else None
 
 
-def refused_at_once(pod: Pod, claim: Claim, rules: DressRules) -> Deny | None:
-    """What speaks against a pod with a claim before any node is looked at."""
+def precheck(pod: Pod, claim: Claim, rules: DressRules) -> Deny | None:
+    """Why a pod with a claim is denied, whatever nodes there are."""
     if not claim.count:
-        return no_markers(pod, rules)
+        return no_gpu_fields(pod, rules)
     if rules.map_visible is MapVisible.INDEX and any(is_serial(gpu) for gpu in claim.record.devices):
         return Deny(
             Reason.INVALID_POD,
-            f"{keys.GPU_MAP.name}: {','.join(claim.record.devices)} is not a list of indices, "
-            "and this installation shows containers what the map says",
+            f"{keys.GPU_MAP.name}: {','.join(claim.record.devices)} is not a list of indices; "
+            "this installation passes the names in the map to containers",
             hint="name GPUs by index or by UUID",
         )
     if rules.injection is Injection.CUDA and claim.record.asked:
         return Deny(
             Reason.INJECTION_CONFLICT,
-            f"the containers ask for {rules.resource}, and this installation only sets {keys.CUDA_ENV}: "
-            "the device plugin would hand out another GPU",
+            f"the containers request {rules.resource}, and this installation only sets {keys.CUDA_ENV}: "
+            "the device plugin would allocate a different GPU",
             hint=f"ask with {keys.GPU_COUNT.name} instead",
         )
-    return takes_too_long(pod, rules) or no_other_ways(pod, rules)
+    return grace_within_limit(pod, rules) or no_bypass_fields(pod, rules)
 
 
-def takes_too_long(pod: Pod, rules: DressRules) -> Deny | None:
-    """GPUs of a pod that goes unseen are kept from others for as long as any pod may take to stop."""
+def grace_within_limit(pod: Pod, rules: DressRules) -> Deny | None:
+    """The reconciler keeps the GPUs of a pod whose end it has not seen for the longest grace period that is allowed."""
     most, asked = rules.max_grace, pod.body.longest_grace
     if most is None or asked <= most.total_seconds():
         return None
     return Deny(
         Reason.INVALID_POD,
-        f"spec.terminationGracePeriodSeconds: {asked} s, a probe's included; of a pod with GPUs it is at most "
+        f"spec.terminationGracePeriodSeconds: {asked} s, probes included; a pod with GPUs may have at most "
         f"{most.total_seconds():g} s",
-        hint="give the containers less time to stop, or have the administrator raise maxGrace",
+        hint="shorten the grace period, or ask the administrator to raise maxGrace",
     )
 
 
@@ -125,7 +125,7 @@ def is_serial(gpu: str) -> bool:
 def gpu_without_claim(fields: list[str], why: str) -> Deny:
     return Deny(
         Reason.GPU_WITHOUT_CLAIM,
-        f"{', '.join(fields[:5])}: would show the pod a GPU, and {why}",
+        f"{', '.join(fields[:5])}: would expose a GPU to the pod, and {why}",
         hint=OTHER_WAYS_HINT,
         causes=tuple(fields[:20]),
     )
@@ -134,8 +134,8 @@ def gpu_without_claim(fields: list[str], why: str) -> Deny:
 # A pod at its creation.
 
 
-def asks_for_more(pod: Pod, claim: Claim, rules: DressRules) -> Deny | None:
-    """Another webhook has a container ask for GPUs when the pod's own are chosen: dressing would take that off."""
+def no_added_request(pod: Pod, claim: Claim, rules: DressRules) -> Deny | None:
+    """No other webhook has added a GPU request since the GPUs were chosen. Dressing would remove the request."""
     known = claim.record.asked
     added = [
         (f"{path}.resources[{rules.resource}]", container.name)
@@ -147,15 +147,15 @@ def asks_for_more(pod: Pod, claim: Claim, rules: DressRules) -> Deny | None:
     field, name = added[0]
     return Deny(
         Reason.INVALID_POD,
-        f"{field}: container {name} asks for GPUs after the pod was given its own",
-        hint="have the webhook that adds it called before gpuwarden's",
+        f"{field}: the GPU request of container {name} was added after gpuwarden chose the pod's GPUs",
+        hint="call the webhook that adds the request before gpuwarden's webhook",
         causes=tuple(one for one, _ in added[:20]),
     )
 
 
 CREATE_AGAIN = (
-    "create the pod again if its generated name was taken and the API server tried another; "
-    "else take the gpuwarden.io/ annotations off a copied manifest"
+    "create the pod again if its generated name was taken and the API server generated another; "
+    "otherwise remove the gpuwarden.io/ annotations from the copied manifest"
 )
 
 
@@ -168,46 +168,50 @@ def matches_reservation(
     *,
     has_waited: bool = False,
 ) -> Deny | None:
-    """The final pod is the one that the reservation was made for, dressed as we dressed it."""
+    """The final pod is the one for which the reservation was made, dressed as gpuwarden dressed it."""
     if reservation.claim_digest != claim.digest:
         return Deny(
             Reason.FORGED,
-            f"metadata.annotations[{keys.CLAIM.name}]: not the claim that reservation {reservation.id} was made for",
+            f"metadata.annotations[{keys.CLAIM.name}]: not the claim of reservation {reservation.id}",
         )
     if reservation.phase is Phase.RELEASING:
-        return Deny(Reason.RESERVATION_EXPIRED, f"reservation {reservation.id} is being released: create the pod anew")
-    if not reservation.may_be(pod):
+        return Deny(Reason.RESERVATION_EXPIRED, f"reservation {reservation.id} is being released: create the pod again")
+    if not reservation.may_belong_to(pod):
         return Deny(
             Reason.RESERVATION_CONFLICT,
             f"metadata.annotations[{keys.RESERVATION_ID.name}]: reservation {reservation.id} belongs to another pod",
             hint=CREATE_AGAIN
-            if is_named_anew(raw, reservation)
-            else "take the gpuwarden.io/ annotations off a copied manifest",
+            if has_new_generated_name(raw, reservation)
+            else "remove the gpuwarden.io/ annotations from the copied manifest",
         )
-    uuids = gpu_order.as_said(raw["metadata"].get("annotations") or {}, reservation.uuids)
+    uuids = gpu_order.in_annotated_order(raw["metadata"].get("annotations") or {}, reservation.uuids)
     outfit = Allocation(claim, (reservation.node,), reservation.id, uuids, has_waited=has_waited)
-    fields = differing(raw, (dressed(raw, evolve(outfit, blinds_all=all_), rules) for all_ in (True, False)))
+    fields = changed_fields(
+        raw, (dressed(raw, evolve(outfit, hides_gpus_everywhere=all_), rules) for all_ in (True, False))
+    )
     fields += sorted(set(debug_env(raw, outfit.visible)))
     if fields:
         return Deny(
             Reason.FORGED,
-            f"{', '.join(fields[:5])}: not as reserved ({reservation.id}: {outfit.visible} on {reservation.node})",
+            f"{', '.join(fields[:5])}: does not match the reservation ({reservation.id}: {outfit.visible} on "
+            f"{reservation.node})",
             hint="another webhook or the user changed what gpuwarden wrote",
             causes=tuple(fields[:20]),
         )
     return None
 
 
-def differing(raw: RawPod, wanted: Iterable[RawPod]) -> list[str]:
-    """The fields in which the pod is not the first that is wanted, unless it is another of them: a replica of an older
-    version may have dressed it."""
-    found = ([readable(change["path"]) for change in changes(raw, one)] for one in wanted)
+def changed_fields(raw: RawPod, wanted: Iterable[RawPod]) -> list[str]:
+    """The fields in which the pod differs from the first of the wanted pods. Empty if it equals any of them: a replica
+    of an older version may have dressed it."""
+    found = ([field_path(change["path"]) for change in changes(raw, one)] for one in wanted)
     first = next(found, [])
     return first if first and all(found) else []
 
 
 def debug_env(raw: RawPod, visible: str) -> Iterator[str]:
-    """What debug containers would see beside the pod's own GPUs: dressing leaves them alone, for most come later."""
+    """The variables by which debug containers would see GPUs of other pods. Most debug containers are added after
+    creation, so dressing does not touch them."""
     if not (raw.get("spec") or {}).get("ephemeralContainers"):
         return
     for path, container in Pod.parse(raw).containers():
@@ -215,115 +219,122 @@ def debug_env(raw: RawPod, visible: str) -> Iterator[str]:
             yield from (f"{path}.env[{one.name}]" for one in gpu_env(container) if not is_own(one, (visible,)))
 
 
-def is_named_anew(raw: RawPod, reservation: Reservation) -> bool:
-    """Where a generated name is taken the API server makes up another, and a uid; it asks validating webhooks only. Or
-    somebody has copied a pod with a generated name: nothing here tells the one from the other, so both are refused."""
+def has_new_generated_name(raw: RawPod, reservation: Reservation) -> bool:
+    """Whether the pod may have a new generated name. If a generated name is taken, the API server generates another one
+    and a new uid, and calls validating webhooks only. A copy of a pod with a generated name looks the same, so both are
+    denied."""
     prefix = raw["metadata"].get("generateName")
     return bool(prefix) and (reservation.pod_name or "").startswith(prefix)
 
 
-def waits_as_dressed(raw: RawPod, pod: Pod, claim: Claim, rules: DressRules, claims: ClaimRules) -> Deny | None:
-    """A gated pod without a reservation is as we made it: nothing of what its GPUs will be is said yet, nothing else
-    would show it any, and the claim that they will be chosen by is what the pod asks for."""
-    forged = said_of_gpus(pod)
-    if forged:
-        return Deny(Reason.FORGED, f"metadata.annotations[{forged[0]}]: a pod that waits for GPUs has none yet")
-    other_way = no_other_ways(pod, rules) if claim.count else no_markers(pod, rules)
-    if other_way is not None:
-        return other_way
+def matches_queued_pod(raw: RawPod, pod: Pod, claim: Claim, rules: DressRules, claims: ClaimRules) -> Deny | None:
+    """A gated pod without a reservation is as gpuwarden dressed it: it names no GPUs, no field shows it any, and its
+    recorded claim is what the pod asks for."""
+    unexpected = reservation_annotations(pod)
+    if unexpected:
+        return Deny(Reason.FORGED, f"metadata.annotations[{unexpected[0]}]: a queued pod has no GPUs yet")
+    denied = no_bypass_fields(pod, rules) if claim.count else no_gpu_fields(pod, rules)
+    if denied is not None:
+        return denied
     asked = claim_of(pod, claims, claim.record.asked)
-    if asked is None or not says_no_less(claim, asked):
+    if asked is None or not is_at_least_as_strict(claim, asked):
         return Deny(Reason.FORGED, f"metadata.annotations[{keys.CLAIM.name}]: not what the pod asks for")
     why = pod.annotations.get(keys.WAITING) or ""
-    fields = differing(raw, (waiting(raw, claim, rules, why, blinds_all=all_) for all_ in (True, False)))
+    fields = changed_fields(
+        raw, (waiting(raw, claim, rules, why, hides_gpus_everywhere=all_) for all_ in (True, False))
+    )
     if fields or not pod.is_gated:
         return Deny(
             Reason.FORGED,
-            f"{', '.join(fields[:5]) or 'spec.schedulingGates'}: not as a pod waits in the queue",
-            hint="another webhook or the user changed what gpuwarden wrote: create the pod anew",
+            f"{', '.join(fields[:5]) or 'spec.schedulingGates'}: not as gpuwarden dressed the queued pod",
+            hint="another webhook or the user changed what gpuwarden wrote: create the pod again",
             causes=tuple(fields[:20]),
         )
     return preset_node(pod, ())
 
 
-def gate_alone(pod: Pod) -> Deny | None:
-    """Our gate in a pod that nobody of ours has dressed would never be opened."""
+def no_stray_gate(pod: Pod) -> Deny | None:
+    """The queue never opens the gate of a pod that gpuwarden did not dress, so the pod would wait for ever."""
     if not pod.is_gated:
         return None
-    return Deny(Reason.FORGED, f"spec.schedulingGates[{keys.QUEUE_GATE}]: the gate is put there by gpuwarden only")
+    return Deny(Reason.FORGED, f"spec.schedulingGates[{keys.QUEUE_GATE}]: only gpuwarden may add this gate")
 
 
 def preset_node(pod: Pod, allowed: Collection[str]) -> Deny | None:
-    """A preset nodeName needs no binding, so no later door would see it."""
+    """A preset nodeName needs no Binding, so the webhook for Bindings never sees the pod."""
     name = pod.body.node_name
     if not name or name in allowed:
         return None
     reserved = " or ".join(sorted(allowed)) or "no node"
-    return Deny(Reason.FORGED, f"spec.nodeName: the pod is set on {name}, reserved is {reserved}")
+    return Deny(Reason.FORGED, f"spec.nodeName: is {name}, but the reservation is on {reserved}")
 
 
-def proven_only(
+def matches_claim_without_gpus(
     raw: RawPod, pod: Pod, claim: Claim, fleet: Fleet, policy: EvidencePolicy, rules: ClaimRules
 ) -> Deny | None:
-    """A claim without GPUs is held to proven nodes by its affinity alone: every node it allows must be one."""
+    """Only its affinity keeps a claim without GPUs on proven nodes, so each node that it allows must be proven."""
     asked = claim_of(pod, rules)
-    if asked is None or not says_no_less(claim, asked):
+    if asked is None or not is_at_least_as_strict(claim, asked):
         return Deny(
             Reason.FORGED,
             f"metadata.annotations[{keys.CLAIM.name}]: not what the pod asks for",
-            hint="create the pod anew if what its namespace demands has changed" if rules.bond.hashes else "",
+            hint="create the pod again if the required hash of its namespace has changed"
+            if rules.hash_policy.hashes
+            else "",
         )
-    return proven_nodes(raw, claim, fleet, policy) or preset_node(pod, {n for n in nodes_pinned_to(raw) if n})
+    return allows_only_proven_nodes(raw, claim, fleet, policy) or preset_node(
+        pod, {n for n in nodes_pinned_to(raw) if n}
+    )
 
 
-def without_gpus(pod: Pod, rules: DressRules) -> Deny | None:
-    """Nothing in a pod whose claim is for a proven node alone says that GPUs are its own, or would show it one."""
-    forged = said_of_gpus(pod)
-    if forged:
-        return Deny(Reason.FORGED, f"metadata.annotations[{forged[0]}]: the pod has no reservation")
-    return no_markers(pod, rules)
+def is_dressed_without_gpus(pod: Pod, rules: DressRules) -> Deny | None:
+    """A pod whose claim is only for a proven node has no annotation of a reservation, and no field shows it a GPU."""
+    unexpected = reservation_annotations(pod)
+    if unexpected:
+        return Deny(Reason.FORGED, f"metadata.annotations[{unexpected[0]}]: the pod has no reservation")
+    return no_gpu_fields(pod, rules)
 
 
-def said_of_gpus(pod: Pod) -> list[str]:
-    """The annotations that only a reservation brings."""
+def reservation_annotations(pod: Pod) -> list[str]:
+    """The annotations in the pod that only a reservation adds."""
     return sorted((keys.OUTPUT_NAMES - {keys.CLAIM.name}) & pod.annotations.keys())
 
 
-def proven_nodes(raw: RawPod, claim: Claim, fleet: Fleet, policy: EvidencePolicy) -> Deny | None:
-    """Every node that the pod's affinity allows is one that suits the claim."""
-    question = ClaimSearch(claim, fleet, policy)
+def allows_only_proven_nodes(raw: RawPod, claim: Claim, fleet: Fleet, policy: EvidencePolicy) -> Deny | None:
+    """The evidence of every node that the pod's affinity allows satisfies the claim."""
+    search = ClaimSearch(claim, fleet, policy)
     allowed = nodes_pinned_to(raw)
     for name in sorted(name or "" for name in allowed):
         indexed = fleet.indexed_nodes.get(name)
         if indexed is None:
-            return Deny(Reason.NOT_RESERVED, "spec.affinity.nodeAffinity: the pod is not held to proven nodes")
-        objection = question.evidence_objection(indexed)
+            return Deny(Reason.NOT_RESERVED, "spec.affinity.nodeAffinity: allows nodes that are not proven")
+        objection = search.evidence_objection(indexed)
         if objection is not None:
             return Deny(Reason.NO_PROVEN_NODE, f"{claim.sentence}: node {name}: {objection}")
     return None
 
 
-def says_no_less(recorded: Claim, asked: Claim) -> bool:
-    """Whether the record is what is asked, or holds the pod to fewer hashes: what a namespace demands may have been
-    loosened meanwhile. A record that allows more is nobody's promise where no ledger knows it. A copy of a dressed pod
-    names the node that it was pinned to; no promise hangs on that."""
+def is_at_least_as_strict(recorded: Claim, asked: Claim) -> bool:
+    """Whether the recorded claim equals what the pod asks for now, or allows fewer hashes: the namespace may allow more
+    hashes since. A record that allows more hashes is not trusted where no ledger knows it. `named` is not compared: a
+    copy of a dressed pod names the node to which it was pinned."""
     own = asked.record
     alike = msgspec.structs.replace(recorded.record, hashes=own.hashes, named=own.named) == own
     return alike and (not asked.hashes or (bool(recorded.hashes) and recorded.hashes <= asked.hashes))
 
 
 def still_proven(claim: Claim, node: str, fleet: Fleet, policy: EvidencePolicy) -> Deny | None:
-    """The evidence that the reservation was made on holds at this moment too."""
+    """The evidence of the reserved node still satisfies the claim."""
     indexed = fleet.indexed_nodes.get(node)
     if indexed is None:
-        return Deny(Reason.NO_SUITABLE_NODE, f"node {node} is no longer known")
+        return Deny(Reason.NO_SUITABLE_NODE, f"node {node} no longer exists")
     objection = ClaimSearch(claim, fleet, policy).evidence_objection(indexed)
     return Deny(Reason.NO_PROVEN_NODE, f"{claim.sentence}: node {node}: {objection}") if objection else None
 
 
-def still_selects(claim: Claim, node: str, fleet: Fleet) -> Deny | None:
-    """The pod lets itself be put where its GPUs are: another webhook may have seen to the contrary after us. A nodeName
-    is `preset_node`'s question."""
+def still_allows_node(claim: Claim, node: str, fleet: Fleet) -> Deny | None:
+    """The pod's selectors still allow the node of its GPUs: another webhook may have changed them. `preset_node` checks
+    nodeName."""
     indexed = fleet.indexed_nodes.get(node)
     if indexed is None or evolve(claim.nodes, node_name=None).matches(node, indexed.labels):
         return None
@@ -331,38 +342,38 @@ def still_selects(claim: Claim, node: str, fleet: Fleet) -> Deny | None:
     fields = fields or ["spec.affinity.nodeAffinity"]
     return Deny(
         Reason.NO_SUITABLE_NODE,
-        f"{', '.join(fields[:5])}: keeps the pod from {node}, where its GPUs are reserved",
-        hint="let gpuwarden's webhook be called again (reinvocationPolicy: IfNeeded), or after the one that changed it",
+        f"{', '.join(fields[:5])}: excludes {node}, where the pod's GPUs are reserved",
+        hint="set reinvocationPolicy: IfNeeded for gpuwarden's webhook, or call it after the other webhook",
         causes=tuple(fields[:20]),
     )
 
 
-# A pod on its way to a node.
+# A pod that is being bound to a node.
 
 
-def still_held(claim: Claim, held: Reservation | None, living: Pod) -> Deny | None:
-    """The GPUs that a living pod was created with are its own at this moment too."""
+def still_reserved(claim: Claim, held: Reservation | None, living: Pod) -> Deny | None:
+    """The GPUs with which the pod was created are still reserved for it."""
     is_its_own = (
         held is not None
         and held.phase is not Phase.RELEASING
         and held.claim_digest == claim.digest
-        and held.may_be(identity_of(living))
+        and held.may_belong_to(identity_of(living))
     )
     if is_its_own:
         return None
-    said = "gone" if held is None else "not this pod's, or not any more"
+    state = "does not exist" if held is None else "does not belong to this pod"
     return Deny(
         Reason.NOT_RESERVED,
         f"metadata.annotations[{keys.RESERVATION_ID.name}]: reservation "
-        f"{living.annotations.get(keys.RESERVATION_ID.name)!r} is {said}; "
-        "the pod's containers would see GPUs that may be another's",
-        hint="create the pod anew",
+        f"{living.annotations.get(keys.RESERVATION_ID.name)!r} {state}; "
+        "the containers would see GPUs that may belong to another pod",
+        hint="create the pod again",
     )
 
 
-def in_time(living: Pod, held: Reservation | None, now: datetime, bind_deadline: timedelta) -> Deny | None:
-    """Its GPUs have not been given up meanwhile, and will not be while the API server puts it on its node. A pod that
-    has waited in the queue has them from when they were reserved."""
+def before_bind_deadline(living: Pod, held: Reservation | None, now: datetime, bind_deadline: timedelta) -> Deny | None:
+    """The reconciler has not released the pod's GPUs, and will not do so while the API server binds it. For a pod from
+    the queue the time counts from its reservation."""
     created = living.meta.creation_timestamp
     if created is None:
         return None
@@ -371,8 +382,8 @@ def in_time(living: Pod, held: Reservation | None, now: datetime, bind_deadline:
         return None
     return Deny(
         Reason.RESERVATION_EXPIRED,
-        f"the pod has had GPUs for more than {bind_deadline} without being on a node: they are given up",
-        hint="create the pod anew",
+        f"the pod was not bound within {bind_deadline}: its GPUs are released",
+        hint="create the pod again",
     )
 
 
@@ -380,39 +391,39 @@ def identity_of(living: Pod) -> PodIdentity:
     return PodIdentity(living.meta.namespace or "", living.meta.name or "", living.meta.uid or "")
 
 
-def bound_as_reserved(binding: Binding, held: Reservation | None, living: Pod | None = None) -> Deny | None:
-    """The Binding leads where the pod's GPUs are, and plants nothing that only we may write, but what the pod says."""
+def binds_as_reserved(binding: Binding, held: Reservation | None, living: Pod | None = None) -> Deny | None:
+    """The Binding names the node of the pod's GPUs. It sets none of our annotations, except to the pod's own values."""
     if held is not None and binding.node != held.node:
         return Deny(
             Reason.NOT_RESERVED,
             f"target.name: the GPUs of pod {binding.pod.namespace}/{binding.pod.name} are reserved on {held.node}, "
             f"not on {binding.node}",
-            hint="let a scheduler that obeys node affinity place the pod",
+            hint="use a scheduler that respects node affinity",
         )
-    said = binding.annotations if living is None else living.annotations
-    uuids = () if held is None else gpu_order.as_said(said, held.uuids)
+    annotations = binding.annotations if living is None else living.annotations
+    uuids = () if held is None else gpu_order.in_annotated_order(annotations, held.uuids)
     values = () if held is None else reservation_values(held.id, ",".join(uuids), held.node)
     ours = {name: value for key, value in values for name in key.names}
-    planted = sorted(
+    forbidden = sorted(
         key
         for key, value in binding.annotations.items()
         if keys.is_protected_annotation(key) and ours.get(key) != value
     )
-    if planted:
-        return Deny(Reason.FORGED, f"metadata.annotations[{planted[0]}]: written by gpuwarden only")
+    if forbidden:
+        return Deny(Reason.FORGED, f"metadata.annotations[{forbidden[0]}]: only gpuwarden may set it")
     return None
 
 
 # A pod that exists.
 
 
-def unchanged(new: Pod, old: Pod, reserved: Collection[str], rules: DressRules) -> Deny | None:
-    """What shows a pod its GPUs stays as it was created; `reserved` are values that are the pod's own GPUs."""
+def gpu_access_unchanged(new: Pod, old: Pod, reserved: Collection[str], rules: DressRules) -> Deny | None:
+    """An update does not change which GPUs the pod sees; `reserved` are the values that name the pod's own GPUs."""
     before, after = protected(old), protected(new)
     changed = sorted(key for key in before.keys() | after.keys() if before.get(key) != after.get(key))
     if changed:
         fields = [f"metadata.annotations[{key}]" for key in changed]
-        return Deny(Reason.IMMUTABLE, f"{', '.join(fields[:5])}: changed by gpuwarden only", causes=tuple(fields))
+        return Deny(Reason.IMMUTABLE, f"{', '.join(fields[:5])}: only gpuwarden may change it", causes=tuple(fields))
     fields = sorted(set(changed_env(new, old, reserved)))
     if fields:
         return Deny(
@@ -421,7 +432,7 @@ def unchanged(new: Pod, old: Pod, reserved: Collection[str], rules: DressRules) 
             hint="a debug container may set them to the pod's own GPUs, or to void",
             causes=tuple(fields[:20]),
         )
-    added = sorted(set(other_ways(new, rules)) - set(other_ways(old, rules)))
+    added = sorted(set(bypass_fields(new, rules)) - set(bypass_fields(old, rules)))
     return gpu_without_claim(added, "the pod was created without it") if added else None
 
 
@@ -435,11 +446,11 @@ def changed_env(new: Pod, old: Pod, reserved: Collection[str]) -> Iterator[str]:
     for path, container in new.containers():
         was, now = known.get((group_of(path), container.name)), gpu_env(container)
         if was is None:
-            yield from (f"{path}.env[{one.name}]" for one in visible_env(container) if one.shown not in reserved)
-            if wants_all(container):
+            yield from (f"{path}.env[{one.name}]" for one in visible_env(container) if one.literal not in reserved)
+            if exposes_all_gpus(container):
                 yield f"{path}.env[{keys.CUDA_VERSION}]"
             if is_claimed and container.env_from and not any(one.name == keys.NVIDIA_ENV for one in now):
-                yield f"{path}.envFrom"  # which may bring it, and which a variable of its own would beat
+                yield f"{path}.envFrom"  # may set NVIDIA_VISIBLE_DEVICES; a variable of the container would override it
         elif was != now:
             for name in keys.GPU_ENV:
                 if [one for one in was if one.name == name] != [one for one in now if one.name == name]:
@@ -447,7 +458,7 @@ def changed_env(new: Pod, old: Pod, reserved: Collection[str]) -> Iterator[str]:
 
 
 def is_own(one: EnvVar, reserved: Collection[str]) -> bool:
-    return is_harmless(one) or one.shown in reserved
+    return is_harmless(one) or one.literal in reserved
 
 
 def gpu_env(container: Container) -> list[EnvVar]:
@@ -458,8 +469,8 @@ def group_of(path: str) -> str:
     return path.partition("[")[0]
 
 
-def readable(pointer: str) -> str:
-    """A JSON pointer as the path of a field."""
+def field_path(pointer: str) -> str:
+    """A JSON pointer as a field path: `/spec/containers/0` is `spec.containers[0]`."""
     steps = [step.replace("~1", "/").replace("~0", "~") for step in pointer.split("/")[1:]]
     text = ""
     for step in steps:

@@ -1,4 +1,4 @@
-"""What a pod asks for, read once; and the record of it that later reviews go by."""
+"""What a pod asks for, parsed once, and the record of it in an annotation for later reviews."""
 
 import hashlib
 from collections.abc import Mapping
@@ -10,27 +10,27 @@ from msgspec import structs
 from webhook.core import keys
 from webhook.core.errors import InvalidPodError
 from webhook.core.gpu_map import ORDINAL, MapEntry, SetId, parse_map
-from webhook.core.hashes import NO_BOND, HashPolicy, hashes_in
+from webhook.core.hashes import NO_HASH_POLICY, HashPolicy, hashes_in
 from webhook.core.keys import Key
 from webhook.core.nodes_asked import NodesAsked
 from webhook.core.pod import Pod, whole_number
 
-# More than any node holds; a number above it is a slip of the keyboard.
+# No node has as many GPUs: a larger number is a typing error.
 MAX_GPUS = 1024
-# A pod with more is not one that a kubelet can run, and its record would not fit an annotation.
+# A kubelet cannot run a pod with more, and its record would not fit into an annotation.
 MAX_CONTAINERS = 512
-# More than people and tools write; each is asked of nodes while other reviews wait.
+# More than people and tools write. Each is evaluated for nodes while other reviews wait.
 MAX_TERMS = 32
 MAX_EXPRESSIONS = 128
 
 
 @frozen
 class ClaimRules:
-    """How claims are read in this installation, and in one namespace of it."""
+    """How claims are parsed in this installation and one namespace."""
 
     resource: str = "nvidia.com/gpu"
     hash_aliases: tuple[str, ...] = keys.REQUIRED_HASH.aliases
-    bond: HashPolicy = NO_BOND
+    hash_policy: HashPolicy = NO_HASH_POLICY
 
     @property
     def required_hash(self) -> Key:
@@ -38,7 +38,7 @@ class ClaimRules:
 
 
 class ClaimRecord(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The claim as first read, as it stands in the pod's `gpuwarden.io/claim`."""
+    """The claim as it was first parsed, for the pod's annotation `gpuwarden.io/claim`."""
 
     gpus: int = 0
     hashes: tuple[str, ...] = ()
@@ -46,12 +46,12 @@ class ClaimRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     shared: bool = False
     node: str | None = None
     devices: tuple[str, ...] = ()
-    # The pod's ordinal, if its map has no line for it: nothing can be had then.
+    # The pod's ordinal, if its map has no line for it: the claim cannot be served.
     unmapped: int | None = None
-    # The containers that asked by resource, and how many; if none did, those that there were: all get the GPUs.
+    # The number of GPUs by container that requests them. If none does, `containers` are all: each sees the GPUs.
     asked: dict[str, int] = {}
     containers: tuple[str, ...] = ()
-    # Whether the pod named the node of its GPUs itself: then nobody can tell its own pin from ours.
+    # Whether the pod's own affinity names one node. Our pin to a node cannot be told from it.
     named: bool = False
 
     @classmethod
@@ -59,7 +59,7 @@ class ClaimRecord(msgspec.Struct, frozen=True, omit_defaults=True):
         try:
             return msgspec.json.decode(text, type=cls)
         except (msgspec.DecodeError, RecursionError) as exc:
-            raise InvalidPodError(f"annotation {keys.CLAIM.name} is not one of ours") from exc
+            raise InvalidPodError(f"annotation {keys.CLAIM.name} was not written by gpuwarden") from exc
 
     def text(self) -> str:
         return ENCODER.encode(self).decode()
@@ -78,9 +78,9 @@ class Claim:
     record: ClaimRecord
     nodes: NodesAsked = field(factory=NodesAsked)
     warnings: tuple[str, ...] = field(default=(), eq=False)
-    # Where it had better be, while something fits there.
+    # Nodes that a hint prefers. They are used if the claim fits there.
     preferred: NodesAsked | None = field(default=None, eq=False)
-    # The StatefulSet whose map put the pod there.
+    # The StatefulSet that owns the pod.
     of_set: SetId | None = field(default=None, eq=False)
     hashes: frozenset[str] = field(init=False, eq=False, repr=False)
     requirements: frozenset[str] = field(init=False, eq=False, repr=False)
@@ -97,8 +97,8 @@ class Claim:
     def count(self) -> int:
         return self.record.gpus
 
-    def first_read(self, *, named: bool) -> "Claim":
-        """The claim of a pod that has been pinned since it was first read."""
+    def with_named(self, *, named: bool) -> "Claim":
+        """The claim with `named` as it was first recorded: since then the pod was pinned."""
         return self if named == self.record.named else evolve(self, record=structs.replace(self.record, named=named))
 
     @property
@@ -106,13 +106,13 @@ class Claim:
         return self.record.shared
 
     @property
-    def place(self) -> MapEntry | None:
-        """Where a placement map puts it."""
+    def map_entry(self) -> MapEntry | None:
+        """The node and GPUs that a placement map gives the pod."""
         return MapEntry(self.record.node, self.record.devices) if self.record.node else None
 
     @property
     def is_mapped(self) -> bool:
-        """Whether it comes from a placement map, with a place in it or without."""
+        """Whether the pod has a placement map, with a line for its ordinal or without."""
         return self.record.node is not None or self.record.unmapped is not None
 
     @property
@@ -121,12 +121,12 @@ class Claim:
 
     @property
     def sentence(self) -> str:
-        """What is asked, as a person would say it."""
+        """What the pod asks for, as the beginning of a message."""
         parts = [f"{self.count} GPU{'' if self.count == 1 else 's'}" if self.count else "a node"]
         if self.record.unmapped is not None:
-            parts = [f"the place that a map gives to ordinal {self.record.unmapped}"]
-        elif self.place:
-            parts = [f"GPU {','.join(self.place.gpus)} of node {self.place.node}"]
+            parts = [f"the map entry of ordinal {self.record.unmapped}"]
+        elif self.map_entry:
+            parts = [f"GPU {','.join(self.map_entry.gpus)} of node {self.map_entry.node}"]
         if self.record.requirements:
             parts.append("with " + " and ".join(self.record.requirements))
         if self.is_shared:
@@ -136,38 +136,42 @@ class Claim:
         return " ".join(parts)
 
 
-def claim_of(pod: Pod, rules: ClaimRules, taken_off: Mapping[str, int] | None = None) -> Claim | None:
-    """What the pod asks for, or None if it asks for nothing of ours.
+def claim_of(pod: Pod, rules: ClaimRules, removed: Mapping[str, int] | None = None) -> Claim | None:
+    """The pod's claim, or None if it asks for nothing that gpuwarden manages.
 
-    `taken_off` is what its containers asked for before an earlier review took the request off: it counts
-    where no container asks any more. Raises `InvalidPodError` with every mistake at once.
+    `removed` are the requests of its containers that an earlier review removed. They count if no container requests
+    GPUs now. Raises `InvalidPodError` with all mistakes.
     """
-    reader = ClaimParser(pod, rules, taken_off or {})
-    claim = reader.read()
-    if reader.mistakes:
-        raise InvalidPodError(*reader.mistakes)
+    parser = ClaimParser(pod, rules, removed or {})
+    claim = parser.parse()
+    if parser.mistakes:
+        raise InvalidPodError(*parser.mistakes)
     return claim
 
 
 def recorded_claim(pod: Pod) -> Claim | None:
-    """The claim that an earlier review of ours wrote into the pod, unproven until a ledger knows its digest."""
+    """The claim that an earlier review recorded in the pod. It is not trusted until a ledger knows its digest."""
     text = pod.annotations.get(keys.CLAIM.name)
     if text is None:
         return None
     return Claim(ClaimRecord.parse(text), NodesAsked.of(pod), of_set=set_of(pod))
 
 
-def recorded_or_none(pod: Pod) -> Claim | None:
-    """The record in a pod that may be a copy, or somebody's invention."""
+def recorded_claim_or_none(pod: Pod) -> Claim | None:
+    """The recorded claim of a pod, None if it cannot be read. The pod may be a copy, or a user may have written it."""
     try:
         return recorded_claim(pod)
     except InvalidPodError:
         return None
 
 
-def believed(recorded: Claim, asked: Claim | None) -> Claim | None:
-    """Of a record without GPUs, which no ledger vouches for: where no webhook stands in front, its author may have
-    written it. So it may say no less than the pod asks, within its namespace; None if no hash would do for both."""
+def strictest_claim(recorded: Claim, asked: Claim | None) -> Claim | None:
+    """The recorded claim, restricted to the hashes of the claim that the pod asks for now. None if they have no hash in
+    common.
+
+    For records without GPUs: no ledger knows them, and where no webhook reviews pods, their author may have written
+    them.
+    """
     hashes = [one.hashes for one in (recorded, asked) if one is not None and one.hashes]
     if not hashes:
         return recorded
@@ -178,29 +182,29 @@ def believed(recorded: Claim, asked: Claim | None) -> Claim | None:
 
 
 class ClaimParser:
-    """One pass over a pod that collects what is asked and what is wrong."""
+    """Parses one pod; collects all mistakes and warnings."""
 
-    def __init__(self, pod: Pod, rules: ClaimRules, taken_off: Mapping[str, int]) -> None:
+    def __init__(self, pod: Pod, rules: ClaimRules, removed: Mapping[str, int]) -> None:
         self.pod = pod
         self.rules = rules
-        self.taken_off = taken_off
+        self.removed = removed
         self.mistakes: list[str] = []
         self.warnings: list[str] = []
         self.unmapped: int | None = None
 
-    def read(self) -> Claim | None:
+    def parse(self) -> Claim | None:
         asked = self._resources()
         hashes = self._hashes()
         requirements = self._requirements()
-        place = self._place()
+        entry = self._map_entry()
         assign = is_set(self.pod.labels.get(keys.S4_ASSIGN, "false"))
         counted = self._count(asked)
-        gpus = self._gpus(counted, place, wants_one=bool(requirements) or assign or self.unmapped is not None)
-        names_something = gpus or hashes or place or requirements or assign or self.unmapped is not None
+        gpus = self._gpus(counted, entry, wants_one=bool(requirements) or assign or self.unmapped is not None)
+        names_something = gpus or hashes or entry or requirements or assign or self.unmapped is not None
         shared = self._shared()
         if not names_something:
             return None
-        hashes = self._bound(hashes)
+        hashes = self._restricted(hashes)
         nodes = NodesAsked.of(self.pod)
         self._check_size(asked, nodes)
         record = ClaimRecord(
@@ -208,8 +212,8 @@ class ClaimParser:
             hashes=hashes,
             requirements=tuple(sorted(requirements)),
             shared=shared,
-            node=place.node if place else None,
-            devices=place.gpus if place else (),
+            node=entry.node if entry else None,
+            devices=entry.gpus if entry else (),
             unmapped=self.unmapped,
             asked=asked,
             containers=() if asked or not gpus else tuple(c.name for _, c in self.pod.containers()),
@@ -219,10 +223,10 @@ class ClaimParser:
         return Claim(record, nodes, tuple(self.warnings), of_set=set_of(self.pod))
 
     def _annotation(self, key: Key) -> str | None:
-        """The value under the canonical name or an alias; two that differ are a mistake."""
+        """The value under the canonical name or an alias. Different values are a mistake."""
         found = {n: v for n in key.names if (v := self.pod.annotations.get(n)) is not None}
         if len(set(found.values())) > 1:
-            self.mistakes.append(f"annotations {' and '.join(found)} say different things")
+            self.mistakes.append(f"annotations {' and '.join(found)} have different values")
         return next(iter(found.values()), None)
 
     def _annotation_or_label(self, key: Key) -> str | None:
@@ -240,10 +244,10 @@ class ClaimParser:
             if number:
                 asked[container.name] = number
         names = {container.name for _, container in self.pod.containers()}
-        return asked or {name: number for name, number in self.taken_off.items() if name in names}
+        return asked or {name: number for name, number in self.removed.items() if name in names}
 
     def _count(self, asked: Mapping[str, int]) -> int | None:
-        """What the resources say, else what the count annotation says, else None."""
+        """The number in the resource requests, else in the annotation or label, else None."""
         by_resource = self.pod.total(asked)
         text = self._annotation_or_label(keys.GPU_COUNT)
         if text is None:
@@ -257,22 +261,20 @@ class ClaimParser:
             self.mistakes.append(f"{keys.GPU_COUNT.name}: {exc}")
             return None
         if by_resource and by_key != by_resource:
-            self.warnings.append(
-                f"{keys.GPU_COUNT.name}={by_key} is not looked at: the containers ask for {by_resource}"
-            )
+            self.warnings.append(f"{keys.GPU_COUNT.name}={by_key} is ignored: the containers request {by_resource}")
         return by_resource or by_key
 
-    def _gpus(self, counted: int | None, place: MapEntry | None, *, wants_one: bool) -> int:
-        if place is not None:
-            listed = len(place.gpus)
+    def _gpus(self, counted: int | None, entry: MapEntry | None, *, wants_one: bool) -> int:
+        if entry is not None:
+            listed = len(entry.gpus)
             if counted not in (None, listed):
                 self.mistakes.append(f"the map lists {listed} GPUs, the pod asks for {counted}")
             return listed
         if counted == 0 and wants_one:
-            self.mistakes.append(f"{keys.GPU_COUNT.name} is 0, and labels say what the GPUs have to be")
+            self.mistakes.append(f"{keys.GPU_COUNT.name} is 0, but labels require GPUs")
         gpus = int(wants_one) if counted is None else counted
         if gpus > MAX_GPUS:
-            self.mistakes.append(f"{gpus} GPUs are asked for; no node has more than {MAX_GPUS}")
+            self.mistakes.append(f"the pod asks for {gpus} GPUs; the maximum is {MAX_GPUS}")
         return gpus
 
     def _hashes(self) -> tuple[str, ...]:
@@ -284,13 +286,13 @@ class ClaimParser:
         self.mistakes += mistakes
         return hashes
 
-    def _bound(self, own: tuple[str, ...]) -> tuple[str, ...]:
-        """What the pod is held to in its namespace, whatever it names itself."""
-        bond = self.rules.bond
-        self.mistakes += bond.mistakes
-        hashes = bond.held_to(own)
+    def _restricted(self, own: tuple[str, ...]) -> tuple[str, ...]:
+        """The pod's hashes that its namespace allows; all hashes of the namespace if the pod names none."""
+        policy = self.rules.hash_policy
+        self.mistakes += policy.mistakes
+        hashes = policy.restrict(own)
         if own and not hashes:
-            self.mistakes.append(bond.refusal(own))
+            self.mistakes.append(policy.refusal(own))
         return hashes
 
     def _requirements(self) -> set[str]:
@@ -305,10 +307,10 @@ class ClaimParser:
     def _shared(self) -> bool:
         value = self._annotation_or_label(keys.SHARED)
         if value not in (None, "true", "false"):
-            self.mistakes.append(f"{keys.SHARED.name} is {value[:40]!r}, not true or false")
+            self.mistakes.append(f"{keys.SHARED.name} is {value[:40]!r}; allowed are true and false")
         return value == "true"
 
-    def _place(self) -> MapEntry | None:
+    def _map_entry(self) -> MapEntry | None:
         text = self._annotation(keys.GPU_MAP)
         if text is None:
             return None
@@ -319,7 +321,7 @@ class ClaimParser:
             return None
         ordinal = ordinal_of(self.pod)
         if ordinal is None:
-            self.mistakes.append(f"{keys.GPU_MAP.name}: the pod is not one of a StatefulSet and has no ordinal")
+            self.mistakes.append(f"{keys.GPU_MAP.name}: the pod has no ordinal: no StatefulSet owns it")
         elif ordinal not in entries:
             self.unmapped = ordinal
         else:
@@ -330,22 +332,22 @@ class ClaimParser:
         if len(nodes.terms or ()) > MAX_TERMS or nodes.expressions > MAX_EXPRESSIONS:
             self.mistakes.append(
                 f"the node affinity has {len(nodes.terms or ())} terms with {nodes.expressions} expressions; "
-                f"a claim may have {MAX_TERMS} with {MAX_EXPRESSIONS}"
+                f"the maximum is {MAX_TERMS} with {MAX_EXPRESSIONS}"
             )
         containers = sum(1 for _ in self.pod.containers())
         if containers > MAX_CONTAINERS:
-            self.mistakes.append(f"{containers} containers are more than the {MAX_CONTAINERS} a claim may have")
+            self.mistakes.append(f"the pod has {containers} containers; the maximum is {MAX_CONTAINERS}")
         if "" in asked:
-            self.mistakes.append("a container that asks for GPUs has no name")
+            self.mistakes.append("a container that requests GPUs has no name")
 
     def _warn_of_unknown_keys(self) -> None:
-        """A misspelt wish would otherwise be a wish that nobody hears."""
-        ours_too = {keys.WOKEN_AT, keys.WAITING, keys.QUEUED_LABEL}
-        known = keys.INPUT_NAMES | keys.OUTPUT_NAMES | keys.HINT_NAMES | ours_too
+        """Without the warning, a misspelt key would have no effect and no message."""
+        written_later = {keys.WOKEN_AT, keys.WAITING, keys.QUEUED_LABEL}
+        known = keys.INPUT_NAMES | keys.OUTPUT_NAMES | keys.HINT_NAMES | written_later
         for key in (*self.pod.annotations, *self.pod.labels):
             ours = key.startswith(f"{keys.DOMAIN}/") and not key.startswith(keys.REQUIREMENT_PREFIX)
             if ours and key not in known:
-                self.warnings.append(f"{key} means nothing to gpuwarden: is it misspelt?")
+                self.warnings.append(f"gpuwarden does not know the key {key}: is it misspelt?")
 
 
 def ordinal_of(pod: Pod) -> int | None:
@@ -360,7 +362,7 @@ def ordinal_of(pod: Pod) -> int | None:
 
 
 def set_of(pod: Pod) -> SetId | None:
-    """The StatefulSet that the pod is of, which is in the pod's namespace."""
+    """The StatefulSet that owns the pod. It is in the pod's namespace."""
     owners = pod.meta.owner_references or ()
     uid = next((one.uid for one in owners if one.controller and one.kind == "StatefulSet"), None)
     return None if uid is None else SetId(uid, pod.meta.namespace or "")

@@ -1,4 +1,4 @@
-"""The decision: which nodes and devices can serve a claim, best first, or why none can."""
+"""The decision: the nodes and devices that can serve a claim, best first, or a denial."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -11,7 +11,7 @@ from webhook.core.claim import Claim
 from webhook.core.device import Device, Slot
 from webhook.core.evidence import EvidenceState
 from webhook.core.fleet import Fleet
-from webhook.core.fleet_index import FEWER_FREE, FEWER_MATCHING, ClassNodes, Group, IndexedNode
+from webhook.core.fleet_index import FEWER_FREE, FEWER_MATCHING, ClassNodes, EvidenceGroup, IndexedNode
 from webhook.core.gpu_map import MapEntry
 from webhook.core.keys import GPU_MAP, LOGICAL_NODE_LABEL
 from webhook.core.nodes_asked import NAME_FIELD, NodeTerm
@@ -19,32 +19,44 @@ from webhook.core.reasons import Reason
 from webhook.core.reservation import Placement
 from webhook.core.verdict import Deny
 
-# How many placements a ledger may try before the decision is made afresh.
+# Placements that a ledger may try before the decision is made again.
 MAX_PLACEMENTS = 8
-# A claim without GPUs may run on any proven node; its affinity names at most so many, times the terms it had.
+# A claim without GPUs may run on any proven node. Its affinity then has one term for each node and each term of the
+# pod, and this bounds their number.
 MAX_PROVEN_NODES = 64
 
 
 class Objection(StrEnum):
-    """Why a node cannot serve a claim, in the order in which it is asked."""
+    """Why a node cannot serve a claim, in the order of the checks."""
 
     NOT_SELECTED = "not selected by the pod"
     STALE = "stale evidence"
     ABSENT = "no evidence"
     BANNED = "banned"
     CONFLICT = "conflicting evidence"
-    OTHER_HASH = "other hash"
+    OTHER_HASH = "a different hash"
     NOT_READY = "not ready"
     CORDONED = "cordoned"
-    TAINTED = "tainted"
-    SEVERAL_CALLED = "where a name in the map means several GPUs"
-    NAMED_TWICE = "where the map names a GPU twice"
-    FEWER_MATCHING = "with fewer than {count} matching GPUs"
-    FEWER_FREE = "with fewer than {count} free"
+    TAINTED = "an untolerated taint"
+    AMBIGUOUS_GPU = "several GPUs that match one name in the map"
+    DUPLICATE_GPU = "a GPU that the map names twice"
+    FEWER_MATCHING = "fewer than {count} matching GPUs"
+    FEWER_FREE = "fewer than {count} free GPUs"
 
-    def said_of(self, claim: Claim) -> str:
+    def text_for(self, claim: Claim) -> str:
+        """The objection to one node."""
+        if claim.count == 1 and self in NO_GPU:
+            return NO_GPU[self]
         return self.format(count=claim.count)
 
+    def text_for_nodes(self, number: int, claim: Claim) -> str:
+        """The objection to `number` nodes: `2 have no evidence`, `1 is cordoned`."""
+        singular, plural = ("is", "are") if self in ADJECTIVES else ("has", "have")
+        return f"{number} {singular if number == 1 else plural} {self.text_for(claim)}"
+
+
+ADJECTIVES = frozenset({Objection.NOT_SELECTED, Objection.BANNED, Objection.NOT_READY, Objection.CORDONED})
+NO_GPU = {Objection.FEWER_MATCHING: "no matching GPU", Objection.FEWER_FREE: "no free GPU"}
 
 EVIDENCE_OBJECTIONS = {
     EvidenceState.STALE: Objection.STALE,
@@ -53,26 +65,26 @@ EVIDENCE_OBJECTIONS = {
     EvidenceState.CONFLICT: Objection.CONFLICT,
 }
 
-ROOM_OBJECTIONS = {FEWER_MATCHING: Objection.FEWER_MATCHING, FEWER_FREE: Objection.FEWER_FREE}
+SHAPE_OBJECTIONS = {FEWER_MATCHING: Objection.FEWER_MATCHING, FEWER_FREE: Objection.FEWER_FREE}
 
-# What ends by itself, or by somebody's hand on the node.
+# These end by themselves, or when an administrator changes the node.
 CONDITIONS = frozenset({Objection.NOT_READY, Objection.CORDONED, Objection.TAINTED})
 
 # GPUs that one denial names.
-MOST_NAMED = 8
+MAX_NAMED_GPUS = 8
 
-# What the most of no node is: less than no device at all.
+# `most_devices` where no node qualifies: a node without devices has 0.
 NO_NODE = -1
 
-# Nodes times expressions that one decision may ask, where the index cannot answer; it takes some 20 ms.
-MAX_ASKED = 20_000
+# Nodes times expressions that one decision may evaluate where the index cannot answer. 20,000 take about 20 ms.
+MAX_NODE_CHECKS = 20_000
 
-# The last hurdle that any node reached is the one to tell of.
+# A denial has the reason of the last check that any node reached.
 REASONS: tuple[tuple[Reason, frozenset[Objection]], ...] = (
     (Reason.NO_FREE_DEVICE, frozenset({Objection.FEWER_FREE})),
     (
         Reason.NO_MATCHING_DEVICE,
-        frozenset({Objection.SEVERAL_CALLED, Objection.NAMED_TWICE, Objection.FEWER_MATCHING}),
+        frozenset({Objection.AMBIGUOUS_GPU, Objection.DUPLICATE_GPU, Objection.FEWER_MATCHING}),
     ),
     (Reason.NODE_NOT_READY, CONDITIONS),
     (Reason.NO_PROVEN_NODE, frozenset({*EVIDENCE_OBJECTIONS.values(), Objection.OTHER_HASH})),
@@ -80,17 +92,17 @@ REASONS: tuple[tuple[Reason, frozenset[Objection]], ...] = (
 )
 
 HINTS = {
-    Reason.NO_FREE_DEVICE: "wait until one is free, or ask for fewer",
-    Reason.NO_MATCHING_DEVICE: "ask for what a node has",
+    Reason.NO_FREE_DEVICE: "wait until GPUs are free, or ask for fewer",
+    Reason.NO_MATCHING_DEVICE: "ask for GPUs that a node has",
     Reason.NODE_NOT_READY: "wait for the nodes, or tolerate their taints",
     Reason.NO_PROVEN_NODE: "ask for a hash that a node has proven, or have the node attested",
     Reason.NO_SUITABLE_NODE: "loosen the pod's nodeName, nodeSelector or node affinity",
 }
 MAP_HINTS = {
-    Objection.SEVERAL_CALLED: "name GPUs by UUID",
-    Objection.NAMED_TWICE: "give each GPU one name in the line",
+    Objection.AMBIGUOUS_GPU: "name GPUs by UUID",
+    Objection.DUPLICATE_GPU: "give each GPU one name in the line",
 }
-# Of a claim that names no hash, and needs a proven node because all do.
+# For a claim that names no hash and needs a proven node because every claim does.
 HINT_FOR_ALL = "have the nodes attested; or, with --require-evidence asked, only pods with a hash need proven nodes"
 
 
@@ -121,20 +133,19 @@ def decide(
     found = preferred(claim, fleet, policy, most)
     if found:
         return found
-    question = ClaimSearch(claim, fleet, policy)
-    answer = question.best(most) or unmapped(claim) or ambiguous(question) or nowhere(question)
-    return answer or kept(question.denial(), question)
+    search = ClaimSearch(claim, fleet, policy)
+    answer = search.best(most) or ordinal_not_in_map(claim) or ambiguous_node(search) or unknown_node(search)
+    return answer or with_set_aside_gpus(search.denial(), search)
 
 
 def preferred(claim: Claim, fleet: Fleet, policy: EvidencePolicy, most: int) -> tuple[Placement, ...]:
-    """Where a hint would have it, if anything fits there."""
+    """Placements on the nodes that a hint prefers, if any fits."""
     if claim.preferred is None:
         return ()
     return ClaimSearch(evolve(claim, nodes=claim.preferred, preferred=None), fleet, policy).best(most)
 
 
-def unmapped(claim: Claim) -> Deny | None:
-    """A map that has no line for the pod puts it nowhere."""
+def ordinal_not_in_map(claim: Claim) -> Deny | None:
     ordinal = claim.record.unmapped
     if ordinal is None:
         return None
@@ -145,69 +156,69 @@ def unmapped(claim: Claim) -> Deny | None:
     )
 
 
-def ambiguous(question: "ClaimSearch") -> Deny | None:
-    """Which of two nodes a map means nobody can tell."""
-    place = question.claim.place
-    if place is None:
+def ambiguous_node(search: "ClaimSearch") -> Deny | None:
+    """Several nodes have the logical name that the map uses."""
+    entry = search.claim.map_entry
+    if entry is None:
         return None
-    named = question.fleet.meant_by(place.node)
+    named = search.fleet.nodes_for_map_name(entry.node)
     if len(named) < 2:
         return None
-    nodes = len(question.fleet.indexed_nodes)
     return Deny(
         Reason.AMBIGUOUS_NODE,
-        f"{question.claim.sentence}: found on none of {nodes} nodes: {len(named)} of them have the label "
-        f"{LOGICAL_NODE_LABEL}={place.node}",
-        hint="leave that label on one of them",
-        causes=question.denial().causes,
+        f"{search.claim.sentence}: 0 of {len(search.fleet.indexed_nodes)} nodes fit: {len(named)} have the label "
+        f"{LOGICAL_NODE_LABEL}={entry.node}",
+        hint="keep that label on one node only",
+        causes=search.denial().causes,
     )
 
 
-def nowhere(question: "ClaimSearch") -> Deny | None:
-    """The map means a node that there is not."""
-    place = question.claim.place
-    if place is None or any(name in question.fleet.indexed_nodes for name in question.named() or ()):
+def unknown_node(search: "ClaimSearch") -> Deny | None:
+    """The map names a node that does not exist."""
+    entry = search.claim.map_entry
+    if entry is None or any(name in search.fleet.indexed_nodes for name in search.allowed_names() or ()):
         return None
     return Deny(
         Reason.NO_SUITABLE_NODE,
-        f"{question.claim.sentence}: found on none of {len(question.fleet.indexed_nodes)} nodes: none has the label "
-        f"{LOGICAL_NODE_LABEL}={place.node} or that name",
+        f"{search.claim.sentence}: 0 of {len(search.fleet.indexed_nodes)} nodes fit: none has the label "
+        f"{LOGICAL_NODE_LABEL}={entry.node} or that name",
         hint="correct the map, or label the node",
-        causes=question.denial().causes,
+        causes=search.denial().causes,
     )
 
 
-def kept(denial: Deny, question: "ClaimSearch") -> Deny:
-    """The denial, with what is to be done where it is not for others to end: the map of another set names the GPUs."""
-    others = [device.uuid for device in question.others()] if denial.reason is Reason.NO_FREE_DEVICE else []
+def with_set_aside_gpus(denial: Deny, search: "ClaimSearch") -> Deny:
+    """The denial, and the GPUs that waiting does not free because the map of another StatefulSet names them."""
+    others = [device.uuid for device in search.set_aside_for_others()] if denial.reason is Reason.NO_FREE_DEVICE else []
     if not others:
         return denial
+    named = ", ".join(sorted(others)[:MAX_NAMED_GPUS])
     return evolve(
         denial,
-        message=f"{denial.message}; kept for the map of an older StatefulSet: {', '.join(sorted(others)[:MOST_NAMED])}",
-        hint="name other GPUs, or scale down or delete the older set",
+        message=f"{denial.message}; set aside for the map of an older StatefulSet: {named}",
+        hint="name other GPUs, or scale down or delete the older StatefulSet",
     )
 
 
 def explain(claim: Claim, fleet: Fleet, policy: EvidencePolicy) -> tuple[NodeFit, ...]:
-    """Every node's own answer; for a person, not for a review."""
-    question = ClaimSearch(claim, fleet, policy)
-    return tuple(question.fit(indexed) for _, indexed in sorted(fleet.indexed_nodes.items()))
+    """The answer of every node. Costs more than a decision: it visits each node."""
+    search = ClaimSearch(claim, fleet, policy)
+    return tuple(search.fit(indexed) for _, indexed in sorted(fleet.indexed_nodes.items()))
 
 
 class ClaimSearch:
-    """One claim put to the fleet. Answers for cells are worked out once each."""
+    """One claim against the fleet. The answer for each class and shape of nodes is computed once."""
 
     def __init__(self, claim: Claim, fleet: Fleet, policy: EvidencePolicy) -> None:
         self.claim = claim
         self.fleet = fleet
         self.needs_evidence = bool(claim.hashes) or policy.is_always_required
-        self.directory_keys = fleet.learn(claim.nodes)  # may number kinds anew, so it comes first
+        self.directory_keys = fleet.index_labels(claim.nodes)  # may renumber kinds, so it comes first
         self.kinds = fleet.kinds_serving(claim.requirements, is_shared=claim.is_shared)
         self._class_objections: dict[int, Objection | None] = {}
-        self._out = 0  # nodes that have what is asked, and that nobody can run on now
-        self.room = fleet.room(self.kinds, claim.count)
-        self.most_room = max(self.room, default=FEWER_MATCHING)
+        self._unavailable = 0  # nodes that have the devices, and on which no pod can run now
+        self.spare = fleet.spare_by_shape(self.kinds, claim.count)
+        self.most_spare = max(self.spare, default=FEWER_MATCHING)
 
     # Placements.
 
@@ -215,34 +226,34 @@ class ClaimSearch:
         return tuple(islice(self.placements(), most if self.claim.count else None))
 
     def placements(self) -> Iterator[Placement]:
-        names = self.named()
-        found = self._ranked() if names is None else self._among(names)
-        return found if self.claim.count else islice(found, self._most_proven())
+        names = self.allowed_names()
+        found = self._ranked() if names is None else self._placements_on(names)
+        return found if self.claim.count else islice(found, self._max_proven_nodes())
 
-    def _patience(self) -> int:
-        """How many nodes may be asked one by one, where classes cannot tell."""
-        return (
-            MAX_ASKED // max(1, self.claim.nodes.expressions) if self.needs_each_node else len(self.fleet.indexed_nodes)
-        )
+    def _max_checks(self) -> int:
+        """How many nodes may be checked one by one, where their class does not decide."""
+        if not self.checks_each_node:
+            return len(self.fleet.indexed_nodes)
+        return MAX_NODE_CHECKS // max(1, self.claim.nodes.expressions)
 
-    def _among(self, names: Iterable[str]) -> Iterator[Placement]:
+    def _placements_on(self, names: Iterable[str]) -> Iterator[Placement]:
         fits = (self.fit(self.fleet.indexed_nodes[name]) for name in names if name in self.fleet.indexed_nodes)
         return (Placement(fit.name, fit.slots) for fit in fits if fit.fits)
 
-    def most(self) -> int:
-        """The most devices of these kinds that any node has, free or not, against which nothing else speaks; less than
-        none if there is no such node."""
-        names = self.named()
+    def most_devices(self) -> int:
+        """The largest number of matching devices, free or held, on any node without another objection; `NO_NODE` if
+        there is none."""
+        names = self.allowed_names()
         if names is not None:
             indexed_nodes = [self.fleet.indexed_nodes[name] for name in names if name in self.fleet.indexed_nodes]
             return max((self._total(one) for one in indexed_nodes if self.node_objection(one) is None), default=NO_NODE)
-        if not self.needs_each_node:
+        if not self.checks_each_node:
             return max((total for total, _ in self._totals()), default=NO_NODE)
-        each = islice(((total, name) for total, nodes in self._totals() for name in nodes), self._patience())
+        each = islice(((total, name) for total, nodes in self._totals() for name in nodes), self._max_checks())
         return max((total for total, name in each if self.is_selected(self.fleet.indexed_nodes[name])), default=NO_NODE)
 
     def _totals(self) -> Iterator[tuple[int, Mapping[str, None]]]:
-        """Nodes against which nothing else speaks, and how many of the devices each of them has."""
+        """Nodes without another objection, with the number of matching devices that each has."""
         for group in self.groups():
             for node_class, row in self.fleet.rows(group).items():
                 if self.class_objection(node_class) is None:
@@ -250,48 +261,49 @@ class ClaimSearch:
                         yield self._total(self.fleet.indexed_nodes[next(iter(names))]), names
 
     def _total(self, indexed: IndexedNode) -> int:
-        place = self.claim.place
-        if place is None:
+        entry = self.claim.map_entry
+        if entry is None:
             return sum(kind in self.kinds for kind in indexed.kinds)
-        return sum(map(self.can_serve, called(indexed, place)))
+        return sum(map(self.can_serve, mapped_devices(indexed, entry)))
 
-    def _most_proven(self) -> int:
+    def _max_proven_nodes(self) -> int:
         return max(1, MAX_PROVEN_NODES // len(self.claim.nodes.terms or "1"))
 
     def _ranked(self) -> Iterator[Placement]:
-        """From the cells, tightest fit first, so that large gaps stay for large claims."""
+        """Placements from the index, the tightest fit first: nodes with many free devices stay free for large
+        claims."""
         fitting: list[tuple[int, Mapping[str, None]]] = []
-        room = self.room
-        if self.most_room < 0:
+        spare = self.spare
+        if self.most_spare < 0:
             return
         for group in self.groups():
             for node_class, row in self.fleet.rows(group).items():
                 if self.class_objection(node_class) is None:
-                    fitting += [(room[shape], names) for shape, names in row.shapes.items() if room[shape] >= 0]
-        patience = self._patience()
+                    fitting += [(spare[shape], names) for shape, names in row.shapes.items() if spare[shape] >= 0]
+        checks_left = self._max_checks()
         while fitting:
             tightest = min(fitting, key=tightness)
             fitting.remove(tightest)
-            for name in self.fleet.in_own_order(tightest[1]):
-                patience -= 1
-                if patience < 0:
+            for name in self.fleet.rotated(tightest[1]):
+                checks_left -= 1
+                if checks_left < 0:
                     return
                 indexed = self.fleet.indexed_nodes[name]
                 if self.is_selected(indexed):
                     yield Placement(name, self.slots(indexed))
 
-    def groups(self) -> Iterable[Group]:
-        """Where the nodes with good enough evidence are."""
+    def groups(self) -> Iterable[EvidenceGroup]:
+        """The groups of nodes whose evidence satisfies the claim."""
         if self.claim.hashes:
             return [(EvidenceState.FRESH, one) for one in sorted(self.claim.hashes)]
         if self.needs_evidence:
             return [(EvidenceState.FRESH, None)]
         return [(state, None) for state in EvidenceState]
 
-    def named(self) -> list[str] | None:
-        """The only nodes that can be meant, if the claim says so."""
-        if self.claim.place is not None:
-            found = self.fleet.meant_by(self.claim.place.node)
+    def allowed_names(self) -> list[str] | None:
+        """The only nodes that the claim allows, by name; None if it does not limit them."""
+        if self.claim.map_entry is not None:
+            found = self.fleet.nodes_for_map_name(self.claim.map_entry.node)
             return found if len(found) == 1 else []
         if self.claim.is_mapped:
             return []
@@ -305,33 +317,36 @@ class ClaimSearch:
         return None
 
     def slots(self, indexed: IndexedNode) -> tuple[Slot, ...]:
-        """The devices of a node that fits: plain ones before special ones, begun shares before whole ones."""
-        if self.claim.place is not None:
-            return self._mapped_slots(indexed, self.claim.place.gpus)
+        """The devices of a node that fits: those in use by other shares first, then those with the fewest labels."""
+        if self.claim.map_entry is not None:
+            return self._mapped_slots(indexed, self.claim.map_entry.gpus)
         known = zip(indexed.node.devices, indexed.kinds, strict=True)
         able = [device for device, kind in known if kind in self.kinds and self.fleet.is_offered(device)]
-        able = list(self.fleet.in_own_order(able))
+        able = list(self.fleet.rotated(able))
         able.sort(key=lambda d: (-len(self.fleet.holders(d.uuid)), len(d.labels)))
         return tuple(self.free_slot(device) for device in able[: self.claim.count])
 
     def _mapped_slots(self, indexed: IndexedNode, gpus: tuple[str, ...]) -> tuple[Slot, ...]:
-        devices = [[d for d in indexed.node.devices if d.is_called(gpu)] for gpu in gpus]
+        devices = [[d for d in indexed.node.devices if d.has_name(gpu)] for gpu in gpus]
         able = dict.fromkeys(d for (d,) in (found for found in devices if len(found) == 1) if self.can_serve(d))
         return tuple(self.free_slot(device) for device in able if self._can_have(device))
 
     def _can_have(self, device: Device) -> bool:
-        """Of two sets whose maps name it, the older one; unless it is there to be shared."""
+        """If the maps of two StatefulSets name a device, the older set gets it. A shared device serves both."""
         claim, fleet = self.claim, self.fleet
-        return fleet.is_available(device) and (claim.is_shared or not fleet.is_kept_from(device, claim.of_set))
+        return fleet.is_available(device) and (
+            claim.is_shared or not fleet.is_set_aside_for_other(device, claim.of_set)
+        )
 
-    def others(self) -> list[Device]:
-        """Those that the claim's map names, and that are for another set."""
-        place, fleet = self.claim.place, self.fleet
-        if place is None or self.claim.is_shared:
+    def set_aside_for_others(self) -> list[Device]:
+        """The devices that the claim's map names and that are set aside for another StatefulSet."""
+        entry, fleet = self.claim.map_entry, self.fleet
+        if entry is None or self.claim.is_shared:
             return []
-        indexed_nodes = (fleet.indexed_nodes[name] for name in self.named() or () if name in fleet.indexed_nodes)
-        meant = (device for indexed in indexed_nodes for device in called(indexed, place))
-        return [device for device in meant if fleet.is_kept_from(device, self.claim.of_set)]
+        names = self.allowed_names() or ()
+        indexed_nodes = (fleet.indexed_nodes[name] for name in names if name in fleet.indexed_nodes)
+        named = (device for indexed in indexed_nodes for device in mapped_devices(indexed, entry))
+        return [device for device in named if fleet.is_set_aside_for_other(device, self.claim.of_set)]
 
     def can_serve(self, device: Device) -> bool:
         return self.fleet.kind_of(device) in self.kinds
@@ -348,41 +363,42 @@ class ClaimSearch:
         if objection is not None:
             return NodeFit(indexed.node.name, (), objection)
         slots = self.slots(indexed)
-        if self.claim.place is not None:
-            objection = self._map_objection(indexed, self.claim.place, len(slots))
+        if self.claim.map_entry is not None:
+            objection = self._map_objection(indexed, self.claim.map_entry, len(slots))
         return NodeFit(indexed.node.name, () if objection else slots, objection)
 
     def objection(self, indexed: IndexedNode) -> Objection | None:
-        """What speaks against one node."""
         return self.node_objection(indexed) or self.devices_objection(indexed)
 
     def devices_objection(self, indexed: IndexedNode) -> Objection | None:
-        """What speaks against its devices; none are chosen where the index can tell."""
-        place = self.claim.place
-        if place is None:
-            return self.shape_objection(indexed.cell.shape)
-        return self._map_objection(indexed, place, len(self.slots(indexed)))
+        """The objection to the devices of the node. Without a map the index answers, and no devices are chosen."""
+        entry = self.claim.map_entry
+        if entry is None:
+            return self.shape_objection(indexed.node_group.shape)
+        return self._map_objection(indexed, entry, len(self.slots(indexed)))
 
     def _objection(self, indexed: IndexedNode) -> Objection | None:
-        return self.node_objection(indexed) or (None if self.claim.place else self.shape_objection(indexed.cell.shape))
+        return self.node_objection(indexed) or (
+            None if self.claim.map_entry else self.shape_objection(indexed.node_group.shape)
+        )
 
     def node_objection(self, indexed: IndexedNode) -> Objection | None:
-        """What speaks against the node, whatever devices it has."""
+        """The objection to the node itself, without its devices."""
         if not self.claim.nodes.matches(indexed.node.name, indexed.labels):
             return Objection.NOT_SELECTED
-        if self.claim.is_mapped and indexed.node.name not in (self.named() or ()):
+        if self.claim.is_mapped and indexed.node.name not in (self.allowed_names() or ()):
             return Objection.NOT_SELECTED
-        return self.evidence_objection(indexed) or self._condition_objection(indexed.cell.node_class)
+        return self.evidence_objection(indexed) or self._condition_objection(indexed.node_group.node_class)
 
-    def _map_objection(self, indexed: IndexedNode, place: MapEntry, found: int) -> Objection | None:
+    def _map_objection(self, indexed: IndexedNode, entry: MapEntry, found: int) -> Objection | None:
         if found == self.claim.count:
             return None
-        meant = [[device for device in indexed.node.devices if device.is_called(gpu)] for gpu in place.gpus]
-        if any(len(devices) > 1 for devices in meant):
-            return Objection.SEVERAL_CALLED
-        if len({device.uuid for devices in meant for device in devices}) < sum(map(len, meant)):
-            return Objection.NAMED_TWICE
-        serving = sum(map(self.can_serve, called(indexed, place)))
+        named = [[device for device in indexed.node.devices if device.has_name(gpu)] for gpu in entry.gpus]
+        if any(len(devices) > 1 for devices in named):
+            return Objection.AMBIGUOUS_GPU
+        if len({device.uuid for devices in named for device in devices}) < sum(map(len, named)):
+            return Objection.DUPLICATE_GPU
+        serving = sum(map(self.can_serve, mapped_devices(indexed, entry)))
         return Objection.FEWER_FREE if serving == self.claim.count else Objection.FEWER_MATCHING
 
     def evidence_objection(self, indexed: IndexedNode) -> Objection | None:
@@ -395,7 +411,7 @@ class ClaimSearch:
         return None
 
     def class_objection(self, number: int) -> Objection | None:
-        """What speaks against every node of a class; labels outside the index are asked of each node."""
+        """The objection to every node of a class. Labels outside the index are checked node by node."""
         if number not in self._class_objections:
             self._class_objections[number] = (
                 None if self._class_is_selected(number) else Objection.NOT_SELECTED
@@ -403,7 +419,7 @@ class ClaimSearch:
         return self._class_objections[number]
 
     def _class_is_selected(self, number: int) -> bool:
-        if self.takes_any_node or self.needs_each_node:
+        if self.takes_any_node or self.checks_each_node:
             return True
         return self.claim.nodes.matches("", self.fleet.class_labels(number))
 
@@ -412,12 +428,13 @@ class ClaimSearch:
         return not self.claim.nodes.selector and self.claim.nodes.terms is None
 
     @property
-    def needs_each_node(self) -> bool:
-        """Whether classes cannot tell: the claim asks about names, or about labels that are as good as names."""
+    def checks_each_node(self) -> bool:
+        """Whether a node's class does not decide: the claim selects by node name, or by a label with a value per
+        node."""
         return bool(self.directory_keys) or any(term.fields for term in self.claim.nodes.terms or ())
 
     def is_selected(self, indexed: IndexedNode) -> bool:
-        return not self.needs_each_node or self.claim.nodes.matches(indexed.node.name, indexed.labels)
+        return not self.checks_each_node or self.claim.nodes.matches(indexed.node.name, indexed.labels)
 
     def _condition_objection(self, number: int) -> Objection | None:
         node_class = self.fleet.node_class(number)
@@ -430,22 +447,21 @@ class ClaimSearch:
         return None
 
     def shape_objection(self, number: int) -> Objection | None:
-        return ROOM_OBJECTIONS.get(self.room[number])
+        return SHAPE_OBJECTIONS.get(self.spare[number])
 
     # Denial.
 
     def denial(self) -> Deny:
-        """Why nothing fits, in numbers of nodes."""
+        """Why no node fits, with the number of nodes for each objection."""
         counts = self._count_objections()
-        reason = next((r for r, group in REASONS if any(counts[o] for o in group)), self._nothing_there())
-        if reason is Reason.NO_MATCHING_DEVICE and self._out:
+        reason = next((r for r, group in REASONS if any(counts[o] for o in group)), self._reason_without_nodes())
+        if reason is Reason.NO_MATCHING_DEVICE and self._unavailable:
             reason = Reason.NODE_NOT_READY
-        nodes = sum(counts.values())
-        found = [f"{counts[objection]} {objection.said_of(self.claim)}" for objection in Objection if counts[objection]]
-        numbers = f"{nodes} node{'' if nodes == 1 else 's'}" + (f": {', '.join(found)}" if found else "")
+        found = [one.text_for_nodes(counts[one], self.claim) for one in Objection if counts[one]]
         return Deny(
             reason,
-            f"{self.claim.sentence}: found on none of {numbers}",
+            f"{self.claim.sentence}: 0 of {sum(counts.values())} nodes fit"
+            + (f": {', '.join(found)}" if found else ""),
             hint=self._hint(reason, counts),
             causes=tuple(found),
         )
@@ -455,29 +471,27 @@ class ClaimSearch:
             return HINT_FOR_ALL
         return next((hint for objection, hint in MAP_HINTS.items() if counts[objection]), HINTS[reason])
 
-    def _nothing_there(self) -> Reason:
-        """The reason where there is no node at all."""
+    def _reason_without_nodes(self) -> Reason:
         return Reason.NO_PROVEN_NODE if self.claim.hashes else Reason.NO_MATCHING_DEVICE
 
     def _count_objections(self) -> Counter[Objection]:
-        names = self.named()
+        names = self.allowed_names()
         if names is not None:
             indexed_nodes = [self.fleet.indexed_nodes[name] for name in names if name in self.fleet.indexed_nodes]
             return self._count_one_by_one(indexed_nodes, others=len(self.fleet.indexed_nodes) - len(indexed_nodes))
-        if self.needs_each_node:
-            apart = self._shut_out()
-            if apart is not None:
-                return self._count_but_for(*apart)
-            if len(self.fleet.indexed_nodes) <= self._patience():
+        if self.checks_each_node:
+            excluded = self._excluded_by_name()
+            if excluded is not None:
+                return self._count_without(*excluded)
+            if len(self.fleet.indexed_nodes) <= self._max_checks():
                 return self._count_one_by_one(self.fleet.indexed_nodes.values(), others=0)
         counts = self._count_by_rows()
-        # Where there are too many to be asked one by one, those against whom nothing else speaks were not selected.
+        # There are too many nodes to check each. Those without another objection are not selected: none fits.
         counts[Objection.NOT_SELECTED] += len(self.fleet.indexed_nodes) - sum(counts.values())
         return counts
 
-    def _shut_out(self) -> tuple["ClaimSearch", list[IndexedNode]] | None:
-        """The question without what it asks of single nodes, and the nodes that this shuts out, if it does no more than
-        shut some out by name."""
+    def _excluded_by_name(self) -> tuple["ClaimSearch", list[IndexedNode]] | None:
+        """If the claim only excludes some nodes by name: the search without these exclusions, and the nodes."""
         nodes, fleet = self.claim.nodes, self.fleet
         (term,) = nodes.terms if nodes.terms is not None and len(nodes.terms) == 1 else (None,)
         if term is None or any(f.key != NAME_FIELD for f in term.fields):
@@ -490,21 +504,22 @@ class ClaimSearch:
         others = tuple(e for e in term.labels if e not in single)
         free = evolve(nodes, terms=(NodeTerm(others, ()),) if others else None)
         rest = ClaimSearch(evolve(self.claim, nodes=free), fleet, EvidencePolicy(self.needs_evidence))
-        is_few = len(names) <= self._patience() and not rest.needs_each_node
+        is_few = len(names) <= self._max_checks() and not rest.checks_each_node
         return (rest, [fleet.indexed_nodes[name] for name in names]) if is_few else None
 
-    def _count_but_for(self, rest: "ClaimSearch", shut_out: Iterable[IndexedNode]) -> Counter[Objection]:
+    def _count_without(self, rest: "ClaimSearch", excluded: Iterable[IndexedNode]) -> Counter[Objection]:
         counts = rest._count_by_rows()
-        self._out = rest._out
-        for indexed in shut_out:
+        self._unavailable = rest._unavailable
+        for indexed in excluded:
             objection = rest._objection(indexed)
             if objection is not None:
                 counts[objection] -= 1
-                self._out -= rest._is_out(indexed, objection)
+                self._unavailable -= rest._is_unavailable(indexed, objection)
             counts[Objection.NOT_SELECTED] += 1
         return counts
 
-    def _is_out(self, indexed: IndexedNode, objection: Objection) -> bool:
+    def _is_unavailable(self, indexed: IndexedNode, objection: Objection) -> bool:
+        """Whether the node has the devices, and only its condition keeps pods away."""
         return objection in CONDITIONS and self._total(indexed) >= self.claim.count
 
     def _count_one_by_one(self, indexed_nodes: Iterable[IndexedNode], others: int) -> Counter[Objection]:
@@ -513,7 +528,7 @@ class ClaimSearch:
             objection = self.fit(indexed).objection
             if objection is not None:
                 counts[objection] += 1
-                self._out += self._is_out(indexed, objection)
+                self._unavailable += self._is_unavailable(indexed, objection)
         return counts
 
     def _count_by_rows(self) -> Counter[Objection]:
@@ -529,7 +544,7 @@ class ClaimSearch:
         return counts
 
     def _count_proven(self, counts: Counter[Objection], node_class: int, row: ClassNodes) -> None:
-        """Of the nodes of a class whose evidence is good enough, or that need none, those with the right hash."""
+        """Count the nodes of a class whose evidence is fresh, or that need none."""
         if not self.claim.hashes:
             self._count_row(counts, node_class, row)
             return
@@ -541,19 +556,20 @@ class ClaimSearch:
 
     def _count_row(self, counts: Counter[Objection], node_class: int, row: ClassNodes) -> None:
         objection = self._condition_objection(node_class)
-        room = self.room
+        spare = self.spare
         if objection is not None:
             counts[objection] += row.count
-            self._out += sum(len(names) for shape, names in row.shapes.items() if room[shape] != FEWER_MATCHING)
+            with_devices = (names for shape, names in row.shapes.items() if spare[shape] != FEWER_MATCHING)
+            self._unavailable += sum(map(len, with_devices))
             return
-        if self.most_room == FEWER_MATCHING:
+        if self.most_spare == FEWER_MATCHING:
             counts[Objection.FEWER_MATCHING] += row.count
             return
         matching = free = 0
         for shape, names in row.shapes.items():
-            if room[shape] == FEWER_FREE:
+            if spare[shape] == FEWER_FREE:
                 free += len(names)
-            elif room[shape] == FEWER_MATCHING:
+            elif spare[shape] == FEWER_MATCHING:
                 matching += len(names)
         counts[Objection.FEWER_MATCHING] += matching
         counts[Objection.FEWER_FREE] += free
@@ -563,6 +579,6 @@ def tightness(fitting: tuple[int, Mapping[str, None]]) -> int:
     return fitting[0]
 
 
-def called(indexed: IndexedNode, place: MapEntry) -> list[Device]:
-    """The node's devices that a map means."""
-    return [d for d in indexed.node.devices if any(d.is_called(gpu) for gpu in place.gpus)]
+def mapped_devices(indexed: IndexedNode, entry: MapEntry) -> list[Device]:
+    """The devices of the node that a map entry names."""
+    return [d for d in indexed.node.devices if any(d.has_name(gpu) for gpu in entry.gpus)]

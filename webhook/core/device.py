@@ -1,4 +1,4 @@
-"""What there is: nodes, their GPUs, and the inventory of both at one moment."""
+"""Nodes, their GPUs, and the inventory of both at one moment."""
 
 import re
 from collections.abc import Mapping
@@ -8,18 +8,18 @@ from attrs import field, frozen
 
 DeviceUuid = NewType("DeviceUuid", str)
 
-# As NVIDIA's driver names them. `all`, `void`, an index or a list would show a container other GPUs, or none.
-# manifests/gpunodes.yaml has the same form.
+# The form of NVIDIA's driver. `all`, `void`, an index or a list would expose other GPUs to a container, or none.
+# manifests/gpunodes.yaml has the same pattern.
 UUID: Final = re.compile(r"(GPU|MIG)-[A-Za-z0-9/-]{1,123}")
 
 
 def is_uuid(text: str) -> bool:
-    """Whether the text can be the UUID of a GPU, and nothing else to a container runtime."""
+    """Whether a container runtime reads the text as the UUID of one GPU."""
     return UUID.fullmatch(text) is not None
 
 
 class Slot(NamedTuple):
-    """One share of one device: `k` counts from 0 to the device's shares."""
+    """One share of one device: `k` counts from 0 to `shares - 1`."""
 
     uuid: DeviceUuid
     k: int
@@ -47,25 +47,23 @@ class Device:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What placement maps may call it, an index in its plain form."""
+        """The names that placement maps may use for the device, an index without leading zeros."""
         return (self.uuid, self.serial, *(() if self.index is None else (str(self.index),)))
 
-    def is_called(self, name: str) -> bool:
-        """Whether a placement map means this device: by UUID, serial or index."""
+    def has_name(self, name: str) -> bool:
+        """Whether a placement map names this device: by UUID, serial number or index."""
         return name in (self.uuid, self.serial) or (name.isdecimal() and self.index == int(name))
 
 
 @frozen
 class Taint:
-    """A node's taint."""
-
     key: str
     value: str = ""
     effect: str = "NoSchedule"
 
     @property
     def repels(self) -> bool:
-        """Whether it keeps new pods away; `PreferNoSchedule` only asks."""
+        """Whether it excludes pods without a toleration. `PreferNoSchedule` is only a preference."""
         return self.effect in ("NoSchedule", "NoExecute")
 
 

@@ -1,4 +1,4 @@
-"""What a device is doing, in the words of the UI and the metrics."""
+"""The state of a device, as the UI and the metrics show it."""
 
 from collections.abc import Sequence
 from datetime import datetime
@@ -9,23 +9,25 @@ from webhook.core.reservation import Phase, Reservation
 
 
 class DeviceState(StrEnum):
-    """The only words for it. The five after `available` are of devices that nobody holds and no pod could be given."""
+    """The five states after `available` are states of devices that no pod holds and no pod can get."""
 
     AVAILABLE = "available"
-    NOT_READY = "not-ready"  # its node is
-    CORDONED = "cordoned"  # its node is
-    STALE = "stale"  # the evidence of its node is, where every claim needs a proven node
-    UNPROVEN = "unproven"  # its node has no evidence, is banned, or its evidence is in conflict; as above
-    KEPT = "kept"  # by a placement map, for the pods of its StatefulSet
+    NOT_READY = "not-ready"  # the node is not ready
+    CORDONED = "cordoned"  # the node is cordoned
+    STALE = "stale"  # the evidence of the node is stale, and every claim needs a proven node
+    UNPROVEN = "unproven"  # the node is banned, or has no or conflicting evidence, and every claim needs a proven node
+    KEPT = "kept"  # a placement map sets it aside for the pods of its StatefulSet
     PENDING = "pending"
     ASSIGNED = "assigned"
-    EXPIRED = "expired"  # pending past its deadline, not collected yet
-    ORPHANED = "orphaned"  # its pod is gone, and may still run
-    QUARANTINED = "quarantined"  # unhealthy, vanished, or the same UUID on two nodes
+    EXPIRED = "expired"  # pending past its deadline; the reconciler has not released it yet
+    ORPHANED = "orphaned"  # its pod is deleted, but containers may still run
+    QUARANTINED = "quarantined"  # unhealthy, vanished, or on two nodes with the same UUID
 
 
-def state_of_free(*, is_ready: bool, is_cordoned: bool, evidence: EvidenceState, needs_evidence: bool) -> DeviceState:
-    """The state of the devices that nobody holds on such a node. `needs_evidence`: every claim needs a proven node."""
+def free_device_state(
+    *, is_ready: bool, is_cordoned: bool, evidence: EvidenceState, needs_evidence: bool
+) -> DeviceState:
+    """The state of the free devices of a node. `needs_evidence`: every claim needs a proven node."""
     if not is_ready:
         return DeviceState.NOT_READY
     if is_cordoned:
@@ -35,8 +37,8 @@ def state_of_free(*, is_ready: bool, is_cordoned: bool, evidence: EvidenceState,
     return DeviceState.STALE if evidence is EvidenceState.STALE else DeviceState.UNPROVEN
 
 
-def or_kept(if_free: DeviceState, *, is_set_aside: bool) -> DeviceState:
-    """The state of a device that nobody holds, where `if_free` is that of others on its node."""
+def or_set_aside(if_free: DeviceState, *, is_set_aside: bool) -> DeviceState:
+    """The state of a free device, if `if_free` is the state of the other free devices of its node."""
     return DeviceState.KEPT if is_set_aside and if_free is DeviceState.AVAILABLE else if_free
 
 
@@ -47,7 +49,7 @@ def device_state(
     is_quarantined: bool,
     if_free: DeviceState = DeviceState.AVAILABLE,
 ) -> DeviceState:
-    """The state of a device with these holders; a shared one is as busy as its busiest share."""
+    """The state of a device with these holders. A shared device has the state of its busiest share."""
     if is_quarantined:
         return DeviceState.QUARANTINED
     if not holders:

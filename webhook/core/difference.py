@@ -1,6 +1,6 @@
-"""The JSON patch that makes one document of another, in time linear in what was not shared between them.
+"""The JSON patch from one document to another, in time linear in the parts that the two do not share as objects.
 
-`jsonpatch` looks for moves and the least edits of lists; over the lists of a pod made to hurt, that takes minutes.
+`jsonpatch` searches for moves and minimal edits of lists. For a pod with hostile lists that takes minutes.
 `docs/decisions/0005-own-json-patch.md`.
 """
 
@@ -13,22 +13,22 @@ Change = dict[str, Any]
 
 
 def difference(old: Any, new: Any, path: str = "") -> Iterator[Change]:
-    """Changes in the order in which they apply. Lists are compared place by place, grown, or replaced."""
+    """The changes in the order to apply them. Lists are compared item by item, extended, or replaced."""
     if old is new:
         return
     if isinstance(old, dict) and isinstance(new, dict):
-        yield from of_objects(old, new, path)
+        yield from object_difference(old, new, path)
     elif isinstance(old, list) and isinstance(new, list) and starts_alike(old, new):
-        for place, member in enumerate(new):
-            if place < len(old):
-                yield from difference(old[place], member, f"{path}/{place}")
+        for index, member in enumerate(new):
+            if index < len(old):
+                yield from difference(old[index], member, f"{path}/{index}")
             else:
                 yield {"op": "add", "path": f"{path}/-", "value": member}
     elif old != new or type(old) is not type(new):
         yield {"op": "replace", "path": path, "value": new}
 
 
-def of_objects(old: dict[str, Any], new: dict[str, Any], path: str) -> Iterator[Change]:
+def object_difference(old: dict[str, Any], new: dict[str, Any], path: str) -> Iterator[Change]:
     for key in old:
         if key not in new:
             yield {"op": "remove", "path": f"{path}/{escape(key)}"}
@@ -40,5 +40,5 @@ def of_objects(old: dict[str, Any], new: dict[str, Any], path: str) -> Iterator[
 
 
 def starts_alike(old: list[Any], new: list[Any]) -> bool:
-    """Place by place is worth while: as many members, or the old ones and more behind them."""
+    """Whether to compare item by item: the lists have equal length, or the new one only appends."""
     return len(old) == len(new) or (len(old) < len(new) and new[: len(old)] == old)

@@ -1,4 +1,4 @@
-"""How a pod looks once GPUs are set aside for it. Dressing a dressed pod changes nothing: so forgeries show."""
+"""Dresses a pod for its reservation. Dressing a dressed pod changes nothing, so any difference is a forgery."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -8,9 +8,9 @@ from typing import Any
 from attrs import frozen
 
 from webhook.core import keys
-from webhook.core.blind import blinded, blinded_unless_said, hides_all, is_harmless, with_nothing_shown
-from webhook.core.claim import Claim, ClaimRules, claim_of, recorded_or_none
+from webhook.core.claim import Claim, ClaimRules, claim_of, recorded_claim_or_none
 from webhook.core.difference import Change, difference
+from webhook.core.gpu_visibility import env_hiding_gpus, hidden_unless_set, hides_all, is_harmless, with_gpus_hidden
 from webhook.core.keys import Key
 from webhook.core.pod import Pod
 
@@ -19,22 +19,22 @@ RawPod = Mapping[str, Json]
 RawTerm = dict[str, Json]
 
 REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
-# What hints of a scorer can touch in a pod beside its annotations, its labels and its affinity.
+# What hints can change in a pod, besides annotations, labels and affinity.
 HINTED = ("priorityClassName", "priority", "preemptionPolicy", "nodeSelector", "tolerations")
 
-# What a pod that waits is shown, once it has been written there.
+# The value for a queued pod: the queue writes the annotation before it opens the gate.
 REFERENCE = {"fieldRef": {"apiVersion": "v1", "fieldPath": f"metadata.annotations['{keys.GPU_UUID.name}']"}}
 
 
 class MapVisible(StrEnum):
-    """By which names a container is told of the GPUs that a placement map gives it."""
+    """How the variables of a container name the GPUs of a placement map."""
 
     UUID = "uuid"
     INDEX = "index"
 
 
 class Injection(StrEnum):
-    """How the GPU gets into the container."""
+    """What makes a GPU visible in a container: NVIDIA's runtime, or CUDA alone."""
 
     NVIDIA = "nvidia"
     CUDA = "cuda"
@@ -49,53 +49,53 @@ class DressRules:
     writes_aliases: bool = True
     map_visible: MapVisible = MapVisible.UUID
     runtime_class: str | None = None
-    # How long the containers of a pod with GPUs may take to stop; None: as long as they like.
+    # The longest grace period of a pod with GPUs; None: unlimited.
     max_grace: timedelta | None = None
 
     @property
     def env_names(self) -> tuple[str, ...]:
-        """The variables that are ours to set."""
+        """The variables that gpuwarden sets."""
         return keys.GPU_ENV if self.injection is Injection.NVIDIA else (keys.CUDA_ENV,)
 
     @property
-    def blinds(self) -> bool:
-        """Containers without GPUs of their own are shown none. With `cuda` every container sees them all."""
+    def hides_gpus(self) -> bool:
+        """Whether containers without GPUs see none. With `cuda` every container sees all GPUs."""
         return self.injection is Injection.NVIDIA
 
     @property
-    def takes_request_off(self) -> bool:
-        """A device plugin that sees the request would hand out another GPU than ours."""
+    def removes_request(self) -> bool:
+        """A device plugin that sees the request would allocate another GPU than the reserved one."""
         return self.injection is Injection.NVIDIA
 
 
 @frozen
 class Allocation:
-    """What one pod is given: nodes to run on and, unless it only asked for a proven node, GPUs of one of them."""
+    """What one pod gets: the nodes that it may run on and, unless it only asks for a proven node, GPUs of one node."""
 
     claim: Claim
     nodes: tuple[str, ...]
     reservation_id: str | None = None
     uuids: tuple[str, ...] = ()
 
-    # Whether it has waited in the queue: its containers were there before its GPUs were chosen.
+    # Whether it has waited in the queue: its containers were fixed before its GPUs were chosen.
     has_waited: bool = False
-    # False for a pod of an older version, which blinded only containers with `envFrom`.
-    blinds_all: bool = True
+    # False for a pod of an older version, which hid GPUs only from containers with `envFrom`.
+    hides_gpus_everywhere: bool = True
 
     @property
     def visible(self) -> str:
         return ",".join(self.uuids)
 
     def env(self, name: str, rules: DressRules) -> dict[str, Json]:
-        """The variable of that name as a container gets it. A placement map's indices are known before any GPU is
-        reserved; what else a pod that waits will see is written into its annotations later."""
-        if rules.map_visible is MapVisible.INDEX and self.claim.place is not None:
-            return {"name": name, "value": ",".join(self.claim.place.gpus)}
+        """The variable of that name in a container. The indices of a placement map are known before GPUs are reserved.
+        Otherwise the variable of a queued pod refers to an annotation, which is written later."""
+        if rules.map_visible is MapVisible.INDEX and self.claim.map_entry is not None:
+            return {"name": name, "value": ",".join(self.claim.map_entry.gpus)}
         return {"name": name, "valueFrom": REFERENCE} if self.has_waited else {"name": name, "value": self.visible}
 
 
 def dressed(raw: RawPod, outfit: Allocation, rules: DressRules) -> dict[str, Json]:
-    """The pod as it has to be; what is not ours to change is shared with `raw`."""
+    """The dressed pod. Parts that dressing does not change are shared with `raw`."""
     meta = without_outputs(raw)
     meta["annotations"].update(annotations(outfit, rules))
     spec = ungated(raw.get("spec") or {})
@@ -103,11 +103,13 @@ def dressed(raw: RawPod, outfit: Allocation, rules: DressRules) -> dict[str, Jso
     made = {**raw, "metadata": meta, "spec": spec}
     if outfit.uuids:
         spec |= dressed_containers(spec, outfit, rules)
-    return dict(blind(made, rules)) if outfit.blinds_all and not outfit.uuids else made
+    return dict(hide_gpus(made, rules)) if outfit.hides_gpus_everywhere and not outfit.uuids else made
 
 
-def waiting(raw: RawPod, claim: Claim, rules: DressRules, why: str, *, blinds_all: bool = True) -> dict[str, Json]:
-    """The pod as it waits for its turn: gated, with all in its spec that cannot be changed once it exists."""
+def waiting(
+    raw: RawPod, claim: Claim, rules: DressRules, why: str, *, hides_gpus_everywhere: bool = True
+) -> dict[str, Json]:
+    """The dressed pod for the queue: gated, with all that cannot be changed after its creation."""
     meta = without_outputs(raw)
     meta["annotations"] |= {keys.CLAIM.name: claim.record.text(), keys.WAITING: why}
     meta["labels"] = {**(meta.get("labels") or {}), keys.QUEUED_LABEL: "true"}
@@ -116,22 +118,24 @@ def waiting(raw: RawPod, claim: Claim, rules: DressRules, why: str, *, blinds_al
         spec["schedulingGates"] = [*(spec.get("schedulingGates") or ()), {"name": keys.QUEUE_GATE}]
     made = {**raw, "metadata": meta, "spec": spec}
     if claim.count:
-        spec |= dressed_containers(spec, Allocation(claim, (), has_waited=True, blinds_all=blinds_all), rules)
-    return dict(blind(made, rules)) if blinds_all and not claim.count else made
+        spec |= dressed_containers(
+            spec, Allocation(claim, (), has_waited=True, hides_gpus_everywhere=hides_gpus_everywhere), rules
+        )
+    return dict(hide_gpus(made, rules)) if hides_gpus_everywhere and not claim.count else made
 
 
-def blind(raw: RawPod, rules: DressRules) -> RawPod:
-    """The pod as it is shown no GPU, whatever its images and `envFrom` bring; the same object if nothing changes."""
-    return with_nothing_shown(raw, "initContainers", "containers") if rules.blinds else raw
+def hide_gpus(raw: RawPod, rules: DressRules) -> RawPod:
+    """The pod with all GPUs hidden, whatever its images and `envFrom` set. The same object if nothing changes."""
+    return with_gpus_hidden(raw, "initContainers", "containers") if rules.hides_gpus else raw
 
 
-def blind_debugging(raw: RawPod, old: RawPod, rules: DressRules) -> RawPod:
-    """The same for the debug containers that a pod gets while it runs. Those that it has cannot be changed."""
+def hide_gpus_from_debug_containers(raw: RawPod, old: RawPod, rules: DressRules) -> RawPod:
+    """The pod with all GPUs hidden from its new debug containers. Existing ones cannot be changed."""
     groups = [(one.get("spec") or {}).get("ephemeralContainers") or [] for one in (raw, old)]
     known = {one.get("name") for one in groups[1]}
-    if not rules.blinds:
+    if not rules.hides_gpus:
         return raw
-    made = [one if one.get("name") in known else blinded_unless_said(one) for one in groups[0]]
+    made = [one if one.get("name") in known else hidden_unless_set(one) for one in groups[0]]
     return raw if made == groups[0] else {**raw, "spec": {**raw["spec"], "ephemeralContainers": made}}
 
 
@@ -143,10 +147,10 @@ def dressed_containers(spec: Mapping[str, Json], outfit: Allocation, rules: Dres
     }
 
 
-def in_runtime_class(raw: RawPod, rules: DressRules) -> RawPod:
-    """The pod as it is created, started by the runtime that hands out GPUs if it names none.
+def with_runtime_class(raw: RawPod, rules: DressRules) -> RawPod:
+    """The new pod with the runtime class for GPUs, if it names none.
 
-    No part of `dressed`: it cannot be changed once the pod exists, and no promise hangs on it.
+    Not part of `dressed`: it cannot be changed after creation, and no guarantee depends on it.
     """
     spec = raw.get("spec") or {}
     if rules.runtime_class is None or spec.get("runtimeClassName"):
@@ -154,15 +158,15 @@ def in_runtime_class(raw: RawPod, rules: DressRules) -> RawPod:
     return {**raw, "spec": {**spec, "runtimeClassName": rules.runtime_class}}
 
 
-def other_runtime(raw: RawPod, rules: DressRules) -> Iterator[str]:
-    """The runtime class that stays although it is not the one for GPUs, as a warning."""
+def runtime_class_warnings(raw: RawPod, rules: DressRules) -> Iterator[str]:
+    """A warning if the pod names a runtime class other than the one for GPUs."""
     named = (raw.get("spec") or {}).get("runtimeClassName")
     if rules.runtime_class is not None and named and named != rules.runtime_class:
-        yield f"spec.runtimeClassName: GPUs are handed out by {rules.runtime_class}; the pod names {named}, which stays"
+        yield f"spec.runtimeClassName: {named} is kept, but {rules.runtime_class} is the runtime class for GPUs"
 
 
 def undressed(raw: RawPod) -> dict[str, Json]:
-    """The pod without what only we may write, and without our gate."""
+    """The pod without our annotations and gate."""
     clean = {**raw, "metadata": without_outputs(raw)}
     return {**clean, "spec": ungated(raw["spec"])} if raw.get("spec") else clean
 
@@ -176,18 +180,18 @@ def ungated(spec: Mapping[str, Json]) -> dict[str, Json]:
     return {**rest, "schedulingGates": left} if left else rest
 
 
-def asked_anew(raw: RawPod, pod: Pod, rules: ClaimRules) -> tuple[RawPod, Claim | None]:
-    """The pod without what only we may write, and what it asks for.
+def undressed_with_claim(raw: RawPod, pod: Pod, rules: ClaimRules) -> tuple[RawPod, Claim | None]:
+    """The pod without our annotations and gate, and its claim.
 
-    A copy of a dressed pod asks for what that one asked for: its request was taken off when it was dressed.
+    Dressing removes resource requests. So a copy of a dressed pod asks for what its record says.
     """
     if not keys.OUTPUT_NAMES & pod.annotations.keys() and not pod.is_gated:
         return raw, claim_of(pod, rules)
-    clean, recorded = undressed(raw), recorded_or_none(pod)
+    clean, recorded = undressed(raw), recorded_claim_or_none(pod)
     if recorded is None:
         return clean, claim_of(Pod.parse(clean), rules)
     claim = claim_of(Pod.parse(clean), rules, recorded.record.asked)
-    return clean, None if claim is None else claim.first_read(named=recorded.record.named)
+    return clean, None if claim is None else claim.with_named(named=recorded.record.named)
 
 
 def without_outputs(raw: RawPod) -> dict[str, Json]:
@@ -210,12 +214,12 @@ def annotations(outfit: Allocation, rules: DressRules) -> dict[str, str]:
 
 
 def reservation_values(reservation_id: str, visible: str, node: str) -> tuple[tuple[Key, str], ...]:
-    """What a reservation is to a pod."""
+    """The annotations of a pod with a reservation."""
     return ((keys.RESERVATION_ID, reservation_id), (keys.GPU_UUID, visible), (keys.NODE, node))
 
 
-# Affinity: the terms are ORed by Kubernetes, so the node is ANDed into each. A term without expressions matches
-# nothing; ours in it would make it match, so it is left alone.
+# Affinity: Kubernetes ORs the terms, so the node is added to each. A term without expressions matches no node. With our
+# expression it would match, so it is left as it is.
 
 
 def pinned(affinity: Mapping[str, Json], nodes: Sequence[str]) -> dict[str, Json]:
@@ -236,17 +240,18 @@ def pinned_terms(terms: Iterable[RawTerm], nodes: Sequence[str]) -> Iterator[Raw
 
 
 def unpinned(raw: RawPod, node: str) -> RawPod:
-    """The pod without our hold on that node. Only of a pod that named no node itself is it certain to be ours."""
+    """The pod without the pin to that node. Only for pods that named no node themselves: their own term looks the
+    same."""
     spec = raw.get("spec") or {}
     affinity = spec.get("affinity") or {}
     node_affinity = affinity.get("nodeAffinity") or {}
     required = node_affinity.get(REQUIRED) or {}
     terms = [without_pin(term, node) for term in required.get("nodeSelectorTerms") or ()]
-    held = {**required, "nodeSelectorTerms": [term for term in terms if not is_empty(term)]}
-    kept = {name: value for name, value in node_affinity.items() if name != REQUIRED}
-    if held["nodeSelectorTerms"]:
-        kept[REQUIRED] = held
-    return {**raw, "spec": {**spec, "affinity": {**affinity, "nodeAffinity": kept}}}
+    left = {**required, "nodeSelectorTerms": [term for term in terms if not is_empty(term)]}
+    made = {name: value for name, value in node_affinity.items() if name != REQUIRED}
+    if left["nodeSelectorTerms"]:
+        made[REQUIRED] = left
+    return {**raw, "spec": {**spec, "affinity": {**affinity, "nodeAffinity": made}}}
 
 
 def without_pin(term: RawTerm, node: str) -> RawTerm:
@@ -267,7 +272,7 @@ def pin_of(node: str) -> dict[str, Json]:
 
 
 def names_of(term: RawTerm) -> set[str] | None:
-    """The nodes that a term is held to by name: all its names must hold at once, so two leave none."""
+    """The nodes to which a term is pinned by name. All its fields must match, so two different names leave none."""
     named: set[str] | None = None
     for field in term.get("matchFields") or ():
         values = field.get("values") or []
@@ -277,7 +282,7 @@ def names_of(term: RawTerm) -> set[str] | None:
 
 
 def nodes_pinned_to(raw: RawPod) -> set[str | None]:
-    """The nodes that the pod's required affinity allows; None among them if some term leaves it open."""
+    """The nodes that the pod's required affinity allows by name; with None if a term names no node."""
     affinity = ((raw.get("spec") or {}).get("affinity") or {}).get("nodeAffinity") or {}
     terms = (affinity.get(REQUIRED) or {}).get("nodeSelectorTerms") or []
     allowed: set[str | None] = set()
@@ -296,9 +301,9 @@ def dressed_container(raw: dict[str, Json], outfit: Allocation, rules: DressRule
     named = outfit.claim.record.asked or outfit.claim.record.containers
     if not named or raw.get("name") in named or shows_gpus(raw.get("env") or (), rules):
         container["env"] = dressed_env(raw.get("env") or [], outfit, rules)
-    elif rules.blinds and (outfit.blinds_all or is_open_to_others(raw)):
-        container["env"] = blinded(raw.get("env") or [])
-    if rules.takes_request_off and raw.get("resources"):
+    elif rules.hides_gpus and (outfit.hides_gpus_everywhere or has_unseen_variables(raw)):
+        container["env"] = env_hiding_gpus(raw.get("env") or [])
+    if rules.removes_request and raw.get("resources"):
         container["resources"] = without_request(raw["resources"], rules.resource)
     return container
 
@@ -307,14 +312,14 @@ def shows_gpus(env: Iterable[Mapping[str, Json]], rules: DressRules) -> bool:
     return any(one.get("name") in rules.env_names and not hides_all(one) for one in env)
 
 
-def is_open_to_others(container: Mapping[str, Json]) -> bool:
-    """Whether a ConfigMap or a Secret may bring a variable that no webhook sees."""
+def has_unseen_variables(container: Mapping[str, Json]) -> bool:
+    """Whether a ConfigMap or a Secret may set a variable that the webhook does not see."""
     env = container.get("env") or ()
     return bool(container.get("envFrom")) and not any(one.get("name") == keys.NVIDIA_ENV for one in env)
 
 
 def dressed_env(env: Sequence[dict[str, Json]], outfit: Allocation, rules: DressRules) -> list[dict[str, Json]]:
-    """Ours stand where the user's stood, so that later variables may refer to them; each stands once."""
+    """Our variables replace the user's in place, so that later variables can refer to them. Each occurs once."""
     missing = list(rules.env_names)
     result = []
     for one in env:
@@ -337,26 +342,26 @@ def without_request(resources: Mapping[str, Json], resource: str) -> dict[str, J
     }
 
 
-def replaced_env(pod: Pod, outfit: Allocation, rules: DressRules) -> Iterator[str]:
-    """The containers whose own GPU variables give way to ours, as warnings."""
+def replaced_env_warnings(pod: Pod, outfit: Allocation, rules: DressRules) -> Iterator[str]:
+    """A warning for each GPU variable of a container that is replaced."""
     for path, container in pod.containers():
         for one in container.env or ():
             wanted = outfit.env(one.name, rules)
             is_ours = (one.value_from or None, one.value or "") == (wanted.get("valueFrom"), wanted.get("value") or "")
             if one.name in rules.env_names and not is_ours and not is_harmless(one):
-                yield f"{path}: {one.name} of container {container.name} is set by gpuwarden; yours is replaced"
+                yield f"{path}: gpuwarden replaces the value of {one.name} in container {container.name}"
 
 
-# What has changed.
+# Differences.
 
 
 def changes(old: RawPod, new: RawPod) -> list[Change]:
-    """The JSON patch that makes `new` of `old`; only what dressing can touch is compared."""
+    """The JSON patch from `old` to `new`, for the parts that dressing can change."""
     return list(difference(touched(old), touched(new)))
 
 
 def touched(raw: RawPod) -> dict[str, Json]:
-    """The members that dressing can touch, where they stand in the pod."""
+    """The parts of the pod that dressing can change, in their structure."""
     parts = members(raw, "metadata", "spec")
     if parts.get("metadata"):
         parts["metadata"] = members(parts["metadata"], "annotations", "labels")

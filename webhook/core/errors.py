@@ -1,16 +1,16 @@
-"""The faults that the product knows by name. A denial is a value (`verdict.py`), not one of these."""
+"""The errors of the product. A denial is a value (`verdict.py`), not an error."""
 
 
 class GpuwardenError(Exception):
-    """A fault that is translated where it arises and answered in one place."""
+    """An expected error: translated where it occurs, answered in one place."""
 
 
 class MalformedReviewError(GpuwardenError):
-    """The body is no AdmissionReview that could be answered by uid: HTTP 400."""
+    """The body is not an AdmissionReview with a uid: HTTP 400."""
 
 
 class InvalidPodError(GpuwardenError):
-    """The pod asks for something in a way that cannot be read; every mistake is named."""
+    """The pod's claim is invalid; the error has every mistake."""
 
     def __init__(self, *mistakes: str) -> None:
         super().__init__("; ".join(mistakes))
@@ -22,11 +22,11 @@ class LedgerError(GpuwardenError):
 
 
 class SlotsTakenError(LedgerError):
-    """None of the placements was free any more: decide afresh."""
+    """None of the placements is free any more: decide again."""
 
 
 class PlacementRefusedError(SlotsTakenError):
-    """No placement can be held, taken or not: the ledger's own rules forbid it."""
+    """The ledger's own rules forbid every placement, whether free or not."""
 
 
 class ReservationConflictError(LedgerError):
@@ -34,20 +34,20 @@ class ReservationConflictError(LedgerError):
 
 
 class ReservationExpiredError(LedgerError):
-    """The reservation's deadline has passed: nobody may count on it."""
+    """The reservation's deadline has passed."""
 
 
 class UnknownReservationError(LedgerError):
-    """There is no such reservation."""
+    """The reservation does not exist."""
 
 
 class DeadlinePassedError(LedgerError):
-    """The caller has stopped waiting: nothing was written."""
+    """The caller has stopped waiting. Nothing was written."""
 
 
 class LedgerUnavailableError(LedgerError):
-    """The ledger could not be asked."""
+    """The ledger could not be reached."""
 
 
 class IllegalMoveError(GpuwardenError):
-    """A reservation was asked to do what `MOVES` does not list."""
+    """`MOVES` does not list this change of a reservation."""

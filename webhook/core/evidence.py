@@ -1,4 +1,4 @@
-"""What a provider says of a node, and what that is worth at a given moment."""
+"""The evidence of a provider about a node, and its state at a given moment."""
 
 from collections.abc import Collection
 from datetime import datetime
@@ -8,7 +8,7 @@ from attrs import evolve, frozen
 
 
 class EvidenceState(StrEnum):
-    """What is known of a node's evidence; only `fresh` proves anything."""
+    """The state of a node's evidence. Only `fresh` proves the node."""
 
     FRESH = "fresh"
     STALE = "stale"
@@ -19,11 +19,12 @@ class EvidenceState(StrEnum):
 
 @frozen
 class Evidence:
-    """One provider's word on one node. Good from `since` until just before `until`; no `until` is for development.
+    """The evidence of one provider about one node. Valid from `since` until just before `until`. Evidence without
+    `until` is for development.
 
-    A proof was made for a challenge: `nonce_digest` is which one, `challenged` when it was issued, by our own clock.
-    Of several providers together: `oldest` is where the first of their words begins, `silent` are those that were
-    asked as well and say nothing of the node.
+    A proof answers a challenge: `nonce_digest` identifies it, `challenged` is when it was issued, by our own clock. In
+    combined evidence `oldest` is the earliest beginning, and `missing_sources` are the required providers without
+    evidence about the node.
     """
 
     node: str
@@ -36,11 +37,11 @@ class Evidence:
     is_banned: bool = False
     is_conflict: bool = False
     oldest: datetime | None = None
-    silent: frozenset[str] = frozenset()
+    missing_sources: frozenset[str] = frozenset()
 
 
 def state_of(evidence: Evidence | None, now: datetime) -> EvidenceState:
-    """What `evidence` is worth at `now`. What is said of the future proves nothing yet, and no hash proves nothing."""
+    """The state of `evidence` at `now`. Evidence that begins later, or has no hash, proves nothing."""
     match evidence:
         case None:
             return EvidenceState.ABSENT
@@ -50,7 +51,7 @@ def state_of(evidence: Evidence | None, now: datetime) -> EvidenceState:
             return EvidenceState.CONFLICT
         case Evidence(hash=""):
             return EvidenceState.ABSENT
-        case Evidence(silent=silent) if silent:
+        case Evidence(missing_sources=missing) if missing:
             return EvidenceState.ABSENT
         case Evidence(since=datetime() as since) if since > now:
             return EvidenceState.ABSENT
@@ -60,7 +61,7 @@ def state_of(evidence: Evidence | None, now: datetime) -> EvidenceState:
 
 
 def next_change(evidence: Evidence | None, now: datetime) -> datetime | None:
-    """When time alone will next change the state, if it ever will."""
+    """When the state next changes by time alone; None if it does not."""
     if evidence is None:
         return None
     moments = [m for m in (evidence.since, evidence.until) if m is not None and m > now]
@@ -68,13 +69,14 @@ def next_change(evidence: Evidence | None, now: datetime) -> datetime | None:
 
 
 def combined(pieces: list[Evidence], asked: Collection[str] = ()) -> Evidence | None:
-    """One word from several providers: all that are asked must vouch for one hash, and the strictest end counts."""
+    """One evidence from several providers: all required providers must attest the same hash, and the earliest end
+    counts."""
     if not pieces:
         return None
     first, *others = pieces
-    silent = frozenset(asked) - {p.source for p in pieces}
+    missing_sources = frozenset(asked) - {p.source for p in pieces}
     if not others:
-        return evolve(first, silent=silent) if silent else first
+        return evolve(first, missing_sources=missing_sources) if missing_sources else first
     return Evidence(
         node=first.node,
         hash=first.hash,
@@ -84,13 +86,13 @@ def combined(pieces: list[Evidence], asked: Collection[str] = ()) -> Evidence | 
         is_banned=any(p.is_banned for p in pieces),
         is_conflict=any(p.is_conflict for p in pieces) or len({p.hash for p in pieces}) > 1,
         oldest=min((p.oldest or p.since for p in pieces if p.since), default=None),
-        silent=silent,
+        missing_sources=missing_sources,
     )
 
 
-def is_older(word: Evidence, born: datetime | None) -> bool:
-    """Whether it speaks of the node that had this name before: one that was made anew has to prove itself anew."""
-    begin = word.oldest or word.since
-    if word.is_banned or word.is_conflict or begin is None or born is None:
+def predates_node(evidence: Evidence, created: datetime | None) -> bool:
+    """Whether the evidence is about an earlier node of the same name. A recreated node must be attested again."""
+    begin = evidence.oldest or evidence.since
+    if evidence.is_banned or evidence.is_conflict or begin is None or created is None:
         return False
-    return begin <= born
+    return begin <= created

@@ -1,5 +1,5 @@
-"""What is news of the nodes' evidence: told by the reconciler as Events, by a process that asks providers itself in its
-log."""
+"""Changes of the nodes' evidence. The reconciler records them as Events; a process that polls providers itself logs
+them."""
 
 from collections.abc import Callable
 
@@ -12,24 +12,25 @@ from webhook.core.fleet_index import IndexedNode
 
 @frozen
 class EvidenceStatus:
-    """What is known of a node's evidence, in the part whose change somebody wants to hear of."""
+    """The part of a node's evidence whose change is reported."""
 
     state: EvidenceState
     hash: str = ""
-    said: Evidence | None = field(default=None, eq=False)
+    evidence: Evidence | None = field(default=None, eq=False)
 
     @classmethod
-    def on(cls, indexed: IndexedNode) -> "EvidenceStatus":
-        said = indexed.evidence
-        return cls(indexed.state, said.hash if said and indexed.state is EvidenceState.FRESH else "", said)
+    def of(cls, indexed: IndexedNode) -> "EvidenceStatus":
+        evidence = indexed.evidence
+        is_fresh = indexed.state is EvidenceState.FRESH
+        return cls(indexed.state, evidence.hash if evidence and is_fresh else "", evidence)
 
-    def is_of(self, indexed: IndexedNode) -> bool:
-        """Whether there is no need to read it again."""
-        return self.said is indexed.evidence and self.state is indexed.state
+    def is_current(self, indexed: IndexedNode) -> bool:
+        """Whether the node has the same evidence in the same state."""
+        return self.evidence is indexed.evidence and self.state is indexed.state
 
     @property
     def source(self) -> str:
-        return sources_of(self.said) if self.said else ""
+        return describe_sources(self.evidence) if self.evidence else ""
 
     def __str__(self) -> str:
         return f"{self.state} as {self.hash}" if self.hash else str(self.state)
@@ -37,52 +38,52 @@ class EvidenceStatus:
 
 @frozen
 class Change:
-    """Of one node."""
+    """A change of one node's evidence."""
 
     node: str
-    was: EvidenceStatus
-    word: EvidenceStatus
+    before: EvidenceStatus
+    after: EvidenceStatus
 
     @property
     def is_worse(self) -> bool:
-        return self.word.state is not EvidenceState.FRESH or self.was.state is EvidenceState.FRESH
+        return self.after.state is not EvidenceState.FRESH or self.before.state is EvidenceState.FRESH
 
     @property
     def source(self) -> str:
-        return self.word.source or self.was.source or "nobody"
+        return self.after.source or self.before.source or "no provider"
 
 
 class Changes:
-    """Looks at a fleet that somebody else has told of the time."""
+    """Finds and counts the changes of a fleet's evidence. The caller advances the fleet to now."""
 
     def __init__(self, fleet: Fleet, count: Callable[[str], None]) -> None:
         self._fleet = fleet
         self._count = count
-        self._words: dict[str, EvidenceStatus] | None = None
+        self._known: dict[str, EvidenceStatus] | None = None
 
     @property
     def has_begun(self) -> bool:
-        return self._words is not None
+        return self._known is not None
 
-    def since_last(self, is_update_pending: Callable[[str], bool] = lambda _: False) -> list[Change]:
-        """Each counted. What was so at the first look is no change, and neither is what a new node comes with. News of
-        a node that is still owed is left for a later look."""
-        before, self._words = self._words or {}, {}
+    def since_last(self, is_pending: Callable[[str], bool] = lambda _: False) -> list[Change]:
+        """The changes since the last call. The first call finds none, and the first status of a new node is none.
+        Changes of nodes whose last change is still to be reported (`is_pending`) are left for a later call."""
+        before, self._known = self._known or {}, {}
         found = []
         for name, indexed in self._fleet.indexed_nodes.items():
-            last = before.get(name) or EvidenceStatus.on(indexed)
-            if not last.is_of(indexed):
-                word = EvidenceStatus.on(indexed)
-                if word == last:
-                    last = word
-                elif not is_update_pending(name):
-                    self._count(word.state)
-                    found.append(Change(name, last, word))
-                    last = word
-            self._words[name] = last
+            last = before.get(name) or EvidenceStatus.of(indexed)
+            if not last.is_current(indexed):
+                status = EvidenceStatus.of(indexed)
+                if status == last:
+                    last = status
+                elif not is_pending(name):
+                    self._count(status.state)
+                    found.append(Change(name, last, status))
+                    last = status
+            self._known[name] = last
         return found
 
 
-def sources_of(said: Evidence) -> str:
-    """Whose word it is, and who says nothing though asked."""
-    return said.source + "".join(f", and nothing by {one}" for one in sorted(said.silent))
+def describe_sources(evidence: Evidence) -> str:
+    """The providers of the evidence, and the required providers without any."""
+    return evidence.source + "".join(f", and nothing by {one}" for one in sorted(evidence.missing_sources))

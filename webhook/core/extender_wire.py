@@ -1,7 +1,7 @@
-"""The messages of a kube-scheduler extender, both ways: the only module that knows their names.
+"""The requests and responses of a kube-scheduler extender. No other module knows their member names.
 
-Go writes them without JSON tags: members have capital letters, and what is absent is null. What comes in is read in any
-casing, as Go would read it. Whole Node objects are handed back byte for byte as they came.
+Go encodes them without JSON tags: members begin with capital letters, and absent members are null. Requests are decoded
+case-insensitively, as Go does. Whole Node objects are returned byte for byte.
 """
 
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ MAX_SCORE = 10
 
 
 class MalformedArgsError(GpuwardenError):
-    """The body is not what a scheduler sends."""
+    """The body is not a valid extender request."""
 
 
 class NamedItemWire(WireStruct, frozen=True):
@@ -59,17 +59,17 @@ ENCODER = msgspec.json.Encoder()
 
 @frozen
 class OfferedNodes:
-    """The nodes among which a scheduler lets us choose: by name, or as whole objects."""
+    """The nodes that a scheduler offers: by name, or as whole objects."""
 
     names: tuple[str, ...]
     objects: tuple[msgspec.Raw, ...] | None = None
-    # What stands in the list beside its items.
+    # The members of the list other than its items.
     frame: Mapping[str, msgspec.Raw] = field(factory=dict)
 
 
 @frozen
 class ExtenderArgs:
-    """One question: which of these nodes will do for this pod, or how well."""
+    """A request to filter or score these nodes for this pod."""
 
     pod: Pod
     offer: OfferedNodes
@@ -78,12 +78,12 @@ class ExtenderArgs:
     def parse(cls, body: bytes) -> "ExtenderArgs":
         """Raises MalformedArgsError."""
         members = members_of(body)
-        return cls(pod_of(members), offer_of(members))
+        return cls(pod_of(members), count_devices(members))
 
 
 @frozen
 class BindArgs:
-    """One wish: this pod onto that node."""
+    """A request to bind this pod to that node."""
 
     pod: PodIdentity
     node: str
@@ -105,7 +105,7 @@ class BindArgs:
 
 @frozen
 class Victims:
-    """The pods of one node that would have to go, by uid."""
+    """The pods of one node that a preemption would evict, by uid."""
 
     uids: tuple[str, ...]
     budget_violations: int
@@ -113,7 +113,7 @@ class Victims:
 
 @frozen
 class PreemptArgs:
-    """One question: on which of these nodes is an eviction worth it for this pod's sake."""
+    """A request to choose the nodes where evictions can help this pod."""
 
     pod: Pod
     victims: Mapping[str, Victims]
@@ -132,7 +132,7 @@ BINDING = msgspec.json.Decoder(BindingArgsWire)
 
 
 def members_of(body: bytes) -> Members:
-    """The members of an object, their names in small letters; of two that differ in casing only, the right one."""
+    """The members of an object by their lower-case names. If two names differ in case only, Go's own case wins."""
     return folded(decoded(MEMBERS, body, "JSON object"))
 
 
@@ -156,7 +156,7 @@ def victims_of(raw: Members) -> Victims:
 
 
 def uid_of(raw: msgspec.Raw) -> str:
-    """Of a pod that is told by its uid alone, or whole."""
+    """The uid of a pod that is given by its uid alone, or as a whole object."""
     members = folded(decoded(MEMBERS, raw, "Pod"))
     return decoded(VICTIM, members["metadata"] if "metadata" in members else ENCODER.encode(members), "Pod").uid
 
@@ -165,11 +165,11 @@ def decoded(decoder: "msgspec.json.Decoder[T]", raw: msgspec.Raw | bytes, what: 
     try:
         return decoder.decode(raw)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as exc:
-        raise MalformedArgsError(f"the body holds no {what} that can be read: {plain(str(exc))}") from exc
+        raise MalformedArgsError(f"the body has no valid {what}: {plain(str(exc))}") from exc
 
 
-def offer_of(members: Members) -> OfferedNodes:
-    """Names win where there are any: a scheduler fills one member and never both."""
+def count_devices(members: Members) -> OfferedNodes:
+    """Names take precedence. A scheduler fills one of the two members."""
     names = decoded(NAMES, members.get("nodenames", NULL), "NodeNames")
     nodes = decoded(NODE_LIST, members.get("nodes", NULL), "Nodes")
     if names or nodes is None:
@@ -182,9 +182,9 @@ def offer_of(members: Members) -> OfferedNodes:
 
 @frozen
 class FilterResult:
-    """Every node offered, once: those that pass, in their order, and what speaks against the others.
+    """Every offered node once: those that pass, and the reason for each other one.
 
-    `failed` is what may change when another pod makes room; `unresolvable` is what no eviction heals.
+    Evictions can change the reasons in `failed`, and not those in `unresolvable`.
     """
 
     passed: frozenset[str]
@@ -192,19 +192,19 @@ class FilterResult:
     unresolvable: Mapping[str, str] = field(factory=dict)
 
 
-def filter_result(offer: OfferedNodes, sifted: FilterResult) -> bytes:
-    """In the form of the question: a scheduler that sent objects looks at nothing but objects."""
+def filter_result(offer: OfferedNodes, result: FilterResult) -> bytes:
+    """In the form of the request: a scheduler that sent objects ignores names."""
     names = nodes = None
     if offer.objects is None:
-        names = [name for name in offer.names if name in sifted.passed]
+        names = [name for name in offer.names if name in result.passed]
     else:
         pairs = zip(offer.names, offer.objects, strict=True)
-        nodes = {"metadata": {}, **offer.frame, "items": [one for name, one in pairs if name in sifted.passed]}
-    return filter_answer(nodes, names, sifted.failed, sifted.unresolvable, "")
+        nodes = {"metadata": {}, **offer.frame, "items": [one for name, one in pairs if name in result.passed]}
+    return filter_answer(nodes, names, result.failed, result.unresolvable, "")
 
 
 def filter_error(text: str) -> bytes:
-    """The scheduler tries this pod again later."""
+    """An error answer: the scheduler tries the pod again later."""
     return filter_answer(None, None, {}, {}, text)
 
 
@@ -227,7 +227,7 @@ def priorities(scores: list[tuple[str, int]]) -> bytes:
 
 
 def preempt_result(victims: Mapping[str, Victims]) -> bytes:
-    """The nodes where an eviction may go on."""
+    """The nodes where the preemption may proceed."""
     return ENCODER.encode(
         {
             "NodeNameToMetaVictims": {
@@ -239,5 +239,5 @@ def preempt_result(victims: Mapping[str, Victims]) -> bytes:
 
 
 def error_answer(text: str) -> bytes:
-    """A refusal; for a binding, an empty text says that it is done."""
+    """An error; for a binding, an empty text means success."""
     return ENCODER.encode({"Error": text})

@@ -1,8 +1,8 @@
-"""The fleet: nodes, devices, evidence and held slots as the decision sees them, indexed.
+"""The fleet: an index of nodes, devices, evidence and held slots for decisions.
 
-Nodes that no claim can tell apart share a cell: same evidence, same answers to what pods ask of node labels, same
-devices free. A decision looks at cells, so its cost follows the variety of the fleet and not its size. Whoever
-learns of a change says so here; nothing is scanned to answer a review.
+Nodes that no claim distinguishes are in one group: same evidence, same values of the labels that pods select by, same
+free devices. A decision iterates over groups, so its cost depends on the variety of the fleet, not on its size. Callers
+report each change to the fleet. No review scans it.
 """
 
 import heapq
@@ -18,84 +18,85 @@ from webhook.core.fleet_index import (
     ClassNodes,
     DeviceKind,
     DeviceStock,
-    Group,
+    EvidenceGroup,
     IndexedNode,
     NodeClass,
     NodeGroup,
     NodeNames,
     Numbered,
     Shape,
-    lessen,
-    room_on,
+    decrement,
+    spare_devices,
 )
 from webhook.core.gpu_map import MapOwner, Mapped, SetId
 from webhook.core.keys import GPU_TYPE_LABELS, HOSTNAME_LABEL, LOGICAL_NODE_LABEL
 from webhook.core.nodes_asked import Labels, NodesAsked
 from webhook.core.reservation import Reservation, ReservationId
 
-# A label with more values than this names nodes rather than kinds of nodes: it gets a directory, not classes.
+# A label with more values identifies nodes rather than kinds of nodes: it gets a directory instead of node classes.
 MAX_CLASS_VALUES = 32
-# These name nodes however few there are.
+# These labels identify nodes, however few values they have.
 ALWAYS_DIRECTORIES = (LOGICAL_NODE_LABEL, HOSTNAME_LABEL)
-# More classes than this, and the label with the most values gets a directory too: cells have to stay few.
+# With more classes, the label with the most values gets a directory too, so that groups stay few.
 MAX_CLASSES = 256
-# Classes and shapes that nodes once had are forgotten when there are so many.
+# With more classes, shapes and kinds, those without nodes are deleted.
 MAX_NUMBERED = 10_000
-# Bounds the memory that odd claims can take; past it the cache starts anew.
+# Bounds for the memory of unusual claims. A full cache is cleared.
 MAX_CACHED_REQUIREMENTS = 4096
-MAX_CACHED_ROOMS = 512
-# Among so many equal nodes each replica begins with another one.
+MAX_CACHED_SPARES = 512
+# Replicas begin with different nodes among this many equal ones.
 SPREAD = 16
 
-Thing = TypeVar("Thing")
+Item = TypeVar("Item")
 
 
 class Fleet:
-    """Everything a decision needs to know, kept current by those who learn it."""
+    """All input of a decision except the claim. Callers keep it current."""
 
-    def __init__(self, turn: int = 0) -> None:
-        """Fleets with different turns prefer different nodes among equals, so that replicas seldom want the same."""
-        self._turn = turn
+    def __init__(self, offset: int = 0) -> None:
+        """Fleets with different offsets prefer different nodes among equal ones, so that replicas rarely choose the
+        same."""
+        self._offset = offset
         self.indexed_nodes: dict[str, IndexedNode] = {}
         self.states: Counter[EvidenceState] = Counter()
         self.changes = 0
-        """Counts what a decision may come out otherwise for."""
+        """Counts the changes that can change a decision."""
         self._kinds: Numbered[DeviceKind] = Numbered()
         self._shapes: Numbered[Shape] = Numbered()
         self._classes: Numbered[NodeClass] = Numbered()
-        self._groups: dict[Group, dict[int, ClassNodes]] = {}  # of rows by class
-        self._sizes = Counter[int]()  # nodes by how many devices they have
-        self._homes: dict[DeviceUuid, str] = {}
-        # All homes of a UUID that has several, or that stands on its node several times.
+        self._groups: dict[EvidenceGroup, dict[int, ClassNodes]] = {}  # rows by class
+        self._sizes = Counter[int]()  # nodes by their number of devices
+        self._homes: dict[DeviceUuid, str] = {}  # the node of each device
+        # All nodes of a UUID that is on several nodes, or several times on one.
         self._disputed: dict[DeviceUuid, list[str]] = {}
         self._unhealthy: Counter[DeviceUuid] = Counter()
         self._held: dict[DeviceUuid, dict[int, ReservationId]] = {}
-        self._held_alone: set[DeviceUuid] = set()  # by somebody who did not ask to share
+        self._held_alone: set[DeviceUuid] = set()  # by a pod that did not ask to share
         self._mapped: Mapped = {}
         self._set_aside: dict[DeviceUuid, MapOwner] = {}
-        self._changes: list[tuple[datetime, str]] = []  # a heap: when which node's evidence changes by itself
-        self._topics: tuple[str, ...] = ()
+        self._changes: list[tuple[datetime, str]] = []  # a heap: when the evidence of a node changes by time alone
+        self._class_keys: tuple[str, ...] = ()  # the labels that distinguish classes
         self._class_nodes: Counter[int] = Counter()
         self._class_labels: dict[int, Labels] = {}
         self._label_uses: Counter[str] = Counter()
         self._gpu_types = {key: Counter[str]() for key in GPU_TYPE_LABELS}
         self._directories: dict[str, dict[str, NodeNames]] = {}
         self._kinds_serving: dict[tuple[frozenset[str], bool], frozenset[int]] = {}
-        self._kinds_known = 0  # how many kinds there were when that cache began
-        self._rooms: dict[tuple[frozenset[int], int], list[int]] = {}
+        self._kinds_known = 0  # the number of kinds at the start of that cache
+        self._spares: dict[tuple[frozenset[int], int], list[int]] = {}
         for key in ALWAYS_DIRECTORIES:
-            self._learn_directory(key)
+            self._add_directory(key)
 
-    def in_own_order(self, equals: Collection[Thing]) -> Iterator[Thing]:
-        """The same things; of the first few, another one first than elsewhere."""
+    def rotated(self, equals: Collection[Item]) -> Iterator[Item]:
+        """The same items, the first `SPREAD` rotated by the offset of this fleet."""
         first = list(islice(equals, SPREAD))
-        own = self._turn % len(first) if first else 0
+        own = self._offset % len(first) if first else 0
         return chain(first[own:], first[:own], islice(equals, SPREAD, None))
 
-    # What is learnt of nodes and devices.
+    # Nodes and devices.
 
     def put(self, node: Node, now: datetime) -> None:
-        """A node has come or changed."""
+        """Add or change a node."""
         known = self.indexed_nodes.get(node.name)
         if known is not None:
             if known.node == node:
@@ -120,7 +121,7 @@ class Fleet:
             self._mark_labelled(node.name)
 
     def remove(self, name: str) -> None:
-        """A node has gone. What is held of its devices stays held."""
+        """Remove a node. Reservations of its devices stay."""
         indexed = self.indexed_nodes.pop(name, None)
         if indexed is None:
             return
@@ -151,11 +152,11 @@ class Fleet:
                 self._place_again(home)
 
     def _forget(self, node: Node) -> None:
-        lessen(self._sizes, len(node.devices))
+        decrement(self._sizes, len(node.devices))
         for key in node.labels:
-            lessen(self._label_uses, key)
+            decrement(self._label_uses, key)
             if key in self._gpu_types:
-                lessen(self._gpu_types[key], node.labels[key])
+                decrement(self._gpu_types[key], node.labels[key])
         for key, directory in self._directories.items():
             value = node.labels.get(key, "")
             names = directory.get(value)
@@ -165,7 +166,7 @@ class Fleet:
                     del directory[value]
         for device in node.devices:
             if not device.is_healthy:
-                lessen(self._unhealthy, device.uuid)
+                decrement(self._unhealthy, device.uuid)
             self._forget_device(device.uuid, node.name)
 
     def _forget_device(self, uuid: DeviceUuid, name: str) -> None:
@@ -177,21 +178,20 @@ class Fleet:
         home = self._homes[uuid] = claimants[0]
         if len(claimants) == 1:
             del self._disputed[uuid]
-            if home != name:  # a second claimant has taken off what the home's maps had set aside
+            if home != name:  # the removal of the other node has cleared what maps set aside on this one
                 self._mark_again(self.indexed_nodes[home])
 
-    # What is learnt of evidence.
+    # Evidence.
 
-    def prove(self, name: str, evidence: Evidence | None, now: datetime) -> None:
-        """The word on a node's evidence has changed."""
+    def set_evidence(self, name: str, evidence: Evidence | None, now: datetime) -> None:
         indexed = self.indexed_nodes.get(name)
         if indexed is None or indexed.evidence == evidence:
             return
         indexed.evidence = evidence
-        self._judge(indexed, now)
+        self._update_state(indexed, now)
 
     def advance(self, now: datetime) -> None:
-        """Let time act on evidence: what ends by now has ended."""
+        """Update the states of evidence that begins or ends by `now`."""
         numbered = len(self._classes) + len(self._shapes) + len(self._kinds)
         if numbered > MAX_NUMBERED + 12 * len(self.indexed_nodes):
             self._place_all()
@@ -199,9 +199,9 @@ class Fleet:
             _, name = heapq.heappop(self._changes)
             indexed = self.indexed_nodes.get(name)
             if indexed is not None:
-                self._judge(indexed, now)
+                self._update_state(indexed, now)
 
-    def _judge(self, indexed: IndexedNode, now: datetime) -> None:
+    def _update_state(self, indexed: IndexedNode, now: datetime) -> None:
         self.changes += 1
         self.states[indexed.state] -= 1
         indexed.state = state_of(indexed.evidence, now)
@@ -211,29 +211,29 @@ class Fleet:
             heapq.heappush(self._changes, (moment, indexed.node.name))
         self._place(indexed)
 
-    # What is learnt of placement maps.
+    # Placement maps.
 
     def set_aside(self, mapped: Mapped, changed: Collection[str]) -> None:
-        """From now on these GPUs are for maps: by the nodes and names that the maps use; `changed` are the nodes of
-        whom something else is said than before."""
+        """Set these GPUs aside for maps, by the names in the maps; `changed` are the nodes whose GPUs differ from the
+        last call."""
         self._mapped = mapped
         self.changes += 1
-        for name in {one for node in changed for one in self.meant_by(node)}:
+        for name in {one for node in changed for one in self.nodes_for_map_name(node)}:
             self._mark_again(self.indexed_nodes[name])
 
     def _mark_set_aside(self, node: Node) -> None:
-        """By its own name, and by its label where that is no node's name: as a map is followed."""
+        """Maps name the node by its own name, or by its label if no node has that name."""
         self._forget_set_aside(node)
         label = node.labels.get(LOGICAL_NODE_LABEL, "")
         names = {node.name, "" if label in self.indexed_nodes else label}
-        said = [self._mapped[name] for name in names if name in self._mapped]
-        for device in node.devices if said else ():
-            keepers = [called[name] for called in said for name in device.names if name in called]
-            if keepers:
-                self._set_aside[device.uuid] = min(keepers)
+        mapped = [self._mapped[name] for name in names if name in self._mapped]
+        for device in node.devices if mapped else ():
+            owners = [by_name[name] for by_name in mapped for name in device.names if name in by_name]
+            if owners:
+                self._set_aside[device.uuid] = min(owners)
 
     def _mark_labelled(self, name: str) -> None:
-        """Nodes with this name as their label: it counts only while no node has the name."""
+        """Update the nodes with this name as their label. The label counts only while no node has the name."""
         for labelled in self.names_with(LOGICAL_NODE_LABEL, [name]) if name in self._mapped else ():
             self._mark_again(self.indexed_nodes[labelled])
 
@@ -245,7 +245,7 @@ class Fleet:
         for device in node.devices:
             self._set_aside.pop(device.uuid, None)
 
-    # What is learnt of reservations.
+    # Reservations.
 
     def hold(self, reservation: Reservation) -> None:
         self.changes += 1
@@ -284,32 +284,32 @@ class Fleet:
             self._place(indexed)
 
     def _place(self, indexed: IndexedNode) -> None:
-        """Put the node into the cells it now belongs to. The last group is the narrowest."""
-        groups: tuple[Group, ...] = ((indexed.state, None),)
+        """Move the node to its current groups. The last evidence group is the narrowest."""
+        groups: tuple[EvidenceGroup, ...] = ((indexed.state, None),)
         if indexed.state is EvidenceState.FRESH and indexed.evidence is not None:
             groups += ((indexed.state, indexed.evidence.hash),)
-        cell = NodeGroup(self._class_of(indexed.node), self._shape_of(indexed))
-        if (groups, cell) == (indexed.groups, indexed.cell):
+        node_group = NodeGroup(self._class_of(indexed.node), self._shape_of(indexed))
+        if (groups, node_group) == (indexed.evidence_groups, indexed.node_group):
             return
         self._leave(indexed)
-        self._enter(indexed, groups, cell)
+        self._enter(indexed, groups, node_group)
 
-    def _enter(self, indexed: IndexedNode, groups: tuple[Group, ...], cell: NodeGroup) -> None:
-        indexed.groups, indexed.cell = groups, cell
-        self._class_nodes[cell.node_class] += 1
+    def _enter(self, indexed: IndexedNode, groups: tuple[EvidenceGroup, ...], node_group: NodeGroup) -> None:
+        indexed.evidence_groups, indexed.node_group = groups, node_group
+        self._class_nodes[node_group.node_class] += 1
         for group in groups:
             rows = self._groups.setdefault(group, {})
-            row = rows.get(cell.node_class)
+            row = rows.get(node_group.node_class)
             if row is None:
-                row = rows[cell.node_class] = ClassNodes()
-            row.add(cell.shape, indexed.node.name)
+                row = rows[node_group.node_class] = ClassNodes()
+            row.add(node_group.shape, indexed.node.name)
             indexed.row = row
 
     def _leave(self, indexed: IndexedNode) -> None:
-        if indexed.groups:
-            lessen(self._class_nodes, indexed.cell.node_class)
-        node_class, shape = indexed.cell
-        for group in indexed.groups:
+        if indexed.evidence_groups:
+            decrement(self._class_nodes, indexed.node_group.node_class)
+        node_class, shape = indexed.node_group
+        for group in indexed.evidence_groups:
             rows = self._groups[group]
             rows[node_class].remove(shape, indexed.node.name)
             if not rows[node_class].count:
@@ -318,7 +318,7 @@ class Fleet:
                 del self._groups[group]
 
     def _class_of(self, node: Node) -> int:
-        labels = tuple((topic, node.labels[topic]) for topic in self._topics if topic in node.labels)
+        labels = tuple((key, node.labels[key]) for key in self._class_keys if key in node.labels)
         return self._classes.number(NodeClass(node.is_ready, node.is_cordoned, node.taints, labels))
 
     def _shape_of(self, indexed: IndexedNode) -> int:
@@ -333,7 +333,7 @@ class Fleet:
         return self._kinds.number(DeviceKind(device.labels, device.is_shared))
 
     def is_available(self, device: Device) -> bool:
-        """Healthy, undisputed, and with a slot that nobody holds."""
+        """Healthy, on one node only, and with a free slot."""
         return (
             device.is_healthy
             and device.uuid not in self._disputed
@@ -342,25 +342,24 @@ class Fleet:
         )
 
     def is_offered(self, device: Device) -> bool:
-        """Available, and set aside for no placement map: to a claim that comes by none."""
+        """Available to a claim without a placement map: no map has set it aside."""
         return device.uuid not in self._set_aside and self.is_available(device)
 
-    def is_kept_from(self, device: Device, of_set: SetId | None) -> bool:
-        """Whether it is for the map of another StatefulSet than this one."""
-        keeper = self._set_aside.get(device.uuid)
-        return keeper is not None and keeper.set != of_set
+    def is_set_aside_for_other(self, device: Device, of_set: SetId | None) -> bool:
+        """Whether it is set aside for the map of another StatefulSet."""
+        owner = self._set_aside.get(device.uuid)
+        return owner is not None and owner.set != of_set
 
     @property
     def set_aside_devices(self) -> KeysView[DeviceUuid]:
-        """Those that a placement map keeps."""
         return self._set_aside.keys()
 
     def may_be_offered(self, device: Device) -> bool:
-        """Whether it is offered once nobody holds it."""
+        """Whether it is offered once no reservation holds it."""
         return device.uuid not in self._set_aside and not self.is_quarantined(device.uuid)
 
     def is_quarantined(self, uuid: DeviceUuid) -> bool:
-        """Unhealthy, vanished, or the same UUID on two nodes."""
+        """Unhealthy, vanished, or on two nodes with the same UUID."""
         return uuid in self._unhealthy or uuid in self._disputed or uuid not in self._homes
 
     @property
@@ -369,40 +368,40 @@ class Fleet:
 
     @property
     def held_devices(self) -> KeysView[DeviceUuid]:
-        """Those with a slot that somebody holds, known to the inventory or not."""
+        """The devices with a held slot, whether the inventory has them or not."""
         return self._held.keys()
 
     @property
     def quarantined_devices(self) -> set[DeviceUuid]:
-        """Those that the inventory knows and nobody can be given."""
+        """The devices in the inventory that no claim can get."""
         return self._unhealthy.keys() | self._disputed.keys()
 
     @property
     def most_devices(self) -> int:
-        """The most that any one node has, whatever they are."""
+        """The largest number of devices on one node, of any kind."""
         return max(self._sizes, default=0)
 
     def claimants(self, uuid: DeviceUuid) -> tuple[str, ...]:
-        """The nodes that say they have it, if there are several."""
+        """The nodes that list the device, if there are several."""
         return tuple(dict.fromkeys(self._disputed.get(uuid, ())))
 
-    def places_of(self, uuid: DeviceUuid) -> Sequence[str]:
-        """Its nodes, each as often as it stands there."""
+    def nodes_with_device(self, uuid: DeviceUuid) -> Sequence[str]:
+        """The nodes that list the device, each as often as it does."""
         home = self._homes.get(uuid)
         return () if home is None else self._disputed.get(uuid) or (home,)
 
     def size_of(self, shape: int) -> int:
-        """How many devices a node of that shape has."""
+        """The number of devices of a node with that shape."""
         return sum(stock.total for stock in self._shapes[shape])
 
-    def home_of(self, uuid: DeviceUuid) -> str | None:
+    def node_of_device(self, uuid: DeviceUuid) -> str | None:
         return self._homes.get(uuid)
 
-    # What decisions ask.
+    # For decisions.
 
     @property
     def proven_hashes(self) -> dict[str, int]:
-        """The hashes of fresh evidence, and how many nodes have proven each."""
+        """The hashes of fresh evidence, and the number of nodes for each."""
         return {
             digest: sum(row.count for row in rows.values())
             for (_, digest), rows in self._groups.items()
@@ -411,12 +410,12 @@ class Fleet:
 
     @property
     def device_labels(self) -> set[str]:
-        """All labels that devices have."""
+        """All labels of devices."""
         rows = (row for (_, digest), by_class in self._groups.items() if digest is None for row in by_class.values())
         stocks = (stock for row in rows for shape in row.shapes for stock in self._shapes[shape])
         return {label for stock in stocks for label in self._kinds[stock.kind].labels}
 
-    def rows(self, group: Group) -> Mapping[int, ClassNodes]:
+    def rows(self, group: EvidenceGroup) -> Mapping[int, ClassNodes]:
         """The nodes of a group, by class."""
         return self._groups.get(group, {})
 
@@ -431,24 +430,24 @@ class Fleet:
 
     @property
     def cell_count(self) -> int:
-        """What a decision's cost goes by."""
+        """The number of groups that a decision may visit."""
         return sum(len(row.shapes) for rows in self._groups.values() for row in rows.values())
 
-    def room(self, kinds: frozenset[int], count: int) -> list[int]:
-        """By shape: how many devices of these kinds would stay free, or what there are too few of."""
-        answers = self._rooms.get((kinds, count))
+    def spare_by_shape(self, kinds: frozenset[int], count: int) -> list[int]:
+        """By shape: the number of devices of these kinds that would stay free, or `FEWER_MATCHING` or `FEWER_FREE`."""
+        answers = self._spares.get((kinds, count))
         if answers is None:
-            if len(self._rooms) >= MAX_CACHED_ROOMS:
-                self._rooms.clear()
-            answers = self._rooms[kinds, count] = []
+            if len(self._spares) >= MAX_CACHED_SPARES:
+                self._spares.clear()
+            answers = self._spares[kinds, count] = []
         for number in range(len(answers), len(self._shapes)):
-            answers.append(room_on(self._shapes[number], kinds, count))
+            answers.append(spare_devices(self._shapes[number], kinds, count))
         return answers
 
     def kinds_serving(self, requirements: frozenset[str], *, is_shared: bool) -> frozenset[int]:
-        """The kinds of device that have all the labels asked for."""
-        question = (requirements, is_shared)
-        answer = self._kinds_serving.get(question)
+        """The kinds of device with all the required labels."""
+        key = (requirements, is_shared)
+        answer = self._kinds_serving.get(key)
         if answer is None or len(self._kinds) != self._kinds_known:
             if len(self._kinds) != self._kinds_known or len(self._kinds_serving) >= MAX_CACHED_REQUIREMENTS:
                 self._kinds_serving.clear()
@@ -458,25 +457,25 @@ class Fleet:
                 for number, kind in enumerate(self._kinds)
                 if requirements <= kind.labels and kind.is_shared == is_shared
             )
-            self._kinds_serving[question] = answer
+            self._kinds_serving[key] = answer
         return answer
 
-    def learn(self, asked: NodesAsked) -> frozenset[str]:
-        """Make the labels that a claim asks about part of the index, once for each label.
+    def index_labels(self, asked: NodesAsked) -> frozenset[str]:
+        """Add the labels by which a claim selects to the index, once for each label.
 
-        Returns those that are not: their values are as good as node names, so they have directories instead.
+        Returns those with a directory instead: their values identify nodes.
         """
-        unknown = [k for k in asked.keys if k not in self._topics and k not in self._directories]
-        new_topics = [key for key in unknown if self._label_uses[key] and not self._learn_directory(key)]
-        if new_topics:
-            self._topics += tuple(new_topics)
+        unknown = [k for k in asked.keys if k not in self._class_keys and k not in self._directories]
+        new_keys = [key for key in unknown if self._label_uses[key] and not self._add_directory(key)]
+        if new_keys:
+            self._class_keys += tuple(new_keys)
             self._class_all()
-        while len(self._class_nodes) > MAX_CLASSES and self._topics:
+        while len(self._class_nodes) > MAX_CLASSES and self._class_keys:
             self._demote()
         return frozenset(k for k in asked.keys if k in self._directories)
 
-    def _learn_directory(self, key: str) -> bool:
-        """Keep a directory for a label with many values; False if it has few."""
+    def _add_directory(self, key: str) -> bool:
+        """Add a directory for a label with many values; False if it has few."""
         directory = self._directory_of(key)
         if len(directory) <= MAX_CLASS_VALUES and key not in ALWAYS_DIRECTORIES:
             return False
@@ -491,48 +490,49 @@ class Fleet:
         return directory
 
     def _demote(self) -> None:
-        """The label that splits the nodes most becomes one with a directory."""
-        directories = {topic: self._directory_of(topic) for topic in self._topics}
-        key = max(directories, key=lambda topic: len(directories[topic]))
-        self._directories[key] = directories[key]
-        self._topics = tuple(topic for topic in self._topics if topic != key)
+        """Replace the class label with the most values by a directory."""
+        directories = {key: self._directory_of(key) for key in self._class_keys}
+        largest = max(directories, key=lambda key: len(directories[key]))
+        self._directories[largest] = directories[largest]
+        self._class_keys = tuple(key for key in self._class_keys if key != largest)
         self._class_all()
 
     def _class_all(self) -> None:
-        """Other labels count now: every node's class anew, its shape stays."""
+        """Compute the class of every node again, after a change of the class labels. Shapes stay."""
         self._groups, self._class_nodes = {}, Counter()
         self._classes, self._class_labels = Numbered(), {}
         for indexed in self.indexed_nodes.values():
-            self._enter(indexed, indexed.groups, NodeGroup(self._class_of(indexed.node), indexed.cell.shape))
+            self._enter(
+                indexed, indexed.evidence_groups, NodeGroup(self._class_of(indexed.node), indexed.node_group.shape)
+            )
 
     def _place_all(self) -> None:
-        """Everything anew, without the classes and shapes that no node has any more."""
+        """Build the index again, without the classes and shapes that no node has any more."""
         self._groups, self._class_nodes = {}, Counter()
         self._classes, self._shapes, self._kinds = Numbered(), Numbered(), Numbered()
         self._class_labels = {}
-        self._kinds_serving, self._kinds_known, self._rooms = {}, 0, {}
+        self._kinds_serving, self._kinds_known, self._spares = {}, 0, {}
         for indexed in self.indexed_nodes.values():
-            indexed.groups, indexed.kinds = (), tuple(map(self.kind_of, indexed.node.devices))
+            indexed.evidence_groups, indexed.kinds = (), tuple(map(self.kind_of, indexed.node.devices))
             self._place(indexed)
 
     @property
     def gpu_types(self) -> Mapping[str, Mapping[str, int]]:
-        """By label: the models that nodes say they have, and how many nodes say so."""
+        """By label: the GPU models of the nodes, and the number of nodes for each."""
         return self._gpu_types
 
-    def meant_by(self, name: str) -> list[str]:
-        """The nodes that a placement map means by a name: the node of that name, else those with it as their label."""
+    def nodes_for_map_name(self, name: str) -> list[str]:
+        """The nodes for a name in a placement map: the node of that name, else the nodes with it as their label."""
         return [name] if name in self.indexed_nodes else self.names_with(LOGICAL_NODE_LABEL, [name])
 
     def disputed_names(self) -> Iterator[tuple[str, list[str]]]:
-        """Logical names that lead to no one node: several nodes have them as their label, or another node as its
-        name."""
+        """Logical names that do not identify one node: several nodes have the label, or another node has the name."""
         for name, labelled in self._directories[LOGICAL_NODE_LABEL].items():
             claimants = {*labelled, name} if name in self.indexed_nodes else labelled.keys()
             if len(claimants) > 1:
                 yield name, sorted(claimants)
 
     def names_with(self, key: str, values: Iterable[str]) -> list[str]:
-        """The nodes whose label has one of the values, from the directory."""
+        """The nodes whose label has one of the values. The label has a directory."""
         directory = self._directories[key]
         return [name for value in sorted(values) for name in directory.get(value, ())]

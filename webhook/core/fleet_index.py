@@ -1,4 +1,4 @@
-"""The parts of the fleet's index: kinds of devices, shapes and classes of nodes, and the rows that they stand in."""
+"""The parts of the fleet's index: kinds of devices, shapes and classes of nodes, and rows of nodes by class."""
 
 from collections import Counter
 from collections.abc import Hashable, Iterator
@@ -10,11 +10,11 @@ from webhook.core.device import Node, Taint
 from webhook.core.evidence import Evidence, EvidenceState
 from webhook.core.nodes_asked import Labels
 
-Thing = TypeVar("Thing", bound=Hashable)
+Item = TypeVar("Item", bound=Hashable)
 
 
 class DeviceKind(NamedTuple):
-    """All that a claim can ask of a device."""
+    """The properties by which claims select devices."""
 
     labels: frozenset[str]
     is_shared: bool
@@ -33,7 +33,7 @@ Shape = tuple[DeviceStock, ...]
 
 @frozen
 class NodeClass:
-    """All that the claims so far can ask of a node's conditions and labels."""
+    """The conditions of a node, and the labels by which claims have selected so far."""
 
     is_ready: bool
     is_cordoned: bool
@@ -42,23 +42,23 @@ class NodeClass:
 
 
 class NodeGroup(NamedTuple):
-    """Which class and shape the nodes of a cell have."""
+    """A group of nodes: their class and their shape."""
 
     node_class: int
     shape: int
 
 
-# A state of evidence; and for fresh evidence, its hash too.
-Group = tuple[EvidenceState, str | None]
-NodeNames = dict[str, None]  # in the order of their coming
+# A state of evidence, and the hash if it is fresh.
+EvidenceGroup = tuple[EvidenceState, str | None]
+NodeNames = dict[str, None]  # an ordered set
 
-# What `room` says of a shape that cannot serve: too few devices that match, or too few of them free.
+# Values of `spare_devices` for shapes that cannot serve: too few devices match, or too few of them are free.
 FEWER_MATCHING = -2
 FEWER_FREE = -1
 
 
 class ClassNodes:
-    """The nodes of a group that share a class: how many, and which ones of each shape."""
+    """The nodes of one class in an evidence group: their number, and their names by shape."""
 
     __slots__ = ("count", "shapes")
 
@@ -80,46 +80,46 @@ class ClassNodes:
 
 @define(eq=False)
 class IndexedNode:
-    """One node and its place in the index."""
+    """One node and its position in the index."""
 
     node: Node
     evidence: Evidence | None
     state: EvidenceState
-    groups: tuple[Group, ...]
-    cell: NodeGroup
+    evidence_groups: tuple[EvidenceGroup, ...]
+    node_group: NodeGroup
     kinds: tuple[int, ...] = ()  # of its devices, in their order
-    row: ClassNodes = field(factory=ClassNodes)  # of the narrowest of its groups
+    row: ClassNodes = field(factory=ClassNodes)  # of its narrowest evidence group
 
     @property
     def labels(self) -> Labels:
         return self.node.labels
 
 
-class Numbered(Generic[Thing]):
-    """Small numbers for large values, the same number for equal ones."""
+class Numbered(Generic[Item]):
+    """Consecutive numbers for values; equal values have the same number."""
 
     def __init__(self) -> None:
-        self._numbers: dict[Thing, int] = {}
-        self._things: list[Thing] = []
+        self._numbers: dict[Item, int] = {}
+        self._items: list[Item] = []
 
-    def number(self, thing: Thing) -> int:
-        number = self._numbers.get(thing)
+    def number(self, item: Item) -> int:
+        number = self._numbers.get(item)
         if number is None:
-            number = self._numbers[thing] = len(self._things)
-            self._things.append(thing)
+            number = self._numbers[item] = len(self._items)
+            self._items.append(item)
         return number
 
-    def __getitem__(self, number: int) -> Thing:
-        return self._things[number]
+    def __getitem__(self, number: int) -> Item:
+        return self._items[number]
 
     def __len__(self) -> int:
-        return len(self._things)
+        return len(self._items)
 
-    def __iter__(self) -> Iterator[Thing]:
-        return iter(self._things)
+    def __iter__(self) -> Iterator[Item]:
+        return iter(self._items)
 
 
-def room_on(shape: Shape, kinds: frozenset[int], count: int) -> int:
+def spare_devices(shape: Shape, kinds: frozenset[int], count: int) -> int:
     free = total = 0
     for stock in shape:
         if stock.kind in kinds:
@@ -128,8 +128,8 @@ def room_on(shape: Shape, kinds: frozenset[int], count: int) -> int:
     return FEWER_MATCHING if total < count else FEWER_FREE if free < count else free - count
 
 
-def lessen(counter: Counter[Thing], thing: Thing) -> None:
-    """One less; what counts none is not kept."""
-    counter[thing] -= 1
-    if not counter[thing]:
-        del counter[thing]
+def decrement(counter: Counter[Item], item: Item) -> None:
+    """Count one less. Items that count 0 are deleted."""
+    counter[item] -= 1
+    if not counter[item]:
+        del counter[item]

@@ -1,4 +1,4 @@
-"""The placement map: which ordinal of a StatefulSet gets which GPUs of which node, one line each."""
+"""The placement map: the node and GPUs for each ordinal of a StatefulSet, one line each."""
 
 import re
 from collections.abc import Container, Mapping
@@ -12,8 +12,8 @@ from webhook.core.names import is_label_name
 
 MAX_LINES = 10_000
 MAX_MISTAKES = 50
-# All pods of a set have the same map, and each is reviewed several times.
-MAPS_KEPT = 8
+# All pods of a StatefulSet have the same map, and each pod is reviewed several times.
+CACHED_MAPS = 8
 
 ORDINAL = re.compile(r"[0-9]{1,64}")
 GPU_TOKEN = re.compile(r"[0-9]{1,20}|(GPU|MIG)-[A-Za-z0-9._/-]{1,128}")
@@ -21,7 +21,7 @@ GPU_TOKEN = re.compile(r"[0-9]{1,20}|(GPU|MIG)-[A-Za-z0-9._/-]{1,128}")
 
 @frozen(order=True)
 class SetId:
-    """Which StatefulSet. A pod may write any uid into its owner references; the namespace is its own."""
+    """Identifies a StatefulSet. A pod can name any uid in its owner references, so its namespace is part of it."""
 
     uid: str
     namespace: str
@@ -29,40 +29,40 @@ class SetId:
 
 @frozen(order=True)
 class MapOwner:
-    """A StatefulSet whose map names a GPU. Of several, the oldest keeps it."""
+    """A StatefulSet whose map names a GPU. If several do, the GPU is set aside for the oldest."""
 
     created: str
     set: SetId
 
 
-# By node as maps have it: GPUs as they call them, and who keeps each.
+# The owner of each GPU, by the names of node and GPU in the maps.
 Mapped = Mapping[str, Mapping[str, MapOwner]]
 
 
 @frozen
 class MapEntry:
-    """One ordinal's place: a logical or real node name, and GPUs by index, serial or UUID."""
+    """The line of one ordinal: a logical or real node name, and GPUs by index, serial number or UUID."""
 
     node: str
     gpus: tuple[str, ...]
 
 
 class MapLineError(Exception):
-    """One line of the map that cannot be read; `code` is the class of the mistake."""
+    """One invalid line of the map; `code` is the class of the mistake."""
 
     def __init__(self, code: str, text: str) -> None:
         super().__init__(text)
         self.code = code
 
 
-@lru_cache(MAPS_KEPT)
+@lru_cache(CACHED_MAPS)
 def parse_map(text: str) -> Mapping[int, MapEntry]:
-    """The whole map, or `InvalidPodError` that names every bad line."""
+    """The whole map. Raises `InvalidPodError` with every invalid line."""
     entries: dict[int, MapEntry] = {}
     mistakes: list[str] = []
     lines = text.removesuffix("\n").split("\n")
     if len(lines) > MAX_LINES:
-        raise InvalidPodError(f"the map has {len(lines)} lines, {MAX_LINES} are read")
+        raise InvalidPodError(f"the map has {len(lines)} lines; the maximum is {MAX_LINES}")
     for number, line in enumerate(lines, start=1):
         try:
             entries |= parse_line(line.removesuffix("\r").strip(" \t"), entries)
@@ -73,12 +73,12 @@ def parse_map(text: str) -> Mapping[int, MapEntry]:
         more = (f"and {rest} more lines",) if rest > 0 else ()
         raise InvalidPodError(*mistakes[:MAX_MISTAKES], *more)
     if not entries:
-        raise InvalidPodError("empty-map: the map names no ordinal")
+        raise InvalidPodError("empty-map: the map has no entry")
     return MappingProxyType(entries)
 
 
 def parse_line(line: str, earlier: Container[int]) -> dict[int, MapEntry]:
-    """The line's entry, of which blank lines and comments have none."""
+    """The entry of a line. Blank lines and comments have none."""
     if not line or line.startswith("#"):
         return {}
     left, equals, right = line.partition("=")
@@ -94,16 +94,16 @@ def parse_line(line: str, earlier: Container[int]) -> dict[int, MapEntry]:
     if not is_label_name(node):
         raise MapLineError("node", f"{node[:70]!r} is not a node name")
     if int(ordinal) in earlier:
-        raise MapLineError("duplicate-ordinal", f"ordinal {int(ordinal)} stands on an earlier line too")
+        raise MapLineError("duplicate-ordinal", f"ordinal {int(ordinal)} is on an earlier line too")
     return {int(ordinal): MapEntry(node, parse_gpus(gpus))}
 
 
 def parse_gpus(text: str) -> tuple[str, ...]:
-    """The GPU list behind the colon."""
+    """The GPU list after the colon."""
     gpus = tuple(part.strip(" \t") for part in text.split(","))
     for gpu in gpus:
         if not GPU_TOKEN.fullmatch(gpu):
             raise MapLineError("gpu-list", f"{gpu[:40]!r} is neither an index, a serial number nor a UUID")
     if len(set(gpus)) < len(gpus):
-        raise MapLineError("gpu-list", "a GPU stands twice")
+        raise MapLineError("gpu-list", "a GPU is listed twice")
     return gpus

@@ -1,5 +1,5 @@
-"""Hints: what a pod says of its work, what a scorer advises, and how both change the pod. A hint is never a promise:
-whatever could make a pod invalid, or keep it from every node, is left out and said.
+"""Hints: the features of a pod's workload, the advice of a scorer, and the changes that both make to the pod. Hints are
+best effort: a hint that would make the pod invalid, or exclude every node, is dropped with a warning.
 """
 
 import math
@@ -21,27 +21,27 @@ from webhook.core.nodes_asked import Labels
 from webhook.core.pod import Metadata, Pod, Toleration, WireStruct
 from webhook.core.raw import Raw
 
-# What a pod that asks for a GPU and does not say how much memory is taken to need.
+# The memory of a pod that asks for a GPU and names no amount.
 DEFAULT_MEMORY_GB = 40.0
 DEFAULT_TENANT = "default"
 DECIMAL = re.compile(r"[+-]?(\d{1,30}(\.\d{0,30})?|\.\d{1,30})([eE][+-]?\d{1,3})?", re.ASCII)
 INTEGER = re.compile(r"\+?\d{1,9}", re.ASCII)
-# What one feature may be long; more is no name of a job or a team.
+# The longest feature. A longer text is not the name of a job or a team.
 MAX_FEATURE = 253
 
 MAX_SECONDS = 2**31
 EFFECTS = ("", "NoSchedule", "PreferNoSchedule", "NoExecute")
 
-# Another webhook's change brings a pod back within a request's life; older hints in it are another pod's.
+# A reinvocation after another webhook's change comes within the same request. Older hints are those of another pod.
 SAME_CREATION = timedelta(seconds=60)
 
 
-# What a pod says of its work.
+# Features of a pod.
 
 
 @frozen
 class Features:
-    """What a scorer is told of a pod."""
+    """The input of a scorer for one pod."""
 
     job_type: str
     tenant: str = DEFAULT_TENANT
@@ -51,27 +51,27 @@ class Features:
 
 
 def features_of(pod: Pod) -> Features | None:
-    """None if it does not say what it does. What cannot be read is left out, with a warning."""
+    """None if the pod names no job type. Invalid features are left out, with a warning."""
     job_type = pod.annotations.get(keys.JOB_TYPE)
     if not job_type or len(job_type) > MAX_FEATURE:
         return None
     memory, batch = pod.annotations.get(keys.GPU_MEMORY), pod.annotations.get(keys.BATCH_SIZE)
     tenant = pod.annotations.get(keys.TENANT) or DEFAULT_TENANT
-    gigabytes, size = amount_in(memory), whole_in(batch)
+    gigabytes, size = parse_amount(memory), parse_integer(batch)
     warnings = []
     if memory is not None and gigabytes is None:
-        warnings.append(f"annotation {keys.GPU_MEMORY}: {memory[:40]!r} is not a number of gigabytes; it is left out")
+        warnings.append(f"annotation {keys.GPU_MEMORY}: {memory[:40]!r} is not a number of gigabytes; it is ignored")
     if batch is not None and size is None:
-        warnings.append(f"annotation {keys.BATCH_SIZE}: {batch[:40]!r} is not a whole number; it is left out")
+        warnings.append(f"annotation {keys.BATCH_SIZE}: {batch[:40]!r} is not a whole number; it is ignored")
     if len(tenant) > MAX_FEATURE:
-        warnings.append(f"annotation {keys.TENANT} is too long; it is left out")
+        warnings.append(f"annotation {keys.TENANT} is too long; it is ignored")
         tenant = DEFAULT_TENANT
     if gigabytes is None and requests_gpus(pod):
         gigabytes = DEFAULT_MEMORY_GB
     return Features(job_type, tenant, gigabytes, size, tuple(warnings))
 
 
-def amount_in(text: str | None) -> float | None:
+def parse_amount(text: str | None) -> float | None:
     """A finite number that is not negative."""
     if text is None or not DECIMAL.fullmatch(text.strip()):
         return None
@@ -79,13 +79,12 @@ def amount_in(text: str | None) -> float | None:
     return number if math.isfinite(number) and not math.copysign(1, number) < 0 else None
 
 
-def whole_in(text: str | None) -> int | None:
+def parse_integer(text: str | None) -> int | None:
     return int(text) if text is not None and INTEGER.fullmatch(text.strip()) else None
 
 
 def requests_gpus(pod: Pod) -> bool:
-    """Whether a container requests a resource that is called something with `gpu`. Limits alone do not count, nor do
-    init containers."""
+    """Whether a container requests a resource with `gpu` in its name. Limits alone and init containers do not count."""
     for container in pod.body.containers or ():
         requests = container.resources.requests if container.resources else None
         if any("gpu" in name.lower() and amount not in (None, 0, "0", "") for name, amount in (requests or {}).items()):
@@ -93,23 +92,23 @@ def requests_gpus(pod: Pod) -> bool:
     return False
 
 
-def is_to_be_scored(pod: Pod, claim: Claim | None) -> bool:
-    """Only what gets a GPU: a hint could keep any other pod from every node it may run on."""
+def should_score(pod: Pod, claim: Claim | None) -> bool:
+    """Only pods that get a GPU are scored: a hint could exclude every node that another pod may run on."""
     return requests_gpus(pod) or bool(claim and claim.count)
 
 
 def was_hinted(pod: Pod, now: datetime) -> bool:
-    """Whether this is the pod of a moment ago, brought back by another webhook's change: its hints stay as they are."""
+    """Whether this is a reinvocation for the same pod, after another webhook's change. Its hints stay as they are."""
     text = pod.annotations.get(keys.DECISION_TIMESTAMP.name) or ""
     return text.isdecimal() and len(text) < 12 and abs(now.timestamp() - int(text)) < SAME_CREATION.total_seconds()
 
 
-# What a scorer advises.
+# Advice of a scorer.
 
 
 @frozen
 class Bucket:
-    """Scores from here on get this priority class."""
+    """Scores from `min_score` on get this priority class."""
 
     min_score: float
     priority_class: str
@@ -131,7 +130,7 @@ def class_for(score: float, buckets: Iterable[Bucket]) -> str:
 
 @frozen
 class Advice:
-    """A scorer's answer, well formed and not yet trusted."""
+    """A scorer's answer: well formed, not checked against the pod and the cluster."""
 
     score: float = 50
     selector: tuple[tuple[str, str], ...] = ()
@@ -141,7 +140,7 @@ class Advice:
 
     @property
     def chosen_gpu(self) -> str:
-        """Scorers that answer figures only say it in their selector."""
+        """The chosen model. Some scorers name it in their selector only."""
         by_label = (value for key in keys.GPU_TYPE_LABELS for name, value in self.selector if name == key)
         return self.chosen or next(by_label, "unknown")
 
@@ -152,7 +151,7 @@ class Advice:
 
 @frozen
 class Hints:
-    """What becomes of advice on one pod; `warnings` say what was left out."""
+    """The changes to one pod that follow from advice; `warnings` name what was left out."""
 
     job_type: str
     score: str
@@ -164,22 +163,22 @@ class Hints:
     avoid: tuple[str, ...] = ()
     warnings: tuple[str, ...] = field(default=(), eq=False)
 
-    def wished(self, claim: Claim) -> Claim:
-        """The claim of a pod that tolerates what the hints add, and would rather be on the nodes that they select."""
+    def applied_to(self, claim: Claim) -> Claim:
+        """The claim with the tolerations of the hints. It prefers the nodes that they select."""
         own = dict(claim.nodes.selector)
         selector = (*claim.nodes.selector, *((key, value) for key, value in self.selector if key not in own))
         nodes = evolve(claim.nodes, tolerations=(*claim.nodes.tolerations, *self.tolerations))
         return evolve(claim, nodes=nodes, preferred=evolve(nodes, selector=selector) if self.selector else None)
 
-    def on_nodes_with(self, *nodes: Labels) -> "Hints":
-        """Without the selector, if it would keep the pod from a node that was found for it."""
+    def fitted_to_nodes(self, *nodes: Labels) -> "Hints":
+        """The hints without the selector, if it would exclude a node that was chosen for the pod."""
         if all(labels.get(key) == value for labels in nodes for key, value in self.selector):
             return self
         wanted = ", ".join(f"{key}={value}" for key, value in self.selector)
-        return self._without_selector(f"no node with {wanted} can serve the pod: it is placed without that hint")
+        return self._without_selector(f"no node with {wanted} can serve the pod: the hint is ignored")
 
-    def while_waiting(self) -> "Hints":
-        """For a pod whose node is found later: the hint must not be what it waits for."""
+    def for_queued_pod(self) -> "Hints":
+        """The hints without the selector: the pod must not wait for a preferred node."""
         return evolve(self, selector=())
 
     def _without_selector(self, why: str) -> "Hints":
@@ -191,18 +190,18 @@ class Hints:
 
 @frozen
 class HintContext:
-    """What a hint may refer to."""
+    """The objects of the cluster to which a hint may refer."""
 
     gpu_types: Mapping[str, Mapping[str, int]]
     buckets: Sequence[Bucket] = DEFAULT_BUCKETS
-    # None: every name is taken for a class.
+    # The existing priority classes; None: not known, so every name is accepted.
     classes: frozenset[str] | None = None
-    # The class that pods get that name none: having it is not to have chosen it.
+    # Pods that name no class get this one, so a pod with it has not chosen a class.
     default_class: str | None = None
 
 
-def hints_of(advice: Advice, features: Features, pod: Pod, around: HintContext, now: datetime) -> Hints:
-    reading = AdviceReader(advice, features, pod, around)
+def hints_of(advice: Advice, features: Features, pod: Pod, context: HintContext, now: datetime) -> Hints:
+    reading = AdviceReader(advice, features, pod, context)
     selector, tolerations = tuple(reading.selector()), tuple(reading.tolerations())
     return Hints(
         job_type=features.job_type,
@@ -218,47 +217,48 @@ def hints_of(advice: Advice, features: Features, pod: Pod, around: HintContext, 
 
 
 class AdviceReader:
-    """One answer against one pod and what there is in the cluster."""
+    """Checks a scorer's advice against the pod and the cluster."""
 
-    def __init__(self, advice: Advice, features: Features, pod: Pod, around: HintContext) -> None:
+    def __init__(self, advice: Advice, features: Features, pod: Pod, context: HintContext) -> None:
         self.advice = advice
         self.pod = pod
-        self.around = around
+        self.context = context
         self.warnings: list[str] = list(features.warnings)
         if not is_label_value(features.job_type):
             self.warnings.append(
-                f"{keys.JOB_TYPE}: {features.job_type[:63]!r} cannot be a label, so other pods cannot avoid this one"
+                f"{keys.JOB_TYPE}: {features.job_type[:63]!r} is not a valid label value, so other pods cannot avoid "
+                "this one"
             )
 
     def priority_class(self) -> str | None:
-        if self.pod.body.priority_class_name not in (None, "", self.around.default_class):
+        if self.pod.body.priority_class_name not in (None, "", self.context.default_class):
             return None
-        name = class_for(self.advice.score, self.around.buckets)
-        if self.around.classes is None or name in self.around.classes:
+        name = class_for(self.advice.score, self.context.buckets)
+        if self.context.classes is None or name in self.context.classes:
             return name
-        self.warnings.append(f"there is no PriorityClass {name}: the pod goes on without it")
+        self.warnings.append(f"PriorityClass {name} does not exist: the pod gets none")
         return None
 
     def selector(self) -> Iterator[tuple[str, str]]:
         if self.pod.body.node_name:
-            return  # it is on its node already, and a kubelet would turn it away
+            return  # the node is fixed, and the kubelet would reject the pod
         own = self.pod.body.node_selector or {}
         for asked, value in self.advice.selector:
             key = self._key_for(asked, value)
             if key is None:
-                self.warnings.append(f"no node has {asked}={value}, which the scorer chose: it is left out")
+                self.warnings.append(f"no node has the label {asked}={value} that the scorer chose: it is ignored")
             elif own.get(key, value) != value:
-                self.warnings.append(f"nodeSelector {key}={own[key]} stays; the scorer would have {value}")
+                self.warnings.append(f"nodeSelector {key}={own[key]} is kept; the scorer chose {value}")
             elif not is_label_key(key) or not is_label_value(value):
-                self.warnings.append(f"{key}={value} is no label: it is left out")
+                self.warnings.append(f"{key}={value} is not a valid label: it is ignored")
             else:
                 yield key, value
 
     def _key_for(self, asked: str, value: str) -> str | None:
-        """A model is selected by the label that nodes say it with, whichever one the scorer knows."""
+        """The label that nodes use for the model, which may not be the one that the scorer uses."""
         if asked not in keys.GPU_TYPE_LABELS:
             return asked
-        known = {key: types.get(value, 0) for key, types in self.around.gpu_types.items()}
+        known = {key: types.get(value, 0) for key, types in self.context.gpu_types.items()}
         best = max(known, key=lambda key: known[key], default=None)
         return best if best is not None and known[best] else None
 
@@ -266,7 +266,7 @@ class AdviceReader:
         own = self.pod.body.tolerations or []
         for one in dict.fromkeys(self.advice.tolerations):
             if not is_valid(one):
-                self.warnings.append(f"a toleration of {(one.key or 'everything')[:63]} is not valid: it is left out")
+                self.warnings.append(f"a toleration of {(one.key or 'everything')[:63]} is not valid: it is ignored")
             elif one not in own:
                 yield one
 
@@ -275,11 +275,13 @@ class AdviceReader:
             if job_type and is_label_value(job_type):
                 yield job_type
             else:
-                self.warnings.append(f"{job_type[:63]!r} cannot be a label, so no pod of that kind can be avoided")
+                self.warnings.append(
+                    f"{job_type[:63]!r} is not a valid label value, so pods of that job type cannot be avoided"
+                )
 
 
 def is_valid(one: Toleration) -> bool:
-    """By Kubernetes' rules for tolerations. One without a key tolerates everything: no scorer may say so."""
+    """By Kubernetes' rules. A toleration without a key tolerates every taint; a scorer may not add it."""
     if not one.key or not is_label_key(one.key) or (one.effect or "") not in EFFECTS:
         return False
     seconds = one.toleration_seconds
@@ -290,11 +292,11 @@ def is_valid(one: Toleration) -> bool:
     return one.operator in (None, "", "Equal") and is_label_value(one.value or "")
 
 
-# How a pod looks with them.
+# The pod with its hints.
 
 
 def hinted(raw: RawPod, hints: Hints, *, writes_aliases: bool = True) -> Raw:
-    """The pod with the hints merged in; whatever it said itself stays."""
+    """The pod with the hints merged in. The pod's own fields stay."""
     return {
         **raw,
         "metadata": hinted_metadata(raw.get("metadata") or {}, hints, writes_aliases=writes_aliases),
@@ -320,7 +322,7 @@ def hinted_metadata(meta: Raw, hints: Hints, *, writes_aliases: bool) -> Raw:
 def hinted_spec(raw: Raw, hints: Hints) -> Raw:
     spec = dict(raw)
     if hints.priority_class is not None:
-        # What the priority plugin had set before it knew of the class; a number that is not the class's is refused.
+        # The Priority plugin set these before the class was known. It rejects values that are not those of the class.
         spec.pop("priority", None)
         spec.pop("preemptionPolicy", None)
         spec["priorityClassName"] = hints.priority_class
@@ -348,14 +350,14 @@ PREFERRED = "preferredDuringSchedulingIgnoredDuringExecution"
 
 
 def avoiding(affinity: Raw, job_types: Iterable[str]) -> Raw:
-    """A wish, beside all that the pod wishes or demands itself."""
-    apart = affinity.get("podAntiAffinity") or {}
-    own = apart.get(PREFERRED) or []
-    added = [term for term in map(apart_from, job_types) if term not in own]
-    return {**affinity, "podAntiAffinity": {**apart, PREFERRED: [*own, *added]}}
+    """Preferred anti-affinity to these job types, in addition to the pod's own terms."""
+    anti_affinity = affinity.get("podAntiAffinity") or {}
+    own = anti_affinity.get(PREFERRED) or []
+    added = [term for term in map(avoidance_term, job_types) if term not in own]
+    return {**affinity, "podAntiAffinity": {**anti_affinity, PREFERRED: [*own, *added]}}
 
 
-def apart_from(job_type: str) -> Raw:
+def avoidance_term(job_type: str) -> Raw:
     selector = {"matchExpressions": [{"key": keys.JOB_TYPE, "operator": "In", "values": [job_type]}]}
     term = {"labelSelector": selector, "topologyKey": keys.HOSTNAME_LABEL}
     return {"weight": 100, "podAffinityTerm": term}
@@ -377,16 +379,16 @@ class JobWire(WireStruct, frozen=True):
     spec: JobSpecWire | None = None
 
 
-def handed_down(raw: Mapping[str, Any]) -> Raw:
-    """The Job whose pods say of their work what it says itself; what their template says wins."""
+def with_features_in_template(raw: Mapping[str, Any]) -> Raw:
+    """The Job with its feature annotations copied to its pod template. Annotations of the template stay."""
     try:
         job = msgspec.convert(raw, JobWire)
     except msgspec.ValidationError as exc:
         raise InvalidPodError(f"the Job cannot be read: {exc}") from exc
     template = job.spec.template if job.spec else None
     own = (template.metadata.annotations if template and template.metadata else None) or {}
-    said = (job.metadata.annotations if job.metadata else None) or {}
-    missing = {key: said[key] for key in keys.FEATURES if said.get(key) is not None and key not in own}
+    of_job = (job.metadata.annotations if job.metadata else None) or {}
+    missing = {key: of_job[key] for key in keys.FEATURES if of_job.get(key) is not None and key not in own}
     if template is None or not missing:
         return dict(raw)
     raw_template = raw["spec"]["template"]

@@ -1,5 +1,5 @@
-"""Whether a pod could open devices of its node by itself: what the policy `gpuwarden-isolation` refuses, decided on a
-pod as it is stored. The policy says why each place and capability is in its list."""
+"""Whether a pod could open devices of its node by itself: the rules of the policy `gpuwarden-isolation`, for a stored
+pod. The policy explains each path and capability in its lists."""
 
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
@@ -7,23 +7,24 @@ from typing import Any
 import msgspec
 
 from webhook.core import keys
-from webhook.core.host_paths import PLACES, STORAGE, overlap
+from webhook.core.host_paths import PROTECTED_PATHS, STORAGE, overlap
 from webhook.core.pod import WireStruct
 
 STRONG = ("ALL", "SYS_ADMIN", "SYS_MODULE", "SYS_BOOT", "SYS_RAWIO", "BPF", "DAC_READ_SEARCH")
-# By which runtimes and their plugins inject devices and paths of the node, alone or with `/pod` or `/container.NAME`.
+# Annotations by which runtimes and their plugins inject devices and paths of the node, alone or followed by `/pod` or
+# `/container.NAME`.
 INJECTING = (
     *("devices.noderesource.dev", "mounts.noderesource.dev", "cdi-devices.noderesource.dev", "devices.nri.io"),
     *("mounts.nri.io", "cdi-devices.nri.io", "cdi.nri.io", "devices.gke.io", "devices.crio.io"),
     *("io.kubernetes.cri-o.Devices", "org.systemd.property.DeviceAllow", "org.systemd.property.DevicePolicy"),
 )
 DEVICE_TYPES = ("Socket", "CharDevice", "BlockDevice")
-# Whatever the labels of the namespace say.
+# Exempt, whatever its labels are.
 SYSTEM_NAMESPACE = "kube-system"
 EXEMPT = "none"
 
 ClaimName = tuple[str, str]
-"""Of a PersistentVolumeClaim: namespace and name."""
+"""The namespace and name of a PersistentVolumeClaim."""
 
 
 class Capabilities(WireStruct, frozen=True):
@@ -46,7 +47,7 @@ class IsolatedContainer(WireStruct, frozen=True):
     volume_mounts: list[VolumeMount] | None = None
 
     def strong(self) -> Iterator[str]:
-        """The capabilities that open devices, as they are written."""
+        """The added capabilities that can open devices, as the pod spells them."""
         context = self.security_context or SecurityContext()
         for name in (context.capabilities or Capabilities()).add or ():
             if without_prefix(name) in STRONG:
@@ -58,7 +59,7 @@ class NodePath(WireStruct, frozen=True):
     type: str | None = None
 
     def is_outside(self, allowed: Collection[str]) -> bool:
-        """Of the directories that an administrator allows. The API server stores no path with `..`."""
+        """Whether the path is outside the allowed directories. The API server rejects paths with `..`."""
         is_inside = any(f"{self.path}/".startswith(f"{one}/") for one in allowed)
         return self.type in DEVICE_TYPES or not is_inside
 
@@ -103,21 +104,21 @@ class IsolatedPod(WireStruct, frozen=True):
 
 
 def refusals(raw: Mapping[str, Any], allowed: Collection[str], volumes: Mapping[ClaimName, str]) -> list[str]:
-    """What the policies refuse of the pod, in their words and order. `allowed` are the directories that pods may mount;
-    `volumes` are the paths behind bound claims that a tenant could make no PersistentVolume of. Raises
+    """Why the policies deny the pod, with their texts and in their order. `allowed` are the directories that pods may
+    mount; `volumes` are the paths of bound PersistentVolumes that tenants may not create. Raises
     msgspec.ValidationError."""
     pod = msgspec.convert(raw, IsolatedPod)
     meta, spec = pod.metadata or PodMeta(), pod.spec or PodSpec()
     return [
         *(["spec.hostPID"] if spec.host_pid else []),
-        *of_contexts(spec),
-        *of_host_paths(spec, allowed),
-        *of_annotations(meta),
-        *of_claims(meta, spec, volumes),
+        *context_refusals(spec),
+        *host_path_refusals(spec, allowed),
+        *annotation_refusals(meta),
+        *claim_refusals(meta, spec, volumes),
     ]
 
 
-def of_contexts(spec: PodSpec) -> Iterator[str]:
+def context_refusals(spec: PodSpec) -> Iterator[str]:
     for path, one in spec.named():
         if one.security_context is not None and one.security_context.privileged:
             yield f"{path}.securityContext.privileged"
@@ -127,7 +128,7 @@ def of_contexts(spec: PodSpec) -> Iterator[str]:
             yield f"{path}.securityContext.capabilities.add: {first}"
 
 
-def of_host_paths(spec: PodSpec, allowed: Collection[str]) -> Iterator[str]:
+def host_path_refusals(spec: PodSpec, allowed: Collection[str]) -> Iterator[str]:
     paths = {one.name: one.host_path for one in spec.volumes or () if one.host_path is not None}
     outside = {name for name, path in paths.items() if path.is_outside(allowed)}
     for name in paths:
@@ -139,13 +140,13 @@ def of_host_paths(spec: PodSpec, allowed: Collection[str]) -> Iterator[str]:
             yield f"{path}.volumeMounts: a hostPath that is not readOnly, or that no administrator allows"
 
 
-def of_annotations(meta: PodMeta) -> Iterator[str]:
+def annotation_refusals(meta: PodMeta) -> Iterator[str]:
     for key in sorted(meta.annotations or ()):
         if any(f"{key}/".startswith(f"{name}/") for name in INJECTING):
             yield f"metadata.annotations[{key}]: a runtime may inject devices or paths of the node by it"
 
 
-def of_claims(meta: PodMeta, spec: PodSpec, volumes: Mapping[ClaimName, str]) -> Iterator[str]:
+def claim_refusals(meta: PodMeta, spec: PodSpec, volumes: Mapping[ClaimName, str]) -> Iterator[str]:
     for one in spec.volumes or ():
         claim = claim_of_volume(meta, one)
         path = volumes.get((meta.namespace or "", claim))
@@ -160,15 +161,15 @@ def claim_of_volume(meta: PodMeta, volume: PodVolume) -> str:
     return f"{meta.name}-{volume.name}" if volume.ephemeral is not None else ""
 
 
-def is_in_places(path: str) -> bool:
-    """Whether a PersistentVolume of it leads where devices, sockets or programs of the node are."""
+def is_protected_path(path: str) -> bool:
+    """Whether a PersistentVolume with this path exposes devices, sockets or programs of the node."""
     clean = "".join(f"/{one}" for one in path.split("/") if one not in ("", "."))
     is_storage = any(f"{clean}/".startswith(f"{one}/") for one in STORAGE)
-    return not is_storage and any(overlap(clean, place) for place in PLACES)
+    return not is_storage and any(overlap(clean, place) for place in PROTECTED_PATHS)
 
 
 def without_prefix(capability: str) -> str:
-    """In upper case, as the policy reads it: letters beyond ASCII have none there."""
+    """In upper case without `CAP_`, as the policy does: it leaves letters beyond ASCII as they are."""
     return capability.encode().upper().decode().replace("CAP_", "", 1)
 
 
@@ -191,20 +192,20 @@ class PersistentVolume(WireStruct, frozen=True):
 
 
 def refused_volume(raw: Mapping[str, Any]) -> tuple[ClaimName, str] | None:
-    """Whose claim is bound to it, and where it leads, if the policy keeps such volumes from tenants."""
+    """The claim bound to the volume, and its path, if the policy does not allow the volume to tenants."""
     try:
         volume = msgspec.convert(raw, PersistentVolume)
     except msgspec.ValidationError:
         return None
     spec, status = volume.spec or VolumeSpec(), volume.status or VolumeStatus()
-    paths = [one.path for one in (spec.host_path, spec.local) if one is not None and is_in_places(one.path)]
+    paths = [one.path for one in (spec.host_path, spec.local) if one is not None and is_protected_path(one.path)]
     if not paths or spec.claim_ref is None or status.phase != "Bound":
         return None
     return (spec.claim_ref.namespace or "", spec.claim_ref.name or ""), paths[0]
 
 
 def is_isolated(raw: Mapping[str, Any], own_namespace: str) -> bool:
-    """Of a namespace that has opted in: whether the policy is for its pods."""
+    """Whether the policy applies to the pods of a namespace that has opted in."""
     meta = raw["metadata"]
     exempt = (meta.get("labels") or {}).get(keys.ISOLATION_LABEL) == EXEMPT
     return not exempt and meta["name"] not in (SYSTEM_NAMESPACE, own_namespace)

@@ -1,6 +1,6 @@
-"""Which names and labels the API server takes: Kubernetes' own rules (apimachinery, util/validation).
+"""The names and labels that the API server accepts: Kubernetes' own rules (apimachinery, util/validation).
 
-Any other text leads to no object, or to another path.
+Any other text in the path of a request addresses no object, or another path.
 """
 
 import re

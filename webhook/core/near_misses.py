@@ -1,4 +1,4 @@
-"""What the author of a pod may have meant: hashes, labels and keys that are close to those that exist."""
+"""Suggestions for the author of a pod: existing hashes, labels and keys that are similar to those in the pod."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from difflib import get_close_matches
@@ -9,20 +9,19 @@ from webhook.core import keys
 from webhook.core.claim import Claim
 from webhook.core.pod import Pod
 
-# A comparison takes up to half a millisecond, and reviews wait meanwhile: only so many names are compared, of so many
-# keys that somebody has written.
-MOST_COMPARED = 30
-MOST_KEYS = 64
-MOST_ASKED = 4
-MOST_TOLD = 8
-LONGEST = 96
+# One comparison takes up to half a millisecond while reviews wait, so their number is bounded.
+MAX_COMPARED = 30
+MAX_KEYS = 64
+MAX_SUGGESTIONS = 4
+MAX_LISTED = 8
+MAX_LENGTH = 96
 CUTOFF = 0.75
 
 OWN_KEYS = tuple(sorted(keys.INPUT_NAMES | {keys.OPT_IN.name}))
 
 
 class KnownValues(Protocol):
-    """What there is to be asked for: a fleet, or what somebody has listed."""
+    """The hashes and labels for which a pod can ask."""
 
     @property
     def proven_hashes(self) -> Mapping[str, int]: ...
@@ -32,7 +31,7 @@ class KnownValues(Protocol):
 
 
 def near_misses(pod: Pod, claim: Claim | None, known: KnownValues) -> Iterator[str]:
-    """Sentences for a person, each about one thing in the pod that matches nothing."""
+    """One sentence for each key, hash or label in the pod that matches nothing."""
     yield from near_keys([*pod.annotations, *pod.labels])
     if claim is not None:
         yield from near_hashes(claim.record.hashes, known.proven_hashes)
@@ -40,35 +39,35 @@ def near_misses(pod: Pod, claim: Claim | None, known: KnownValues) -> Iterator[s
 
 
 def near_hashes(asked: Collection[str], proven: Mapping[str, int]) -> Iterator[str]:
-    """Nothing if a node has proven one of them; else what is meant, if that can be told, and what has been proven."""
+    """Empty if a node has proven one of the hashes; else similar hashes, and those that are proven."""
     if not asked or any(one in proven for one in asked):
         return
-    for one in islice(asked, MOST_ASKED):
+    for one in islice(asked, MAX_SUGGESTIONS):
         found = closest(one, proven)
         if found is not None:
             yield f"no node has proven {one}: did you mean {found}?"
-    told = [f"{one} by {counted(number)}" for one, number in sorted(proven.items(), key=lambda p: (-p[1], p[0]))]
-    if not told:
-        yield "no node has fresh evidence at this moment"
+    listed = [f"{one} by {counted(number)}" for one, number in sorted(proven.items(), key=lambda p: (-p[1], p[0]))]
+    if not listed:
+        yield "no node has fresh evidence now"
         return
-    others = f" and {len(told) - MOST_TOLD} others" if len(told) > MOST_TOLD else ""
-    yield f"proven at this moment: {', '.join(told[:MOST_TOLD])}{others}"
+    others = f" and {len(listed) - MAX_LISTED} others" if len(listed) > MAX_LISTED else ""
+    yield f"proven now: {', '.join(listed[:MAX_LISTED])}{others}"
 
 
 def near_labels(asked: Iterable[str], known: Collection[str]) -> Iterator[str]:
-    for one in islice((one for one in asked if one not in known), MOST_ASKED):
+    for one in islice((one for one in asked if one not in known), MAX_SUGGESTIONS):
         found = closest(one, known)
         yield f"no GPU has the label {one}" + (f": did you mean {found}?" if found else "")
 
 
 def near_keys(found: Iterable[str]) -> Iterator[str]:
-    """A misspelt key asks for nothing, and nobody would say so."""
+    """A misspelt key has no effect, and no other message names it."""
     known = keys.INPUT_NAMES | keys.OUTPUT_NAMES | keys.HINT_NAMES | {keys.WOKEN_AT, keys.WAITING, keys.QUEUED_LABEL}
-    named = islice((key for key in found if key not in known and names_us(key)), MOST_KEYS)
-    odd = (key for key in named if looks_like_ours(key))
-    for key in islice(odd, MOST_ASKED):
-        meant = closest(key, OWN_KEYS)
-        yield f"{key} means nothing to gpuwarden" + (f": did you mean {meant}?" if meant else "")
+    named = islice((key for key in found if key not in known and names_us(key)), MAX_KEYS)
+    unknown = (key for key in named if looks_like_ours(key))
+    for key in islice(unknown, MAX_SUGGESTIONS):
+        similar = closest(key, OWN_KEYS)
+        yield f"gpuwarden does not know the key {key}" + (f": did you mean {similar}?" if similar else "")
 
 
 def names_us(key: str) -> bool:
@@ -76,16 +75,16 @@ def names_us(key: str) -> bool:
 
 
 def looks_like_ours(key: str) -> bool:
-    """Of another domain, only if it is close to one of ours: there may be others of such a name."""
+    """Whether the key has our domain or is similar to one of our keys: other products may have similar domains."""
     return key.startswith(f"{keys.DOMAIN}/") or closest(key, OWN_KEYS) is not None
 
 
 def closest(word: str, known: Collection[str]) -> str | None:
-    """The one that differs in case only, or in a prefix like `sha256:`; else the most similar of the first few."""
+    """The name that differs in case only, or in a prefix like `sha256:`; else the most similar of the first few."""
     same = next((one for one in known if plain(one) == plain(word)), None)
-    if same is not None or len(word) > LONGEST:
+    if same is not None or len(word) > MAX_LENGTH:
         return same
-    compared = [one for one in islice(known, MOST_COMPARED) if len(one) <= LONGEST]
+    compared = [one for one in islice(known, MAX_COMPARED) if len(one) <= MAX_LENGTH]
     return next(iter(get_close_matches(word, compared, n=1, cutoff=CUTOFF)), None)
 
 

@@ -139,23 +139,23 @@ class Tally:
         return all(term.matches(company, namespaces) for term in self.terms)
 
     def count(self, node: Labels, number: int) -> None:
-        for place in self.places_of(node):
+        for place in self.nodes_with_device(node):
             self.places[place] += number
             if not self.places[place]:
                 del self.places[place]
 
-    def places_of(self, node: Labels) -> Iterator[tuple[str, str]]:
+    def nodes_with_device(self, node: Labels) -> Iterator[tuple[str, str]]:
         for term in self.terms:
             value = node.get(term.topology)
             if value is not None:
                 yield term.topology, value
 
     def is_at(self, node: Labels) -> bool:
-        return any(place in self.places for place in self.places_of(node))
+        return any(place in self.places for place in self.nodes_with_device(node))
 
     def is_all_round(self, node: Labels) -> bool:
         """In the place that each term means."""
-        return sum(place in self.places for place in self.places_of(node)) == len(self.terms)
+        return sum(place in self.places for place in self.nodes_with_device(node)) == len(self.terms)
 
 
 class Neighbours:

@@ -1,4 +1,4 @@
-"""Which nodes a pod lets itself be put on: nodeName, nodeSelector, required affinity, tolerations."""
+"""The nodes that a pod allows: nodeName, nodeSelector, required affinity, tolerations."""
 
 import itertools
 import re
@@ -16,7 +16,7 @@ NUMBER = re.compile(r"[+-]?[0-9]{1,20}")
 
 @frozen
 class Expression:
-    """One expression: a label's (or the name's) value against an operator."""
+    """One match expression for a label, or for the node's name."""
 
     key: str
     operator: str
@@ -48,14 +48,14 @@ def compares(value: str | None, bounds: frozenset[str], ordered: Callable[[int, 
 
 
 def counted(text: str) -> int | None:
-    """What the scheduler reads as a number: 64 bits, digits and a sign."""
+    """The number as the scheduler parses it: 64 bits, digits and an optional sign."""
     number = int(text) if NUMBER.fullmatch(text) else None
     return number if number is not None and -(2**63) <= number < 2**63 else None
 
 
 @frozen
 class NodeTerm:
-    """Expressions that must all hold. A term without any matches nothing: that is Kubernetes' rule."""
+    """Expressions that must all match. As in Kubernetes, a term without expressions matches no node."""
 
     labels: tuple[Expression, ...]
     fields: tuple[Expression, ...]
@@ -73,11 +73,11 @@ class NodeTerm:
 
     @property
     def is_one_node(self) -> bool:
-        """Whether it is held to one node by name, as a pod is that we pin."""
+        """Whether the term allows one node by name, as the pins that dressing adds."""
         return any(f.key == NAME_FIELD and f.operator == "In" and len(f.values) == 1 for f in self.fields)
 
     def names(self) -> frozenset[str] | None:
-        """The names it is limited to, if it is."""
+        """The node names that the term allows; None if it allows any."""
         for f in self.fields:
             if f.key == NAME_FIELD and f.operator == "In":
                 return f.values
@@ -86,14 +86,14 @@ class NodeTerm:
 
 @frozen
 class NodesAsked:
-    """A pod's own wishes about nodes; they narrow the candidates before anything is chosen."""
+    """A pod's own constraints on nodes."""
 
     node_name: str | None = None
     selector: tuple[tuple[str, str], ...] = ()
     terms: tuple[NodeTerm, ...] | None = None
     tolerations: tuple[Toleration, ...] = ()
     keys: frozenset[str] = field(init=False, eq=False, repr=False)
-    """The node labels that decide."""
+    """The node labels that the constraints use."""
 
     @keys.default
     def _keys(self) -> frozenset[str]:
@@ -113,7 +113,7 @@ class NodesAsked:
         )
 
     def within(self, terms: tuple[NodeTerm, ...]) -> "NodesAsked":
-        """The same, and one of these terms as well."""
+        """The same constraints, and one of these terms must match too."""
         if self.terms is None:
             return evolve(self, terms=terms)
         pairs = itertools.product(self.terms, terms)
@@ -122,7 +122,7 @@ class NodesAsked:
 
     @property
     def expressions(self) -> int:
-        """What one node is asked at the most."""
+        """The number of expressions that are evaluated for one node at most."""
         return len(self.selector) + sum(len(term.labels) + len(term.fields) for term in self.terms or ())
 
     def matches(self, name: str, labels: Labels) -> bool:
@@ -136,7 +136,7 @@ class NodesAsked:
         return not taint.repels or any(tolerated(taint, t) for t in self.tolerations)
 
     def names(self) -> frozenset[str] | None:
-        """The node names it is limited to; None if any name may do."""
+        """The node names that the constraints allow; None if they allow any."""
         if self.node_name is not None:
             return frozenset({self.node_name})
         if self.terms is None:
@@ -147,7 +147,7 @@ class NodesAsked:
         return frozenset[str]().union(*(names for names in limits if names))
 
     def values_of(self, key: str) -> frozenset[str] | None:
-        """The values of a label that a node must have one of; None if others may do."""
+        """The values of a label that the constraints allow; None if they allow others, or no label."""
         for wanted, value in self.selector:
             if wanted == key:
                 return frozenset({value})

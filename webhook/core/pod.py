@@ -1,4 +1,4 @@
-"""A pod as the decision reads it: typed once at the edge. The raw object beside it is what gets patched."""
+"""The parts of a pod that decisions read, parsed once. Patches are made from the raw object."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -10,12 +10,12 @@ import msgspec
 from webhook.core import keys
 from webhook.core.errors import InvalidPodError
 
-# Kubernetes' own, where a pod names none.
+# Kubernetes' default grace period in seconds.
 DEFAULT_GRACE = 30
 
 
 class WireStruct(msgspec.Struct, frozen=True, rename="camel", gc=False):
-    """A part of a Kubernetes object: only the members we read, each of which may be null."""
+    """A part of a Kubernetes object: only the members that are read. Each may be null."""
 
 
 class EnvVar(WireStruct, frozen=True):
@@ -24,8 +24,8 @@ class EnvVar(WireStruct, frozen=True):
     value_from: dict[str, Any] | None = None
 
     @property
-    def shown(self) -> str | None:
-        """The literal value; None if it comes from elsewhere."""
+    def literal(self) -> str | None:
+        """The literal value; None if it has another source."""
         return None if self.value_from is not None else self.value or ""
 
 
@@ -48,7 +48,7 @@ class Container(WireStruct, frozen=True):
     startup_probe: Probe | None = None
 
     def asked(self, resource: str) -> int:
-        """How many of an extended resource it asks for."""
+        """The requested number of an extended resource."""
         if self.resources is None:
             return 0
         both = (self.resources.limits, self.resources.requests)
@@ -139,7 +139,7 @@ class Spec(WireStruct, frozen=True):
 
     @property
     def longest_grace(self) -> int:
-        """In seconds: how long a kubelet may take to stop a container. A probe may name a time of its own."""
+        """The longest time in seconds that a kubelet gives a container to stop. A probe may define its own."""
         own = self.termination_grace_period_seconds
         containers = (*(self.containers or ()), *(self.init_containers or ()))
         probes = [one for each in containers for one in (each.liveness_probe, each.startup_probe) if one is not None]
@@ -149,7 +149,7 @@ class Spec(WireStruct, frozen=True):
 
 
 class Pod(WireStruct, frozen=True):
-    """The members of a pod that decide where it goes and which GPUs it sees."""
+    """The members of a pod that define its node and its GPUs."""
 
     metadata: Metadata | None = None
     spec: Spec | None = None
@@ -179,7 +179,7 @@ class Pod(WireStruct, frozen=True):
 
     @property
     def is_gated(self) -> bool:
-        """Whether our own gate keeps it from every node."""
+        """Whether it has our scheduling gate."""
         return any(gate.name == keys.QUEUE_GATE for gate in self.body.scheduling_gates or ())
 
     @property
@@ -187,7 +187,7 @@ class Pod(WireStruct, frozen=True):
         return self.meta.name or self.meta.generate_name or "(no name)"
 
     def containers(self) -> Iterator[tuple[str, Container]]:
-        """Every container with its path in the pod."""
+        """Every container with its field path."""
         spec = self.body
         groups = (
             ("initContainers", spec.init_containers),
@@ -199,8 +199,8 @@ class Pod(WireStruct, frozen=True):
                 yield f"spec.{group}[{position}]", container
 
     def total(self, asked: Mapping[str, int]) -> int:
-        """What containers that ask for so many need together, by Kubernetes' own rule: all containers and
-        sidecars at once, or an init container beside the sidecars that start before it, whichever is more."""
+        """The GPUs that the pod needs if its containers request these numbers, by Kubernetes' own rule: all containers
+        and sidecars together, or an init container with the sidecars before it, whichever is more."""
         sidecars = most = 0
         for container in self.body.init_containers or ():
             own = asked.get(container.name, 0)
@@ -219,11 +219,11 @@ QUANTITY = re.compile(r"\+?([0-9]{1,9})(?:\.0*)?(|k|M|G|Ki|Mi|Gi|[eE]\+?[0-9])")
 
 
 def whole_number(amount: str | int | float | None) -> int:
-    """The quantity of an extended resource, which has to be a whole number."""
+    """The quantity of an extended resource, which must be a whole number."""
     if amount is None or amount == "":
         return 0
     if isinstance(amount, int) and abs(amount) >= MAX_AMOUNT:
-        raise InvalidPodError("a number of GPUs is beyond all counting")
+        raise InvalidPodError("the number of GPUs is too large")
     text = str(int(amount)) if isinstance(amount, float) and amount.is_integer() else str(amount)
     read = QUANTITY.fullmatch(text)
     if read is None:

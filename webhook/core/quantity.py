@@ -1,4 +1,4 @@
-"""Amounts of resources as Kubernetes writes them: `100m`, `1.5`, `2Gi`, `1e3`; here in thousandths, whole."""
+"""Kubernetes quantities such as `100m`, `1.5`, `2Gi` or `1e3`, as whole thousandths."""
 
 import re
 from decimal import ROUND_CEILING, Decimal
@@ -14,7 +14,7 @@ FORM = re.compile(r"([+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+))(?:[eE]([+-]?[0-9]{1,2})|
 
 
 def thousandths(amount: str | int | float | None) -> int:
-    """The amount in thousandths, rounded up, as the scheduler counts; nothing is 0."""
+    """The amount in thousandths, rounded up as the scheduler does. None and the empty text are 0."""
     if amount is None or amount == "":
         return 0
     return read(str(amount))
@@ -24,7 +24,7 @@ def thousandths(amount: str | int | float | None) -> int:
 def read(text: str) -> int:
     found = FORM.fullmatch(text) if len(text) <= MAX_LENGTH else None
     if found is None:
-        raise InvalidPodError(f"{text[:MAX_LENGTH]!r} is not an amount of a resource")
+        raise InvalidPodError(f"{text[:MAX_LENGTH]!r} is not a quantity")
     digits, exponent, suffix = found.groups()
     number = Decimal(digits) * MILLI
     if exponent is not None:

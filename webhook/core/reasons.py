@@ -1,13 +1,13 @@
-"""Why a review was denied, or what else became of a pod or a node: one word each.
+"""The reasons of denials and Events.
 
-The same word stands in the status, the metric, the event and docs/reference/reasons.md.
+Status, metrics, Events and docs/reference/reasons.md use the same names.
 """
 
 from enum import StrEnum
 
 
 class Reason(StrEnum):
-    """A denial's reason."""
+    """The reason of a verdict or an Event."""
 
     ADMITTED = "Admitted"
     NOT_ASKED = "NotAsked"
@@ -54,8 +54,9 @@ class Reason(StrEnum):
     SCHEDULED = "Scheduled"
 
 
-# What a client of the API server gets to see beside the reason.
-# 403: policy or the pod's own mistake. 409: somebody else's. 429: nothing free now. 503: a part of ours is away.
+# The status codes that clients of the API server get with the reasons.
+# 403: a policy, or a mistake in the pod. 409: a conflict with another object. 429: no capacity now. 503: a part of
+# gpuwarden is not available.
 STATUS_CODES: dict[Reason, int] = {
     Reason.INVALID_POD: 403,
     Reason.NOT_REVIEWED: 403,
@@ -80,7 +81,7 @@ STATUS_CODES: dict[Reason, int] = {
     Reason.OVERLOADED: 503,
 }
 
-# What happens to pods and nodes that no review is about.
+# Reasons of Events about pods and nodes, outside of reviews.
 EVENTS_ONLY = frozenset(
     {
         Reason.BIND_DEADLINE_PASSED,
@@ -101,8 +102,8 @@ EVENTS_ONLY = frozenset(
     }
 )
 
-# What may be otherwise in a moment, or once somebody else has done something: a pod can wait for it.
-HEALED_BY_WAITING = frozenset(
+# Denials that can end without a change of the pod. Such pods can wait in the queue.
+RETRYABLE = frozenset(
     {
         Reason.NO_PROVEN_NODE,
         Reason.NODE_NOT_READY,
@@ -115,5 +116,5 @@ HEALED_BY_WAITING = frozenset(
         Reason.LEDGER_AWAY,
     }
 )
-# The node that a map means is labelled, or comes back, while the map's pods wait.
-HEALED_OF_MAPPED = HEALED_BY_WAITING | {Reason.NO_SUITABLE_NODE}
+# A pod with a map also waits for its node: an administrator may label it, or it may come back.
+RETRYABLE_WITH_MAP = RETRYABLE | {Reason.NO_SUITABLE_NODE}

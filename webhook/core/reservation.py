@@ -1,4 +1,4 @@
-"""A reservation: devices of ONE node set aside for one claim, and the moves it may make."""
+"""A reservation: devices of ONE node, reserved for one claim, and its state transitions."""
 
 from datetime import datetime, timedelta
 from enum import StrEnum
@@ -10,12 +10,12 @@ from webhook.core.device import DeviceUuid, Slot
 from webhook.core.errors import IllegalMoveError
 
 ReservationId = NewType("ReservationId", str)
-# The API server takes so much of `generateName` and adds five letters.
+# The API server uses this many characters of `generateName` and appends five.
 LONGEST_PREFIX = 58
 
 
 class Phase(StrEnum):
-    """Where a reservation stands; after `releasing` it is gone."""
+    """The phase of a reservation. After `releasing` it is deleted."""
 
     PENDING = "pending"
     FINALIZED = "finalized"
@@ -23,9 +23,9 @@ class Phase(StrEnum):
 
 
 class ReservationEvent(StrEnum):
-    """What can happen to a reservation."""
+    """The events that change a reservation's phase."""
 
-    POD_NAMED = "pod named"  # the validating review showed the pod's uid; the pod may still never exist
+    POD_NAMED = "pod named"  # the validating review had the pod's uid; the pod may still never exist
     POD_EXISTS = "pod exists"
     POD_ENDED = "pod ended"
     DEADLINE_PASSED = "deadline passed"
@@ -48,15 +48,15 @@ class PodProof(StrEnum):
 
     # A review named the pod's uid. The pod may still never exist.
     NAMED = "named"
-    # A caller of /finalize says that the pod exists; embedded, a review does.
+    # A caller of /finalize reports that the pod exists; in embedded mode a review does.
     REPORTED = "reported"
-    # The API server says that the pod exists: no deadline matters any more.
+    # The API server shows that the pod exists. The reservation has no deadline any more.
     CONFIRMED = "confirmed"
 
 
 @frozen
 class PodIdentity:
-    """A pod as it is spoken of; an empty name or uid was not told."""
+    """Identifies a pod. The name or the uid is empty if it is not known."""
 
     namespace: str
     name: str
@@ -65,7 +65,7 @@ class PodIdentity:
 
 @frozen
 class Placement:
-    """One way to serve a claim: slots of one node, none for a claim that only wants a proven node."""
+    """One way to serve a claim: slots of one node. A claim that only wants a proven node gets no slots."""
 
     node: str
     slots: tuple[Slot, ...]
@@ -73,44 +73,44 @@ class Placement:
 
 @frozen
 class ReservationRequest:
-    """What a ledger is asked to hold, its id fixed before the write."""
+    """A request to a ledger to reserve a placement. The id is fixed before the write."""
 
     id: ReservationId
     namespace: str
     claim_digest: str
     pod_name: str | None = None
     is_shared: bool = False
-    # What the pod's name will begin with, where the API server is still to make it up.
+    # The beginning of the pod's name, if the API server has not generated it yet.
     name_prefix: str | None = None
 
 
 @frozen
 class Orphan:
-    """A reservation's pod is gone, and nobody has seen its containers end."""
+    """The reservation's pod is deleted, but the end of its containers has not been observed."""
 
-    # No earlier than the last request to delete the pod.
+    # Not before the last request to delete the pod.
     at: datetime
-    # The longest grace period that its containers may have been given.
+    # The longest grace period that its containers can have.
     grace: timedelta
-    # The boot of its node at that time; empty if it was not known.
+    # The boot id of its node at that time; empty if it was not known.
     boot_id: str = ""
-    # When its node was asked about the pod, where it answered that nothing of the pod is left.
+    # The time of the query to which the node answered that nothing of the pod is left.
     unused_at: datetime | None = None
 
     @property
     def is_unused(self) -> bool:
-        """Whether its node has said so since the pod went."""
+        """Whether the node has reported, after the deletion, that nothing of the pod is left."""
         return self.unused_at is not None and self.unused_at > self.at
 
-    def and_also(self, other: "Orphan") -> "Orphan":
-        """The same orphan, told of twice."""
+    def merged_with(self, other: "Orphan") -> "Orphan":
+        """One orphan from two reports of it."""
         boot_id, unused_at = self.boot_id or other.boot_id, self.unused_at or other.unused_at
         return Orphan(max(self.at, other.at), max(self.grace, other.grace), boot_id, unused_at)
 
 
 @frozen
 class Reservation:
-    """What a ledger holds. Its id, namespace, claim digest, node and slots never change; its uid only once."""
+    """One entry of a ledger. Id, namespace, claim digest, node and slots never change; the uid changes once."""
 
     id: ReservationId
     namespace: str
@@ -118,15 +118,15 @@ class Reservation:
     node: str
     slots: tuple[Slot, ...]
     since: datetime
-    # Until when a pending reservation may wait for its pod; a finalized one waits for nothing.
+    # Until when a pending reservation waits for its pod; None once it is finalized.
     deadline: datetime | None
     phase: Phase = Phase.PENDING
     pod_name: str | None = None
     uid: str | None = None
-    # Whether it lets others have the other shares of its devices.
+    # Whether other pods may have the other shares of its devices.
     is_shared: bool = False
     name_prefix: str | None = None
-    # No deletion of its pod can have had a longer grace period; None if that is not known.
+    # The longest grace period with which the pod can have been deleted; None if it is not known.
     grace: timedelta | None = None
     orphan: Orphan | None = None
 
@@ -137,34 +137,34 @@ class Reservation:
     def after(self, event: ReservationEvent) -> "Reservation":
         phase = MOVES.get((self.phase, event))
         if phase is None:
-            raise IllegalMoveError(f"reservation {self.id} is {self.phase}: {event} cannot happen to it")
+            raise IllegalMoveError(f"reservation {self.id} is {self.phase}: the event '{event}' is not possible")
         return evolve(self, phase=phase, deadline=self.deadline if phase is Phase.PENDING else None)
 
-    def of_pod(self, pod: PodIdentity) -> "Reservation":
+    def with_pod(self, pod: PodIdentity) -> "Reservation":
         return evolve(self, uid=pod.uid, pod_name=pod.name or self.pod_name)
 
     def with_grace(self, grace: timedelta | None, *, is_longest: bool = False) -> "Reservation":
-        """Of a pod that may exist, a grace period is made longer. Where none is known, a longer one may have gone
-        unseen, unless it is said that this one `is_longest`."""
+        """The reservation with the longer of both grace periods. If the pod may exist and no grace period is known, it
+        stays unknown, because a longer one may not have been observed; unless `is_longest`."""
         if grace is None or (self.uid is not None and self.grace is None and not is_longest):
             return self
         return evolve(self, grace=max(grace, self.grace or grace))
 
     def orphaned(self, orphan: Orphan) -> "Reservation":
-        known = orphan if self.orphan is None else self.orphan.and_also(orphan)
+        known = orphan if self.orphan is None else self.orphan.merged_with(orphan)
         return evolve(self.after(ReservationEvent.POD_EXISTS), orphan=known, grace=known.grace)
 
     def is_past_deadline(self, now: datetime) -> bool:
         return self.deadline is not None and self.deadline <= now
 
-    def may_be(self, pod: PodIdentity) -> bool:
-        """Whether nothing known of it speaks against its being that pod's."""
+    def may_belong_to(self, pod: PodIdentity) -> bool:
+        """Whether the reservation can be the pod's, by what is known of both."""
         return (
             self.namespace == pod.namespace
             and (not pod.uid or self.uid in (None, pod.uid))
-            and (not pod.name or self.may_be_named(pod.name))
+            and (not pod.name or self.may_have_name(pod.name))
         )
 
-    def may_be_named(self, name: str) -> bool:
-        """Until a name is known, any that `generateName` can lead to."""
+    def may_have_name(self, name: str) -> bool:
+        """Until the name is known, any name that `generateName` can produce."""
         return name.startswith(self.name_prefix or "") if self.pod_name is None else name == self.pod_name

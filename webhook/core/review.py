@@ -1,4 +1,4 @@
-"""AdmissionReview v1, both ways: the only module that knows its JSON and its status codes."""
+"""AdmissionReview v1, request and response. No other module knows its JSON and its status codes."""
 
 import binascii
 from enum import StrEnum
@@ -14,14 +14,14 @@ from webhook.core.reservation import ReservationId
 from webhook.core.verdict import Admit, Deny, Verdict, plain
 
 API_VERSION = "admission.k8s.io/v1"
-# The API server's are 36 characters; ours go into annotations and object names.
+# The API server's uids have 36 characters. Uids become part of annotations and object names.
 MAX_UID = 128
 # The API server stops reading warnings after about 4 KiB.
 MAX_WARNINGS = 12
 
 
 class Operation(StrEnum):
-    """What is being done to the object."""
+    """The operation on the object."""
 
     CREATE = "CREATE"
     UPDATE = "UPDATE"
@@ -66,9 +66,9 @@ ENCODER = msgspec.json.Encoder()
 
 @frozen
 class Review:
-    """One question of the API server."""
+    """One review request of the API server."""
 
-    uid: ReservationId  # of the review, and so of the reservation that it may lead to
+    uid: ReservationId  # of the review, and of the reservation that it creates
     kind: str
     subresource: str
     operation: str
@@ -77,12 +77,12 @@ class Review:
     raw: dict[str, Any] | None
     raw_old: dict[str, Any] | None
     is_dry_run: bool
-    # Whether it takes so little memory that it may be kept for a while.
+    # Whether it is small enough to stay in memory while it waits.
     is_light: bool = True
 
     @classmethod
     def parse(cls, body: bytes) -> "Review":
-        """The review, or `MalformedReviewError` if it cannot be answered by uid."""
+        """Raises `MalformedReviewError` if the review has no uid to answer with."""
         try:
             envelope = DECODER.decode(body)
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as exc:
@@ -118,19 +118,19 @@ class Review:
 
     @property
     def is_of_bindings(self) -> bool:
-        """`pods/binding` and `bindings` alike, which are two rules for one thing."""
+        """For `pods/binding` and `bindings`, which are two resources for one operation."""
         return self.kind == "Binding" and self.operation == Operation.CREATE
 
     @property
     def subject(self) -> str:
-        """What it is of, as a person would say it."""
-        return f"{self.operation or 'an operation without a name'} of {self.kind or 'something without a kind'}" + (
+        """The operation and the kind, for messages."""
+        return f"{self.operation or 'an unnamed operation'} of {self.kind or 'an object without a kind'}" + (
             f"/{self.subresource}" if self.subresource else ""
         )
 
 
 def kind_of(request: RequestWire) -> str:
-    """`Pod` for the core group's; others with their group."""
+    """`Pod` for the core group; `group/Kind` for others."""
     kind = request.kind or KindWire()
     return "/".join(part for part in (kind.group, kind.kind) if part)
 
@@ -169,7 +169,7 @@ def response(uid: str, verdict: Verdict) -> dict[str, Any]:
 
 
 def status(reason: Reason, message: str, causes: tuple[str, ...]) -> dict[str, Any]:
-    """A Kubernetes Status; without code, reason and message the client would be told nothing."""
+    """A Kubernetes Status. Clients show nothing without code, reason and message."""
     body: dict[str, Any] = {
         "status": "Failure",
         "code": STATUS_CODES[reason],

@@ -1,63 +1,63 @@
-"""Turns that go round by namespace: who has many pods in a line takes one turn in a round, as everybody else does."""
+"""Round-robin by namespace: a namespace with many queued pods gets one turn in each round, as every other namespace."""
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 from datetime import datetime
 
-# When it came, and an id for those of one second.
-Turn = tuple[datetime, str]
+# The creation time, and an id for members of the same second.
+Arrival = tuple[datetime, str]
 
 
 class RoundRobin:
-    """Each namespace has one turn in a round; within a namespace the order is that of coming.
+    """Each namespace has one turn in a round. Within a namespace the order is the order of arrival.
 
-    A member's round is one more than that of the member before it in its namespace, and no earlier than the round that
-    the service had reached when the member came. So nobody who comes later goes before the first of a namespace, and a
-    namespace that comes with many members has one of them in each round. Nothing is stored: whoever begins anew counts
-    from the members that are there, and a namespace may have one turn more than its own.
+    A member's round is one more than the round of the member before it in its namespace, but at least the round that
+    had been reached when the member arrived. So a later member never goes before the first member of a namespace, and a
+    namespace that arrives with many members has one of them in each round. No rounds are stored: a restarted process
+    counts from the current members, and a namespace may get one extra turn.
     """
 
     def __init__(self) -> None:
-        self._queues: dict[str, list[Turn]] = {}
+        self._queues: dict[str, list[Arrival]] = {}
         self._floors: dict[str, int] = {}
-        """By id: the round before which the member has no turn."""
+        """By id: the earliest round of the member."""
         self._reached = 0
         self._order: tuple[str, ...] | None = None
 
     def __len__(self) -> int:
         return len(self._floors)
 
-    def put(self, namespace: str, turn: Turn) -> None:
-        insort(self._queues.setdefault(namespace, []), turn)
-        self._floors[turn[1]] = self._reached
+    def put(self, namespace: str, arrival: Arrival) -> None:
+        insort(self._queues.setdefault(namespace, []), arrival)
+        self._floors[arrival[1]] = self._reached
         self._order = None
 
-    def drop(self, namespace: str, turn: Turn, *, was_served: bool = False) -> None:
-        """A turn that was taken counts for its namespace; one that was given up does not."""
+    def drop(self, namespace: str, arrival: Arrival, *, was_served: bool = False) -> None:
+        """Remove a member. If it was served, it used the turn of its namespace."""
         queue = self._queues[namespace]
-        place = bisect_left(queue, turn)
-        floor = self._floors[turn[1]]
+        index = bisect_left(queue, arrival)
+        floor = self._floors[arrival[1]]
         if was_served:
-            floor = next(number for number, member in self._rounds(queue) if member == turn) + 1
+            floor = next(number for number, member in self._rounds(queue) if member == arrival) + 1
             self._reached = max(self._reached, floor)
-        del queue[place], self._floors[turn[1]]
-        if place < len(queue):
-            following = queue[place][1]
+        del queue[index], self._floors[arrival[1]]
+        if index < len(queue):
+            following = queue[index][1]
             self._floors[following] = max(self._floors[following], floor)
         if not queue:
             del self._queues[namespace]
         self._order = None
 
     def order(self) -> tuple[str, ...]:
-        """The ids, whose turn is first first."""
+        """The ids in serving order."""
         if self._order is None:
             members = (member for queue in self._queues.values() for member in self._rounds(queue))
             self._order = tuple(uid for _, (_, uid) in sorted(members))
         return self._order
 
-    def _rounds(self, queue: list[Turn]) -> Iterator[tuple[int, Turn]]:
+    def _rounds(self, queue: list[Arrival]) -> Iterator[tuple[int, Arrival]]:
         number = 0
-        for turn in queue:
-            number = max(number, self._floors[turn[1]])
-            yield number, turn
+        for arrival in queue:
+            number = max(number, self._floors[arrival[1]])
+            yield number, arrival
             number += 1

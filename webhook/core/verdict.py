@@ -1,4 +1,4 @@
-"""A verdict is a value: admit, or deny with a reason that a person can act on."""
+"""The verdict of a review: admit, or deny with a reason, a message and a hint."""
 
 from typing import Any
 
@@ -6,12 +6,12 @@ from attrs import field, frozen
 
 from webhook.core.reasons import Reason
 
-# The API server cuts many warnings to 256 characters each, and drops those with control characters.
+# The API server truncates many warnings to 256 characters each, and drops warnings with control characters.
 WARNING_LENGTH = 250
 
 
 def plain(text: str, length: int = WARNING_LENGTH) -> str:
-    """`text` as it survives a header line: printable, on one line, of bounded length."""
+    """The text in the form of a header value: printable, one line, of bounded length."""
     if len(text) <= length and text.isprintable():
         return text
     cleaned = "".join(c if c.isprintable() else " " for c in text[: length + 1])
@@ -20,7 +20,7 @@ def plain(text: str, length: int = WARNING_LENGTH) -> str:
 
 @frozen
 class Admit:
-    """Let it through, changed by `patch`."""
+    """Admit the object, with `patch` applied."""
 
     patch: list[dict[str, Any]] = field(factory=list)
     warnings: tuple[str, ...] = ()
@@ -30,7 +30,7 @@ class Admit:
 
 @frozen
 class Deny:
-    """Refuse: what was asked and found, and what to change."""
+    """Deny the object: the message says what was asked and what was found, the hint what to change."""
 
     reason: Reason
     message: str
@@ -46,8 +46,8 @@ Verdict = Admit | Deny
 
 
 @frozen
-class Rehearsal:
-    """How the creation of a pod would end, and the pod as it would be stored."""
+class DryRunResult:
+    """The verdict on the creation of a pod, and the pod as it would be stored."""
 
     verdict: Verdict
     pod: dict[str, Any]

@@ -7,7 +7,7 @@ import msgspec
 import structlog
 from attrs import evolve
 
-from webhook.core.evidence import Evidence, combined, is_older
+from webhook.core.evidence import Evidence, combined, predates_node
 from webhook.core.raw import Raw
 from webhook.evidence import EvidenceProvider
 from webhook.evidence.node_evidence import (
@@ -220,7 +220,12 @@ class EvidenceWriter:
     def _is_of_older_node(self, current: Evidence | None, desired: Evidence | None, name: str) -> bool:
         """The written entry is about an earlier node of this name, and the known one is not."""
         born = self.creation_times.get(name)
-        return current is not None and desired is not None and is_older(current, born) and not is_older(desired, born)
+        return (
+            current is not None
+            and desired is not None
+            and predates_node(current, born)
+            and not predates_node(desired, born)
+        )
 
 
 def creation_time_in(raw: Raw) -> datetime | None:

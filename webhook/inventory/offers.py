@@ -4,7 +4,7 @@ gpunodes`."""
 import structlog
 
 from webhook.core.fleet import Fleet
-from webhook.core.offer import word_of
+from webhook.core.offer import free_state_on_node
 from webhook.core.raw import Raw
 from webhook.kube.api_objects import ObjectClient
 from webhook.kube.store import RefusedError, StaleError, StoreUnavailableError
@@ -51,7 +51,7 @@ class Offers:
         indexed, shown = self._fleet.indexed_nodes.get(name), self.view.get(name)
         if indexed is None or shown is None:
             return ""
-        value = word_of(self._fleet, indexed, needs_evidence=self._needs_evidence).value
+        value = free_state_on_node(self._fleet, indexed, needs_evidence=self._needs_evidence).value
         return "" if value in (shown, self._written.get(name)) else value
 
     async def _write(self, name: str, value: str) -> None:

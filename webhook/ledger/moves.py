@@ -153,7 +153,7 @@ class BindPod:
         known = held.get(self.reservation_id)
         if known is None:
             raise UnknownReservationError(self.reservation_id)
-        if not known.may_be(self.pod):
+        if not known.may_belong_to(self.pod):
             raise ReservationConflictError(self.reservation_id)
         # The replica that made a reservation counts it as expired before any other replica does. While no pod is named
         # for it, an expired reservation that still exists blocks no other pod, so a review may still name one.
@@ -165,7 +165,9 @@ class BindPod:
         if known.phase is Phase.PENDING and known.uid is None:
             known = evolve(known, deadline=now + times.pending_deadline)
         event = ReservationEvent.POD_NAMED if self.proof is PodProof.NAMED else ReservationEvent.POD_EXISTS
-        named = held[known.id] = known.with_grace(self.grace, is_longest=self.is_longest).of_pod(self.pod).after(event)
+        named = held[known.id] = (
+            known.with_grace(self.grace, is_longest=self.is_longest).with_pod(self.pod).after(event)
+        )
         return named
 
 
@@ -231,7 +233,7 @@ class Release:
 
     def apply(self, stored: Stored, held: Held, now: datetime, times: Times) -> Reservation | None:
         known = held.get(self.reservation_id)
-        if known is None or known.since != self.since or not known.may_be(self.pod):
+        if known is None or known.since != self.since or not known.may_belong_to(self.pod):
             return None
         if self.orphan is not None and known.orphan != self.orphan and known.phase is not Phase.RELEASING:
             return None
@@ -249,11 +251,11 @@ class MarkOrphaned:
 
     def apply(self, stored: Stored, held: Held, now: datetime, times: Times) -> Reservation | None:
         known = held.get(self.reservation_id)
-        if known is None or known.since != self.since or not known.may_be(self.pod):
+        if known is None or known.since != self.since or not known.may_belong_to(self.pod):
             return None
         if known.phase is Phase.RELEASING:
             return None
-        abandoned = held[known.id] = known.of_pod(self.pod).orphaned(self.orphan)
+        abandoned = held[known.id] = known.with_pod(self.pod).orphaned(self.orphan)
         return abandoned
 
 

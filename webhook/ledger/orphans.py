@@ -44,7 +44,7 @@ class Orphans:
     async def mark_orphan(self, held: Reservation, pod: PodIdentity, departure: PodEnd) -> None:
         """The pod is gone without proof that it has ended. Repeating the call changes nothing."""
         orphan = Orphan(departure.at, self._times.grace(departure.grace, held.grace))
-        if held.orphan is not None and held.orphan.and_also(orphan) == held.orphan:
+        if held.orphan is not None and held.orphan.merged_with(orphan) == held.orphan:
             return
         observation = await self._observe(held.node)
         boot_id = "" if observation.node is None else observation.node.boot_id

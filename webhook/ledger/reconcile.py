@@ -249,7 +249,7 @@ class Reconciler:
         if self._ledger.carried(one) is None:
             await self._ledger.find(one.reservation_id, node=one.node)
         held = self._ledger.carried(one)
-        if held is None or held.claim_digest != one.claim_digest or not held.may_be(one.pod):
+        if held is None or held.claim_digest != one.claim_digest or not held.may_belong_to(one.pod):
             if not one.is_final:
                 await self._handle_lost_reservation(one)
             return

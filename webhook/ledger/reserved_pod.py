@@ -7,11 +7,11 @@ import msgspec
 from attrs import frozen
 
 from webhook.core import keys
-from webhook.core.blind import visible_env
 from webhook.core.claim import ClaimRecord
 from webhook.core.device import DeviceUuid
 from webhook.core.dress import REFERENCE
 from webhook.core.errors import InvalidPodError
+from webhook.core.gpu_visibility import visible_env
 from webhook.core.pod import EnvVar, Metadata, Pod, WireStruct
 from webhook.core.raw import Raw
 from webhook.core.reservation import PodIdentity, Reservation, ReservationId
@@ -138,9 +138,9 @@ class PodSnapshot:
 
 
 def may_name_gpu_of(one: EnvVar, held: Reservation) -> bool:
-    if one.shown is None:
+    if one.literal is None:
         return one.value_from == REFERENCE
-    return any(part in held.uuids or part.isdecimal() for part in one.shown.split(","))
+    return any(part in held.uuids or part.isdecimal() for part in one.literal.split(","))
 
 
 def reservation_mismatch(raw: Raw, held: Reservation) -> str | None:

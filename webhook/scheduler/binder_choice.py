@@ -142,7 +142,7 @@ class Choice:
         """What the node's evidence lacks."""
         indexed = self._fleet.indexed_nodes.get(node)
         found = None if indexed is None else question.evidence_objection(indexed)
-        return UNKNOWN if indexed is None else found and found.said_of(question.claim)
+        return UNKNOWN if indexed is None else found and found.text_for(question.claim)
 
     def _candidates(self, asked: NodesAsked) -> list[str]:
         """All nodes, or those few that the pod names."""

@@ -12,7 +12,7 @@ from webhook.admission.namespaces import ClaimReader, NamespacesUnavailableError
 from webhook.admission.parts import Parts
 from webhook.core import check, keys
 from webhook.core.binding import Binding
-from webhook.core.claim import Claim, believed, claim_of, recorded_claim
+from webhook.core.claim import Claim, claim_of, recorded_claim, strictest_claim
 from webhook.core.decide import EvidencePolicy
 from webhook.core.errors import GpuwardenError, InvalidPodError, LedgerError
 from webhook.core.extender_wire import BindArgs, ExtenderArgs, FilterResult, PreemptArgs, Victims
@@ -123,9 +123,9 @@ class Extender:
 
     async def _reserved_query(self, pod: Pod, claim: Claim) -> NodeQuery | Refused:
         held = await recorded_reservation(self._ledger, pod)
-        if held is None or check.still_held(claim, held, pod) is not None:
+        if held is None or check.still_reserved(claim, held, pod) is not None:
             return Refused(node_filter.NOT_RESERVED)
-        if check.in_time(pod, held, self._clock(), self._bind_deadline) is not None:
+        if check.before_bind_deadline(pod, held, self._clock(), self._bind_deadline) is not None:
             return Refused(node_filter.TOO_LATE)
         return NodeQuery(claim, held.node, is_recorded=True)
 
@@ -169,7 +169,7 @@ class Extender:
 
 def evidence_query(recorded: Claim, asked: Claim | None) -> NodeQuery | Refused:
     """The query for a pod whose record has no GPUs."""
-    claim = believed(recorded, asked)
+    claim = strictest_claim(recorded, asked)
     if claim is None:
         return Refused(
             node_filter.unreadable([f"annotation {keys.CLAIM.name} contains none of the hashes that the pod asks for"])

@@ -26,8 +26,8 @@ MESSAGES: dict[Objection, str] = {
     Objection.NOT_READY: "node is not ready",
     Objection.CORDONED: "node is cordoned",
     Objection.TAINTED: "node has a taint that the pod does not tolerate",
-    Objection.SEVERAL_CALLED: "a name in the placement map means several GPUs",
-    Objection.NAMED_TWICE: "the placement map names a GPU twice",
+    Objection.AMBIGUOUS_GPU: "a name in the placement map means several GPUs",
+    Objection.DUPLICATE_GPU: "the placement map names a GPU twice",
     Objection.FEWER_MATCHING: "too few matching GPUs",
     Objection.FEWER_FREE: "too few free GPUs",
 }
@@ -102,8 +102,8 @@ class FilterAnswers:
     def __init__(self, query: NodeQuery, question: ClaimSearch) -> None:
         self._query = query
         self._question = question
-        is_named = question.claim.place is not None or question.claim.nodes.node_name is not None
-        self._checks_each_node = query.reserved is not None or is_named or question.needs_each_node
+        is_named = question.claim.map_entry is not None or question.claim.nodes.node_name is not None
+        self._checks_each_node = query.reserved is not None or is_named or question.checks_each_node
         # A node that is not known has no evidence either.
         self._unknown = MESSAGES[Objection.ABSENT] if question.needs_evidence else NOT_KNOWN
 
@@ -133,7 +133,7 @@ class FilterAnswers:
                 rows[indexed.row] = self._node_objection(indexed)
             text = rows[indexed.row]
             if text is None:
-                shape = indexed.cell.shape
+                shape = indexed.node_group.shape
                 if shape not in shapes:
                     shapes[shape] = self._devices_objection(indexed)
                 text = shapes[shape]
@@ -179,4 +179,4 @@ def score(query: NodeQuery, indexed: IndexedNode, question: ClaimSearch) -> int:
     """The score of a node that fits."""
     if query.is_recorded or not query.claim.count:
         return MAX_SCORE
-    return max(0, MAX_SCORE - max(0, question.room[indexed.cell.shape])) if indexed.node.devices else 0
+    return max(0, MAX_SCORE - max(0, question.spare[indexed.node_group.shape])) if indexed.node.devices else 0

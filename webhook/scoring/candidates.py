@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from webhook.core import keys
-from webhook.core.claim import recorded_or_none
+from webhook.core.claim import recorded_claim_or_none
 from webhook.core.errors import InvalidPodError
 from webhook.core.fleet import Fleet
 from webhook.core.hints import requests_gpus
@@ -88,7 +88,7 @@ def job_type_of(raw: Raw) -> str | None:
     job_type = pod.annotations.get(keys.JOB_TYPE) or pod.labels.get(keys.JOB_TYPE)
     if not job_type:
         return None
-    claim = recorded_or_none(pod)
+    claim = recorded_claim_or_none(pod)
     return job_type if requests_gpus(pod) or (claim is not None and claim.count) else None
 
 

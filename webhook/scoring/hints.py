@@ -20,7 +20,7 @@ from webhook.core.hints import (
     Hints,
     features_of,
     hints_of,
-    is_to_be_scored,
+    should_score,
     was_hinted,
 )
 from webhook.core.nodes_asked import NodesAsked
@@ -51,9 +51,9 @@ class HintResult:
     # Identifies the pod in the log.
     subject: Mapping[str, str] = field(factory=dict)
 
-    def while_waiting(self) -> "HintResult":
+    def for_queued_pod(self) -> "HintResult":
         """The result for a pod that gets its node later."""
-        return self if self.hints is None else evolve(self, hints=self.hints.while_waiting())
+        return self if self.hints is None else evolve(self, hints=self.hints.for_queued_pod())
 
     def log_written(self, written: Hints) -> None:
         """Logs the hints that are written into the pod."""
@@ -112,7 +112,7 @@ class HintService:
 
     async def hints(self, pod: Pod, claim: Claim | None, review: Review, answer_by: datetime) -> HintResult:
         features = features_of(pod)
-        if features is None or not is_to_be_scored(pod, claim) or was_hinted(pod, self.clock()):
+        if features is None or not should_score(pod, claim) or was_hinted(pod, self.clock()):
             return NOT_SCORED
         question = ScoreRequest(features, candidates(self.fleet), self.jobs.colocated())
         if not question.candidates:
@@ -136,7 +136,7 @@ class HintService:
         if not hints.selector:
             return hints
         if nodes.expressions <= MAX_EXPRESSIONS:
-            wished = hints.wished(Claim(ClaimRecord(), nodes))
+            wished = hints.applied_to(Claim(ClaimRecord(), nodes))
             if preferred(wished, self.fleet, EvidencePolicy(), most=1):
                 return hints
-        return hints.on_nodes_with({})
+        return hints.fitted_to_nodes({})

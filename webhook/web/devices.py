@@ -27,7 +27,7 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 from webhook.admission.fleet_updater import Staleness
 from webhook.core.caller import Caller, CallersUnavailableError
 from webhook.core.device import Device, DeviceUuid, Node
-from webhook.core.device_state import DeviceState, device_state, or_kept, reservation_state, state_of_free
+from webhook.core.device_state import DeviceState, device_state, free_device_state, or_set_aside, reservation_state
 from webhook.core.errors import GpuwardenError
 from webhook.core.evidence import Evidence, EvidenceState, state_of
 from webhook.core.fleet import Fleet
@@ -155,7 +155,7 @@ async def find_kept_back(
     found: dict[str, DeviceState] = {}
     async for piece in unhurried(zip(nodes, evidence, strict=True)):
         for node, word in piece:
-            state = state_of_free(
+            state = free_device_state(
                 is_ready=node.is_ready,
                 is_cordoned=node.is_cordoned,
                 evidence=state_of(word, now),
@@ -202,7 +202,7 @@ def sightings(snapshot: DevicesSnapshot, now: datetime) -> Iterator[DevicesView]
             if nodes[0] == node.name:
                 holders = snapshot.holders.of(device.uuid)
                 is_quarantined = len(nodes) > 1 or not device.is_healthy
-                own = or_kept(if_free, is_set_aside=device.uuid in snapshot.kept)
+                own = or_set_aside(if_free, is_set_aside=device.uuid in snapshot.kept)
                 state = device_state(holders, now, is_quarantined=is_quarantined, if_free=own)
                 yield DevicesView(device, nodes, holders, state)
     for uuid in snapshot.vanished:

@@ -130,7 +130,7 @@ class Finalize:
 
     async def _believe(self, told: FinalizeBody) -> None:
         held = await self._held(told)
-        if not held.may_be(told.pod):
+        if not held.may_belong_to(told.pod):
             raise RefusedFinalizeError(409, f"reservation {held.id} is held by another pod")
         against = await self._facts.find_mismatch(told.pod, held)
         if against is not None:
@@ -172,7 +172,7 @@ class Finalize:
         """By the id told: known here, or on a node that says it has the device. A reservation is on one node, so where
         one of its devices can be, it is."""
         first = told.uuids[0]
-        for node in self._fleet.claimants(first) or (self._fleet.home_of(first),):
+        for node in self._fleet.claimants(first) or (self._fleet.node_of_device(first),):
             held = await self._ledger.find(told.reservation_id, node=node)
             if held is not None:
                 return held

@@ -128,7 +128,7 @@ async def test_small_claims_use_other_nodes_while_one_is_reserved_for_the_large_
     # p3 wants four GPUs on one node; fewer of node b's are in use than of node a's.
     assert scene.first() == ("p3", 4, "b")
     assert scene.running() == {"p1": "a", "p2": "b", "p4": "a"}
-    assert "it is the turn of another pod" in scene.gates.reasons["p5"]
+    assert "an earlier pod waits for the same devices" in scene.gates.reasons["p5"]
     await scene.end("p2")
     await scene.come()
     assert scene.running() == {"p1": "a", "p4": "a", "p3": "b"}
@@ -160,7 +160,7 @@ async def test_claim_that_no_freed_gpu_would_serve_gets_no_reserved_node(make: M
     devices = (evolve(broken.devices[0], is_healthy=False), *broken.devices[1:])
     scene.fleet.put(evolve(broken, devices=devices), NOW)
     await scene.come(1, 1, 4, 3)
-    assert "with fewer than 4 free" in scene.gates.reasons["p3"]
+    assert "fewer than 4 free GPUs" in scene.gates.reasons["p3"]
     assert scene.running() == {"p1": "b", "p2": "b", "p4": "a"}
     await scene.come(3, 1, 1)
     assert scene.first() == ("p5", 3, "b")
@@ -191,7 +191,7 @@ async def test_claim_that_loses_a_race_does_not_use_the_reserved_node(
     await scene.end("p1")
     await scene.come(1)
     assert scene.running() == {"p2": "a", "p3": "b"}
-    assert "it is the turn of another pod" in scene.gates.reasons["p5"]
+    assert "an earlier pod waits for the same devices" in scene.gates.reasons["p5"]
 
 
 sizes = st.lists(st.integers(1, 3), min_size=1, max_size=3)

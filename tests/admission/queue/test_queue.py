@@ -96,9 +96,9 @@ class CountingFleet(Fleet):
 
     questions = 0
 
-    def learn(self, asked: NodesAsked) -> frozenset[str]:
+    def index_labels(self, asked: NodesAsked) -> frozenset[str]:
         self.questions += 1
-        return super().learn(asked)
+        return super().index_labels(asked)
 
 
 class ContestedLedger(MemoryLedger):
@@ -218,7 +218,9 @@ class Scene:
     def order(self) -> list[str]:
         """Of the waiting pods of one kind."""
         lines = self.pods.queue_order
-        return [one.pod.name for kind in lines.kinds() for head in lines.heads(kind) for one in lines.behind(head)]
+        return [
+            one.pod.name for kind in lines.kinds() for head in lines.heads(kind) for one in lines.same_count_from(head)
+        ]
 
 
 @pytest.fixture
@@ -376,7 +378,7 @@ async def test_small_claims_that_came_later_do_not_overtake_a_large_one(scene: S
 
 async def test_pod_without_gpus_does_not_wait_for_pods_with_gpus(scene: Scene) -> None:
     asked = {"gpuwarden.io/required-hash": HASH}
-    scene.fleet.prove("node-a", builders.evidence("node-a"), NOW)
+    scene.fleet.set_evidence("node-a", builders.evidence("node-a"), NOW)
     scene.come("first", annotations=asked)
     await scene.queue.step()
     scene.come("large", 2, seconds=1, annotations=asked)
@@ -462,14 +464,14 @@ async def test_waiting_reason_is_reported_only_when_it_changes(scene: Scene) -> 
     for _ in range(3):
         await scene.queue.step()
     assert scene.heard.told == [("a", Reason.NO_PROVEN_NODE)]
-    scene.fleet.prove("node-a", builders.evidence("node-a"), scene.now)
+    scene.fleet.set_evidence("node-a", builders.evidence("node-a"), scene.now)
     await scene.ledger.reserve(
         ReservationRequest(ReservationId("r1"), "ml", "d1"), [ON_GPU_0], answer_by=NOW + timedelta(seconds=9)
     )
     for _ in range(3):
         await scene.queue.step()
     assert scene.heard.told == [("a", Reason.NO_PROVEN_NODE), ("a", Reason.NO_FREE_DEVICE)]
-    assert "with fewer than 2 free" in scene.gates.reasons["a"]
+    assert "fewer than 2 free GPUs" in scene.gates.reasons["a"]
 
 
 async def test_gate_of_an_undressed_pod_is_never_opened(scene: Scene) -> None:
@@ -505,7 +507,7 @@ async def test_pod_whose_ordinal_is_not_in_the_map_waits_and_is_named(scene: Sce
 
 async def test_evidence_that_ends_before_opening_keeps_the_gate_closed() -> None:
     scene = Scene(always=True)
-    scene.fleet.prove("node-a", builders.evidence("node-a", until=NOW + timedelta(seconds=10)), NOW)
+    scene.fleet.set_evidence("node-a", builders.evidence("node-a", until=NOW + timedelta(seconds=10)), NOW)
     scene.come("a")
     scene.gates.failing = True
     await scene.queue.step()
@@ -609,7 +611,7 @@ def two_proven_nodes() -> Scene:
     scene = Scene(always=True)
     scene.fleet.put(node("node-b", device("GPU-2"), device("GPU-3")), NOW)
     for name in ("node-a", "node-b"):
-        scene.fleet.prove(name, builders.evidence(name), NOW)
+        scene.fleet.set_evidence(name, builders.evidence(name), NOW)
     return scene
 
 
@@ -625,7 +627,7 @@ async def test_reservation_on_an_unusable_node_is_replaced_elsewhere(*, is_gone:
     if is_gone:
         scene.fleet.remove(first.node)
     else:
-        scene.fleet.prove(first.node, None, scene.now)
+        scene.fleet.set_evidence(first.node, None, scene.now)
     scene.gates.failing = False
     scene.now += timedelta(seconds=2)
     await scene.queue.step()
@@ -642,7 +644,7 @@ async def test_reservation_on_a_node_without_evidence_does_not_block_its_kind() 
     scene.gates.failing = True
     await scene.queue.step()
     (first,) = scene.ledger.reservations()
-    scene.fleet.prove(first.node, None, scene.now)
+    scene.fleet.set_evidence(first.node, None, scene.now)
     scene.come("b", seconds=1)
     scene.gates.failing = False
     scene.now += timedelta(seconds=2)
@@ -656,7 +658,7 @@ async def test_reservation_on_a_node_without_evidence_is_not_adopted() -> None:
     scene.come("a")
     ask = ReservationRequest(ReservationId("review-1"), "ml", scene.waiter("a").claim.digest, "a")
     await scene.ledger.reserve(ask, [ON_GPU_0], answer_by=LATER)
-    scene.fleet.prove("node-a", None, NOW)
+    scene.fleet.set_evidence("node-a", None, NOW)
     await scene.queue.step()
     held = scene.ledger.of_pod("uid-a")
     assert held is not None
@@ -863,7 +865,7 @@ NEWS: dict[str, Callable[[Scene], object]] = {
     "a-node": lambda scene: scene.fleet.put(node("node-b", device("GPU-9")), NOW),
     "a-label": lambda scene: scene.fleet.put(node("node-a", device("GPU-0"), labels={"zone": "a"}), NOW),
     "a-node-that-went": lambda scene: scene.fleet.remove("node-a"),
-    "evidence": lambda scene: scene.fleet.prove("node-a", builders.evidence("node-a"), NOW),
+    "evidence": lambda scene: scene.fleet.set_evidence("node-a", builders.evidence("node-a"), NOW),
     "a-reservation": lambda scene: scene.fleet.hold(builders.reservation(builders.slot("GPU-1"))),
     "the-end-of-one": lambda scene: scene.fleet.free(builders.reservation(builders.slot("GPU-0"))),
     "a-map": lambda scene: scene.fleet.set_aside({"node-a": {"0": MapOwner("", SetId("set-1", "ml"))}}, {"node-a"}),

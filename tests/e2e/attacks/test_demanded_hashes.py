@@ -65,12 +65,12 @@ async def test_a_namespaces_own_hash_binds_its_pods_and_a_pod_may_only_narrow_it
     with pytest.raises(ApiError) as refused:
         await kube.create(PODS, asking(TRUSTED), here.namespace)
     assert (refused.value.status, refused.value.reason) == (403, "InvalidPod")
-    assert f"namespace {here.namespace} holds its pods to {OTHER}" in refused.value.message
+    assert f"namespace {here.namespace} allows only {OTHER}" in refused.value.message
 
     await demand(kube, here.namespace, f"{TRUSTED},{OTHER}")
     await wait_until(lambda: outcome(kube, here.namespace, asking(TRUSTED)), lambda said: said == "bond-0")
     await demand(kube, here.namespace, f"{TRUSTED},")
-    await heard(here, "holds an empty hash")
+    await heard(here, "has an empty hash")
     await demand(kube, here.namespace, None)
     await heard(here, "bond-")
 

@@ -9,15 +9,15 @@ KEY = "gpuwarden.io/required-hash"
 ALIAS = "attestation-hash.my-company.com/required-hash"
 
 INVALID = {
-    "empty-hash": ({KEY: ""}, {}, "holds an empty hash"),
-    "empty-hash-alias": ({ALIAS: ""}, {}, "holds an empty hash"),
-    "empty-hash-with-a-gpu": ({KEY: ""}, WITH_A_GPU, "holds an empty hash"),
-    "empty-hash-in-a-list": ({KEY: f"{HASH},"}, {}, "holds an empty hash"),
-    "two-hash-keys": ({KEY: HASH, ALIAS: ""}, {}, "say different things"),
+    "empty-hash": ({KEY: ""}, {}, "has an empty hash"),
+    "empty-hash-alias": ({ALIAS: ""}, {}, "has an empty hash"),
+    "empty-hash-with-a-gpu": ({KEY: ""}, WITH_A_GPU, "has an empty hash"),
+    "empty-hash-in-a-list": ({KEY: f"{HASH},"}, {}, "has an empty hash"),
+    "two-hash-keys": ({KEY: HASH, ALIAS: ""}, {}, "have different values"),
     "empty-count": ({"gpuwarden.io/gpu-count": ""}, {}, "is empty"),
-    "broken-record": ({KEY: HASH, "gpuwarden.io/claim": "[]"}, {}, "is not one of ours"),
+    "broken-record": ({KEY: HASH, "gpuwarden.io/claim": "[]"}, {}, "was not written by gpuwarden"),
     "empty-map": ({"gpuwarden.io/gpu-map": ""}, WITH_A_GPU, "empty-map"),
-    "shared-as-a-word": ({"gpuwarden.io/shared": "yes"}, WITH_A_GPU, "not true or false"),
+    "shared-as-a-word": ({"gpuwarden.io/shared": "yes"}, WITH_A_GPU, "allowed are true and false"),
 }
 
 

@@ -104,7 +104,7 @@ def opening_patch(raw: RawPod, outfit: Allocation, rules: DressRules) -> list[Ch
         {"op": "test", "path": "/metadata/uid", "value": meta["uid"]},
         {"op": "test", "path": "/metadata/resourceVersion", "value": meta["resourceVersion"]},
         {"op": "test", "path": f"/spec/schedulingGates/{place}/name", "value": keys.QUEUE_GATE},
-        *changes(raw, dressed(raw, evolve(outfit, blinds_all=False), rules)),
+        *changes(raw, dressed(raw, evolve(outfit, hides_gpus_everywhere=False), rules)),
     ]
 
 

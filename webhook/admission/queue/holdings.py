@@ -67,7 +67,7 @@ class QueueReservations:
     def objection(self, waiter: QueuedPod, held: Reservation) -> str:
         """Why the pod cannot use the reservation; empty if it can."""
         claim, pod = waiter.claim, waiter.pod
-        if held.claim_digest != claim.digest or not held.may_be(pod):
+        if held.claim_digest != claim.digest or not held.may_belong_to(pod):
             return "it was made for another claim"
         return self._node_objection(claim, held.node)
 

@@ -21,7 +21,7 @@ from webhook.admission.queue.holdings import QueueReservations
 from webhook.admission.queue.reports import QueueReporter
 from webhook.admission.queue.waiting_pods import WaitingPods, identity_in
 from webhook.core import check, gpu_order
-from webhook.core.backfill import Ahead, node_left_to, placed
+from webhook.core.backfill import HeldNode, choose_held_node, place_around
 from webhook.core.claim import Claim
 from webhook.core.decide import ClaimSearch, EvidencePolicy
 from webhook.core.dress import Allocation, DressRules
@@ -34,7 +34,7 @@ from webhook.core.errors import (
 )
 from webhook.core.fleet import Fleet
 from webhook.core.pod import Pod
-from webhook.core.queue_order import ClaimKind, QueuedPod, TurnOrder, its_turn_is_later, reservation_id_of
+from webhook.core.queue_order import ClaimKind, KindPass, QueuedPod, earlier_pod_waits, reservation_id_of
 from webhook.core.reasons import Reason
 from webhook.core.reservation import Phase, Placement, PodIdentity, PodProof, Reservation, ReservationRequest
 from webhook.core.verdict import Deny
@@ -255,25 +255,25 @@ class Queue:
         )
 
     def _most_free(self, claim: Claim) -> int:
-        return ClaimSearch(claim, self._fleet, self._policy).most()
+        return ClaimSearch(claim, self._fleet, self._policy).most_devices()
 
     async def _serve_in_order(self, heads: list[QueuedPod], now: QueuePass, why: dict[int, Deny]) -> bool:
         """Serves pods in the order of their turns, whatever their number of GPUs. The first one that waits for devices
         to become free gets a node reserved, and later pods use the others. Returns whether all had their turn."""
-        turns, ahead = TurnOrder(self._pods.queue_order, heads, self._backfill_pod(heads)), None
+        turns, ahead = KindPass(self._pods.queue_order, heads, self._backfill_pod(heads)), None
         while turns:
             waiter = turns.take()
             came = await self._turn_if_waiting(waiter, now, ahead)
             if came is QueueTurn.UNDECIDED:
                 return False
             if isinstance(came, QueueTurn):
-                turns.goes_on(waiter)
+                turns.skip(waiter)
             else:
                 why[waiter.claim.count] = came
                 if came.reason is Reason.NO_FREE_DEVICE:
                     ahead = ahead or self._reserve_node_for(waiter)
-                    held_up = turns.held_up_by(waiter)
-                    why |= {one.claim.count: its_turn_is_later(one.claim, waiter.claim.count) for one in held_up}
+                    held_up = turns.block(waiter)
+                    why |= {one.claim.count: earlier_pod_waits(one.claim, waiter.claim.count) for one in held_up}
             if turns and self._is_pass_over(now):
                 return False
         return True
@@ -284,16 +284,16 @@ class Queue:
         waiter = None if left is None else self._pods.queue_order.get(left.uid)
         return waiter if waiter is not None and waiter.kind == heads[0].kind else None
 
-    def _reserve_node_for(self, waiter: QueuedPod) -> Ahead | None:
+    def _reserve_node_for(self, waiter: QueuedPod) -> HeldNode | None:
         """Reserves a node for the pod. None if no device that becomes free would serve it: then it holds no pod
         back."""
         left = self._backfill_nodes.get(waiter.kind)
         before = left.node if left is not None and left.uid == waiter.pod.uid else None
-        node = node_left_to(waiter.claim, self._fleet, self._policy, before)
+        node = choose_held_node(waiter.claim, self._fleet, self._policy, before)
         if node is None:
             return None
         self._backfill_nodes[waiter.kind] = BackfillNode(waiter.pod.uid, node)
-        return Ahead(waiter.claim, node)
+        return HeldNode(waiter.claim, node)
 
     async def _explain_oversized(self, heads: list[QueuedPod], now: QueuePass, why: dict[int, Deny]) -> bool:
         """Finds the reasons for pods that want more GPUs than any node has. They hold no other pod back."""
@@ -306,14 +306,16 @@ class Queue:
                 why[head.claim.count] = came
         return True
 
-    async def _turn_if_waiting(self, waiter: QueuedPod, now: QueuePass, ahead: Ahead | None = None) -> QueueTurn | Deny:
+    async def _turn_if_waiting(
+        self, waiter: QueuedPod, now: QueuePass, ahead: HeldNode | None = None
+    ) -> QueueTurn | Deny:
         await asyncio.sleep(0)
         if waiter.pod.uid not in self._pods.queue_order or waiter.pod.uid in now.served:
             return QueueTurn.PASSED_OVER
         return await self._turn(waiter, None, now, ahead)
 
     async def _turn(
-        self, waiter: QueuedPod, held: Reservation | None, now: QueuePass, ahead: Ahead | None = None
+        self, waiter: QueuedPod, held: Reservation | None, now: QueuePass, ahead: HeldNode | None = None
     ) -> QueueTurn | Deny:
         """Reserves GPUs for the pod and schedules the opening of its gate; or says why not."""
         if self._gate_opener.is_paused(waiter.pod.uid):
@@ -322,7 +324,7 @@ class Queue:
         if held is None and self._has_too_many_orphans(waiter):
             self._gate_opener.try_later(waiter.pod.uid)
             return QueueTurn.PASSED_OVER
-        places = placed(waiter.claim, self._fleet, self._policy, ahead) if held is None else ()
+        places = place_around(waiter.claim, self._fleet, self._policy, ahead) if held is None else ()
         if isinstance(places, Deny):
             return places
         try:
@@ -355,7 +357,7 @@ class Queue:
             return True
         try:
             rules = await self._claims.within(waiter.pod.namespace)
-            refused = check.waits_as_dressed(raw, Pod.parse(raw), waiter.claim, self._rules, rules)
+            refused = check.matches_queued_pod(raw, Pod.parse(raw), waiter.claim, self._rules, rules)
         except InvalidPodError as exc:
             refused = Deny(Reason.INVALID_POD, "; ".join(exc.mistakes[:20]))
         if refused is not None:
@@ -363,7 +365,7 @@ class Queue:
         return refused is not None
 
     async def _allocate(
-        self, waiter: QueuedPod, held: Reservation | None, places: Sequence[Placement], ahead: Ahead | None
+        self, waiter: QueuedPod, held: Reservation | None, places: Sequence[Placement], ahead: HeldNode | None
     ) -> Allocation | Deny:
         claim, pod = waiter.claim, waiter.pod
         if not claim.count:
@@ -376,10 +378,12 @@ class Queue:
             grace = None if raw is None else longest_grace_in(raw)
             known = await self._ledger.bind_to_pod(PodProof.CONFIRMED, known.id, pod, node=known.node, grace=grace)
         indexed = self._fleet.indexed_nodes.get(known.node)
-        uuids = gpu_order.as_mapped(claim, known.uuids, () if indexed is None else indexed.node.devices)
+        uuids = gpu_order.in_map_order(claim, known.uuids, () if indexed is None else indexed.node.devices)
         return Allocation(claim, (known.node,), known.id, uuids, has_waited=True)
 
-    async def _reserve(self, waiter: QueuedPod, places: Sequence[Placement], ahead: Ahead | None) -> Reservation | Deny:
+    async def _reserve(
+        self, waiter: QueuedPod, places: Sequence[Placement], ahead: HeldNode | None
+    ) -> Reservation | Deny:
         """Reserves GPUs. If another writer takes them first, decides again within the same turn."""
         claim, pod = waiter.claim, waiter.pod
         ask = ReservationRequest(reservation_id_of(pod), pod.namespace, claim.digest, pod.name, claim.is_shared)
@@ -389,7 +393,7 @@ class Queue:
             except PlacementRefusedError:
                 raise
             except SlotsTakenError:
-                again = placed(claim, self._fleet, self._policy, ahead)
+                again = place_around(claim, self._fleet, self._policy, ahead)
                 if isinstance(again, Deny):
                     return again
                 places = again

@@ -68,7 +68,7 @@ class QueueReporter:
                 refused = by_count.get(head.claim.count)
                 if refused is None:
                     continue
-                for waiter in self._pods.queue_order.behind(head):
+                for waiter in self._pods.queue_order.same_count_from(head):
                     uid = waiter.pod.uid
                     if self._reported.get(uid) is not refused.reason and uid not in served:
                         yield waiter.pod, refused

@@ -120,9 +120,9 @@ class WaitingPods:
             pod = Pod.parse(raw)
             claim = recorded_claim(pod)
             if claim is None:
-                return identity, check.gate_alone(pod) or NOT_OURS
+                return identity, check.no_stray_gate(pod) or NOT_OURS
             rules = self._claims.known_within(identity.namespace)
-            refused = check.waits_as_dressed(raw, pod, claim, self._rules, rules)
+            refused = check.matches_queued_pod(raw, pod, claim, self._rules, rules)
         except InvalidPodError as exc:
             return identity, Deny(Reason.INVALID_POD, "; ".join(exc.mistakes[:20]))
         if refused is not None:

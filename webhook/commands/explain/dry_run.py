@@ -17,7 +17,7 @@ from webhook.admission.explanation import DEFAULT_NAMESPACE, sentence_of
 from webhook.admission.manifest_pods import mapping, namespace_of
 from webhook.commands.explain.sources import CannotSayError, Source
 from webhook.core import keys
-from webhook.core.claim import Claim, ClaimRules, claim_of, recorded_or_none
+from webhook.core.claim import Claim, ClaimRules, claim_of, recorded_claim_or_none
 from webhook.core.difference import difference
 from webhook.core.errors import GpuwardenError, InvalidPodError
 from webhook.core.evidence import EvidenceState, state_of
@@ -283,7 +283,7 @@ def admitted(raw: Raw, made: Raw, warnings: list[str]) -> Raw:
         pod = Pod.parse(stored)
     except InvalidPodError as exc:
         raise CannotSayError(f"the API server's answer is no pod: {exc}") from exc
-    claim = recorded_or_none(pod)
+    claim = recorded_claim_or_none(pod)
     if claim is None:
         hints = [NOT_ASKED] if asks(raw) else []
         return told("admit", Reason.NOT_ASKED, "nothing refuses the pod", warnings, hints, patch=patch)
