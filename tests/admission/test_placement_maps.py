@@ -6,7 +6,7 @@ import pytest
 
 from tests import builders
 from tests.builders import NOW, Raw, device, node, raw_container
-from tests.heard import Heard
+from tests.recorded_events import RecordedEvents
 from webhook.admission.placement_maps import MapNamespaceListener, MappedStatefulSets, NodeNameConflicts, not_kept
 from webhook.core.claim import Claim
 from webhook.core.decide import EvidencePolicy, decide
@@ -272,30 +272,30 @@ def test_a_map_is_not_read_again_whenever_something_else_of_its_set_changes(scen
 
 @pytest.mark.defect("S1-12")
 async def test_a_logical_name_of_two_nodes_is_told_on_both_once() -> None:
-    fleet, heard = Fleet(), Heard()
+    fleet, heard = Fleet(), RecordedEvents()
     names = NodeNameConflicts(fleet, heard)
     for name in ("node-a", "node-b"):
         fleet.put(node(name, labels={"gpu-node-name": "rack-1"}), NOW)
         await names.step()
         await names.step()
-    assert heard.told == [("node-a", Reason.AMBIGUOUS_NODE), ("node-b", Reason.AMBIGUOUS_NODE)]
+    assert heard.recorded == [("node-a", Reason.AMBIGUOUS_NODE), ("node-b", Reason.AMBIGUOUS_NODE)]
     fleet.put(node("node-b"), NOW)
     await names.step()
     fleet.put(node("node-b", labels={"gpu-node-name": "rack-1"}), NOW)
     await names.step()
-    assert len(heard.told) == 4
+    assert len(heard.recorded) == 4
 
 
 async def test_a_label_that_is_another_nodes_name_is_told_on_both_nodes() -> None:
-    fleet, heard = Fleet(), Heard()
+    fleet, heard = Fleet(), RecordedEvents()
     names = NodeNameConflicts(fleet, heard)
     fleet.put(node("node-a", labels={"gpu-node-name": "node-a"}), NOW)
     await names.step()
-    assert heard.told == []
+    assert heard.recorded == []
     fleet.put(node("node-b", labels={"gpu-node-name": "node-a"}), NOW)
     await names.step()
     await names.step()
-    assert heard.told == [("node-a", Reason.AMBIGUOUS_NODE), ("node-b", Reason.AMBIGUOUS_NODE)]
+    assert heard.recorded == [("node-a", Reason.AMBIGUOUS_NODE), ("node-b", Reason.AMBIGUOUS_NODE)]
     assert heard.messages == [
         "label gpu-node-name=node-a of node-b is this node's own name, and counts for nothing there",
         "label gpu-node-name=node-a is the name of another node, and counts for nothing here: "

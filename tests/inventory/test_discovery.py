@@ -10,7 +10,7 @@ import pytest
 
 from tests.builders import Raw
 from tests.fake_objects import FakeObjects
-from tests.heard import Heard
+from tests.recorded_events import RecordedEvents
 from webhook.core.device import Device, DeviceUuid
 from webhook.core.reasons import Reason
 from webhook.evidence.static import StaticEvidence
@@ -34,7 +34,7 @@ class Scene:
         self.is_current = True
         self.is_gone = True
         self.asked: list[str] = []
-        self.events = Heard()
+        self.events = RecordedEvents()
         self.nodes, self.gpu_nodes = FakeObjects(), FakeObjects()
         self.evidence = StaticEvidence({})
         written = WrittenInventory(InventoryFile(inventory) if inventory else None, self.evidence)
@@ -151,7 +151,7 @@ async def test_a_bad_annotation_is_told_once_and_changes_nothing(scene: Scene) -
     scene.hold("GPU-1")
     assert await scene.step() == []
     assert scene.devices() == {"GPU-1": True}
-    assert scene.events.told == [("node-a", Reason.DEVICES_UNREADABLE)]
+    assert scene.events.recorded == [("node-a", Reason.DEVICES_UNREADABLE)]
     assert scene.events.messages[0].endswith("it is not base64")
 
 
@@ -161,12 +161,12 @@ async def test_entry_that_is_no_uuid_is_left_out_and_told_once_and_the_others_co
     await scene.step()
     await scene.step()
     assert scene.devices() == {"GPU-1": True}
-    assert scene.events.told == [("node-a", Reason.DEVICES_UNREADABLE)]
+    assert scene.events.recorded == [("node-a", Reason.DEVICES_UNREADABLE)]
     scene.node(said=annotation("GPU-1"))
     await scene.step()
     scene.node(said=annotation("GPU-1", name))
     await scene.step()
-    assert len(scene.events.told) == 2
+    assert len(scene.events.recorded) == 2
 
 
 async def test_reading_with_an_entry_that_is_no_uuid_keeps_the_others(scene: Scene) -> None:
@@ -174,7 +174,7 @@ async def test_reading_with_an_entry_that_is_no_uuid_keeps_the_others(scene: Sce
     scene.nodes.put({"metadata": {"name": "node-a", "annotations": {"gpuwarden.io/gpus": read}}})
     await scene.step()
     assert scene.devices() == {"GPU-1": True}
-    assert scene.events.told == [("node-a", Reason.DEVICES_UNREADABLE)]
+    assert scene.events.recorded == [("node-a", Reason.DEVICES_UNREADABLE)]
 
 
 async def test_stored_device_that_is_no_uuid_goes_unless_it_is_held(scene: Scene) -> None:
@@ -195,7 +195,7 @@ async def test_an_object_that_a_hand_made_unreadable_is_told_once_and_left_as_it
     assert await scene.step() == ["create node-b"]
     scene.node(said=annotation("GPU-2"))
     assert await scene.step() == []
-    assert scene.events.told == [("node-a", Reason.DEVICES_UNREADABLE)]
+    assert scene.events.recorded == [("node-a", Reason.DEVICES_UNREADABLE)]
     assert "'GPU-1' is no slot" in scene.events.messages[0]
 
 
@@ -205,7 +205,7 @@ async def test_a_device_that_vanishes_while_held_is_quarantined_until_nothing_ho
     assert await scene.step() == ["replace node-a"]
     assert scene.devices() == {"GPU-2": True, "GPU-1": False}
     assert await scene.step() == []
-    assert scene.events.told == [("node-a", Reason.DEVICE_VANISHED)]
+    assert scene.events.recorded == [("node-a", Reason.DEVICE_VANISHED)]
     scene.hold()
     assert await scene.step() == ["replace node-a"]
     assert scene.devices() == {"GPU-2": True}
@@ -226,7 +226,7 @@ async def test_a_device_that_nothing_holds_vanishes_at_once(scene: Scene) -> Non
     scene.node(said=annotation("GPU-new", "GPU-2"))
     await scene.step()
     assert scene.devices() == {"GPU-new": True, "GPU-2": True}
-    assert scene.events.told == []
+    assert scene.events.recorded == []
 
 
 async def test_what_is_held_and_was_edited_out_is_there_again(scene: Scene) -> None:
@@ -308,7 +308,7 @@ async def test_what_the_api_server_refuses_is_told_and_the_others_are_served(sce
         scene.node(name, annotation(f"GPU-{name}"))
     scene.gpu_nodes.refused = {"node-a"}
     assert await scene.step() == ["create node-b"]
-    assert scene.events.told == [("node-a", Reason.DEVICES_UNREADABLE)]
+    assert scene.events.recorded == [("node-a", Reason.DEVICES_UNREADABLE)]
     assert "too many" in scene.events.messages[0]
 
 
@@ -340,7 +340,7 @@ async def test_a_gpu_node_with_reservations_outlives_its_node(scene: Scene) -> N
     await scene.with_node("GPU-1", "GPU-2", held=("GPU-1",))
     scene.nodes.remove("node-a")
     assert await scene.step() == []
-    assert scene.events.told == [("node-a", Reason.NODE_GONE)]
+    assert scene.events.recorded == [("node-a", Reason.NODE_GONE)]
     assert scene.devices() == {"GPU-1": True, "GPU-2": True}
     scene.node(said=annotation("GPU-1", "GPU-2"))  # it comes back and finds it as it was
     assert await scene.step() == []
@@ -364,7 +364,7 @@ async def test_nothing_is_remembered_of_a_node_that_is_gone_with_its_gpu_node(sc
         scene.gpu_nodes.objects["node-a"]["metadata"].pop("finalizers")
         scene.gpu_nodes.remove("node-a")
         assert await scene.step() == []
-    assert (scene.events.told, scene.discovery.remembered) == ([("node-a", Reason.NODE_GONE)] * 2, 0)
+    assert (scene.events.recorded, scene.discovery.remembered) == ([("node-a", Reason.NODE_GONE)] * 2, 0)
 
 
 async def test_nothing_is_remembered_of_a_node_whose_devices_nobody_could_read(scene: Scene) -> None:
@@ -430,7 +430,7 @@ async def test_a_device_on_two_nodes_is_told_on_both_once(scene: Scene) -> None:
     await scene.step()
     scene.hold("GPU-node-a")
     await scene.step()
-    assert sorted(scene.events.told) == [("node-a", Reason.DEVICE_DISPUTED), ("node-b", Reason.DEVICE_DISPUTED)]
+    assert sorted(scene.events.recorded) == [("node-a", Reason.DEVICE_DISPUTED), ("node-b", Reason.DEVICE_DISPUTED)]
     assert sorted(scene.events.messages)[0].startswith("GPU-1 is on node-a too")
 
 
@@ -440,10 +440,10 @@ async def test_a_dispute_ends_with_one_of_the_nodes_and_may_begin_again(scene: S
     await scene.step()
     scene.nodes.remove("node-b")
     await scene.step()
-    assert len(scene.events.told) == 2
+    assert len(scene.events.recorded) == 2
     scene.node("node-b", annotation("GPU-1"))
     await scene.step()
-    assert len(scene.events.told) == 4
+    assert len(scene.events.recorded) == 4
 
 
 async def test_a_device_of_a_gpu_node_made_by_hand_can_be_disputed(scene: Scene) -> None:
@@ -451,7 +451,7 @@ async def test_a_device_of_a_gpu_node_made_by_hand_can_be_disputed(scene: Scene)
     scene.gpu_nodes.put({"metadata": {"name": "node-h"}, "spec": {"devices": [{"uuid": "GPU-1"}]}})
     scene.node(said=annotation("GPU-1"))
     await scene.step()
-    assert sorted(one for one, _ in scene.events.told) == ["node-a", "node-h"]
+    assert sorted(one for one, _ in scene.events.recorded) == ["node-a", "node-h"]
 
 
 # The inventory file.

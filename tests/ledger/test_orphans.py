@@ -88,7 +88,7 @@ async def test_a_pod_deleted_by_force_keeps_its_devices_for_its_grace_period_and
     assert await after(scene, GRACE + MARGIN - timedelta(seconds=1))
     assert await after(scene, timedelta(seconds=1)) == {}
     assert not await is_taken(scene)
-    assert scene.heard.told == [("node-a", Reason.GPU_ORPHANED), ("node-a", Reason.ORPHAN_ENDED)]
+    assert scene.heard.recorded == [("node-a", Reason.GPU_ORPHANED), ("node-a", Reason.ORPHAN_ENDED)]
 
 
 async def test_what_stands_in_the_store_is_all_that_another_reconciler_needs(scene: Scene) -> None:
@@ -109,7 +109,7 @@ async def test_a_pod_that_the_kubelet_has_ended_frees_its_devices_at_once(scene:
     scene.reconciler.deleted(running(deleted=30, status=ended("Failed")))
     await scene.reconciler.step()
     assert scene.bench.held() == {}
-    assert scene.heard.told == []
+    assert scene.heard.recorded == []
 
 
 async def test_a_pod_that_went_unseen_is_waited_for_as_long_as_any_pod_may_take(scene: Scene) -> None:
@@ -522,7 +522,7 @@ async def test_an_orphan_is_released_at_once_when_its_node_says_that_nothing_use
     assert scene.bench.held()["GPU-a0/0"]["unusedAt"]
     assert reports(scene).marks("node-a", scene.bench.now) == []
     assert await after(scene, timedelta(0)) == {}
-    assert scene.heard.told[-1] == ("node-a", Reason.ORPHAN_ENDED)
+    assert scene.heard.recorded[-1] == ("node-a", Reason.ORPHAN_ENDED)
     assert "its node says that nothing uses it" in scene.heard.messages[-1]
 
 

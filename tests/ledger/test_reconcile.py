@@ -8,9 +8,9 @@ import pytest
 
 from tests import builders
 from tests.builders import Raw
-from tests.heard import Heard
 from tests.ledger.contract import CLOCK_SKEW, PENDING_DEADLINE, on
 from tests.ledger.test_cluster import NODE_A, ClusterBench, Pods, ended
+from tests.recorded_events import RecordedEvents
 from webhook.core import keys
 from webhook.core.claim import ClaimRecord
 from webhook.core.reasons import Reason
@@ -38,7 +38,7 @@ class Scene:
 
     def __init__(self) -> None:
         self.bench = ClusterBench()
-        self.heard = Heard()
+        self.heard = RecordedEvents()
         self.open: set[str] = set()  # pods that could be bound while no replica answers
         self.reconciler = self.another(self.bench.ledger)
         self.reconciler.replaced({})
@@ -232,7 +232,7 @@ async def test_an_owned_pod_that_is_not_bound_in_time_is_removed_and_holds_until
     scene.bench.now += timedelta(seconds=1)
     await scene.reconciler.step()
     assert scene.bench.pods.removed == [POD]
-    assert scene.heard.told == [("pod-1", Reason.BIND_DEADLINE_PASSED)]
+    assert scene.heard.recorded == [("pod-1", Reason.BIND_DEADLINE_PASSED)]
     assert scene.phase is Phase.FINALIZED
     scene.reconciler.deleted(raw_pod())
     await scene.reconciler.step()
@@ -244,7 +244,7 @@ async def test_a_pod_that_was_bound_in_time_is_not_removed_though_the_watch_is_b
     scene.bench.pods.raws[POD.uid] = {**raw_pod(phase="Running", **OWNED), "spec": ON_NODE}
     scene.bench.now += BIND_DEADLINE
     await scene.reconciler.step()
-    assert (scene.bench.pods.removed, scene.heard.told) == ([], [])
+    assert (scene.bench.pods.removed, scene.heard.recorded) == ([], [])
     assert scene.phase is Phase.FINALIZED
 
 
@@ -357,7 +357,7 @@ async def test_a_pod_on_its_node_has_no_deadline_any_more(scene: Scene) -> None:
     scene.bench.now += 10 * BIND_DEADLINE
     await scene.reconciler.step()
     assert scene.phase is Phase.FINALIZED
-    assert scene.heard.told == []
+    assert scene.heard.recorded == []
 
 
 # A pod that exists and whose reservation is gone.
@@ -380,7 +380,7 @@ async def test_a_pod_that_comes_late_has_its_devices_again_if_nobody_else_does(s
     await scene.reconciler.step()
     assert scene.bench.held()["GPU-a0/0"]["uid"] == POD.uid
     assert scene.phase is Phase.FINALIZED
-    assert scene.heard.told == [("pod-1", Reason.RESERVATION_RESTORED)]
+    assert scene.heard.recorded == [("pod-1", Reason.RESERVATION_RESTORED)]
 
 
 async def test_a_pod_that_comes_too_late_is_removed_by_uid_and_frees_nobody_else(scene: Scene) -> None:
@@ -392,7 +392,7 @@ async def test_a_pod_that_comes_too_late_is_removed_by_uid_and_frees_nobody_else
     scene.bench.now += PATIENCE
     await scene.reconciler.step()
     assert scene.bench.pods.removed == [POD]
-    assert scene.heard.told == [("pod-1", Reason.RESERVATION_LOST)]
+    assert scene.heard.recorded == [("pod-1", Reason.RESERVATION_LOST)]
     assert scene.bench.held()["GPU-a0/0"]["reservation"] == "r2"
 
 
@@ -404,7 +404,7 @@ async def test_a_bare_pod_that_comes_too_late_stays_to_say_why(scene: Scene) -> 
     scene.bench.now += PATIENCE
     await scene.reconciler.step()
     assert scene.bench.pods.removed == []
-    assert scene.heard.told == [("pod-1", Reason.RESERVATION_LOST)]
+    assert scene.heard.recorded == [("pod-1", Reason.RESERVATION_LOST)]
 
 
 async def test_a_pod_that_is_on_a_node_with_anothers_devices_is_removed_before_it_starts(scene: Scene) -> None:
@@ -458,7 +458,7 @@ async def test_a_running_pod_is_told_of_and_never_killed(scene: Scene) -> None:
     scene.bench.now += PATIENCE
     await scene.reconciler.step()
     assert scene.bench.pods.removed == []
-    assert scene.heard.told == [("pod-1", Reason.RESERVATION_LOST)]
+    assert scene.heard.recorded == [("pod-1", Reason.RESERVATION_LOST)]
 
 
 # A pod whose annotations a hand has taken off.
@@ -553,7 +553,7 @@ async def test_of_two_reservations_of_one_pod_the_one_that_it_carries_stays(
         "node-a": where == "node-a",
         "node-b": where == "node-b",
     }
-    assert scene.heard.told == []
+    assert scene.heard.recorded == []
 
 
 async def test_of_two_reservations_of_one_pod_none_stays_without_it(scene: Scene) -> None:
@@ -692,7 +692,7 @@ async def test_a_hold_that_was_dropped_by_hand_is_there_again(scene: Scene) -> N
     scene.bench.replica.watch.catch_up()
     await scene.reconciler.step()
     assert scene.bench.held()["GPU-a0/0"]["uid"] == POD.uid
-    assert scene.heard.told == [("pod-1", Reason.RESERVATION_RESTORED)]
+    assert scene.heard.recorded == [("pod-1", Reason.RESERVATION_RESTORED)]
 
 
 class OddPods(Pods):

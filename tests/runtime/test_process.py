@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from webhook.runtime.process import one_pass, passes
+from webhook.runtime.process import run_pass, run_passes
 
 
 async def test_a_pass_that_fails_does_not_end_the_passes() -> None:
@@ -19,7 +19,7 @@ async def test_a_pass_that_fails_does_not_end_the_passes() -> None:
 
     failing = Failing()
     for _ in range(2):
-        await one_pass(failing)
+        await run_pass(failing)
     assert failing.steps == 2
 
 
@@ -30,7 +30,7 @@ async def test_the_end_of_a_leadership_is_not_lost_in_the_news(turns: int) -> No
             return None
 
     news = asyncio.Event()
-    task = asyncio.create_task(passes([Nothing()], news, pause=30, breath=0.001))
+    task = asyncio.create_task(run_passes([Nothing()], news, interval=30, debounce=0.001))
     for _ in range(20):  # until it rests
         await asyncio.sleep(0)
     news.set()

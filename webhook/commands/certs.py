@@ -24,7 +24,7 @@ from webhook.kube.json_objects import object_in
 from webhook.kube.requests import JSON, JSON_PATCH, LOST, MERGE_PATCH, answered
 from webhook.kube.watch import Watch
 from webhook.runtime.clock import utc_now
-from webhook.runtime.process import rest, stop_signal, until
+from webhook.runtime.process import run_until, stop_signal, wait_for_change
 from webhook.runtime.settings import Settings
 from webhook.runtime.telemetry import configure_logging
 from webhook.runtime.tls.rotation import (
@@ -151,7 +151,7 @@ async def keep(settings: Settings) -> None:
     async with await connected(settings) as api, Probes(settings).listening() as probes:
         looking = look_again_and_again(settings, ApiCertificateStore(api, settings), probes, news.there)
         watches = (watch.run() for watch in watches_of(settings, api, news))
-        await until(stop, all_of(looking, *watches))
+        await run_until(stop, all_of(looking, *watches))
     log.info("stopped")
 
 
@@ -204,7 +204,7 @@ async def look_again_and_again(
         except (CertificatesError, OSError) as exc:
             probes.metrics.count_provider_error("certificates")
             log.warning("certificates cannot be looked after", problem=str(exc))
-        await rest(news, pause.total_seconds(), SOON.total_seconds())
+        await wait_for_change(news, pause.total_seconds(), SOON.total_seconds())
 
 
 def show(probes: Probes, state: CertificateState | None) -> None:

@@ -11,7 +11,7 @@ from webhook.core import keys
 from webhook.core.errors import GpuwardenError
 from webhook.core.evidence import Evidence, combined
 from webhook.core.raw import Raw
-from webhook.runtime.clock import is_of_our_days
+from webhook.runtime.clock import is_plausible
 
 API_VERSION = "gpuwarden.io/v1alpha1"
 # Only what somebody wrote down may be without an end.
@@ -75,7 +75,7 @@ def evidence_of(node: str, source: str, entry: EvidenceEntryWire) -> Evidence:
     if source not in ENDLESS and not (entry.banned or entry.conflict) and None in (entry.since, entry.until):
         raise UnreadableEvidenceError(f"{source} does not say since when and until when its word on {node} is good")
     moments = [one for one in (entry.since, entry.challenged) if one is not None]
-    is_odd = source not in ENDLESS and not all(map(is_of_our_days, moments))
+    is_odd = source not in ENDLESS and not all(map(is_plausible, moments))
     if is_odd and not (entry.banned or entry.conflict):
         raise UnreadableEvidenceError(f"{source} said something of {node} on no day of ours")
     return Evidence(

@@ -14,7 +14,7 @@ from webhook.core.device import Device, DeviceUuid, Slot, is_uuid
 from webhook.core.errors import GpuwardenError
 from webhook.core.raw import Raw
 from webhook.core.reservation import Orphan, Phase, Reservation, ReservationId
-from webhook.runtime.clock import LONG_AGO, is_of_our_days
+from webhook.runtime.clock import LONG_AGO, is_plausible
 
 API_VERSION = "gpuwarden.io/v1alpha1"
 # Keeps a deleted object as long as something is held on it.
@@ -207,7 +207,7 @@ def orphan(entry: HeldSlotWire) -> Orphan | None:
 
 def moment(said: datetime | None) -> datetime:
     """What is not said, and what no clock of ours has shown, was long ago."""
-    return said if said is not None and is_of_our_days(said) else LONG_AGO
+    return said if said is not None and is_plausible(said) else LONG_AGO
 
 
 def slot(key: str) -> Slot:

@@ -219,12 +219,12 @@ def evidence_of(fleet: Fleet, name: str, now: datetime) -> EvidenceState:
 # As JSON.
 
 
-def described(seen: DevicesView, now: datetime, evidence: EvidenceState, *, tells_pending_ids: bool = True) -> Raw:
+def described(seen: DevicesView, now: datetime, evidence: EvidenceState, *, shows_pending_ids: bool = True) -> Raw:
     """One device: the members that S4's users read first, our own beside them."""
     device = seen.device
     told: Raw = {"node": seen.nodes[0], "labels": sorted(device.labels)}
     if seen.holders:
-        told["assignment"] = assignment(foremost(seen.holders, now), tells_pending_ids=tells_pending_ids)
+        told["assignment"] = assignment(foremost(seen.holders, now), shows_pending_ids=shows_pending_ids)
     told["state"] = seen.state
     if len(seen.nodes) > 1:
         told["nodes"] = list(seen.nodes)
@@ -233,12 +233,12 @@ def described(seen: DevicesView, now: datetime, evidence: EvidenceState, *, tell
     if device.is_shared:
         told["shares"] = device.shares
     if device.is_shared or len(seen.holders) > 1:
-        told["reservations"] = [assignment(one, tells_pending_ids=tells_pending_ids) for one in seen.holders]
+        told["reservations"] = [assignment(one, shows_pending_ids=shows_pending_ids) for one in seen.holders]
     told["evidence"] = evidence
     return told
 
 
-def assignment(reservation: Reservation, *, tells_pending_ids: bool = True) -> Raw:
+def assignment(reservation: Reservation, *, shows_pending_ids: bool = True) -> Raw:
     """S4's `assignment`. A name without a uid is only what a review said, and no pod need ever bear it."""
     told: Raw = {"exists?": reservation.phase is Phase.FINALIZED}
     if reservation.id == UNNAMED:
@@ -246,7 +246,7 @@ def assignment(reservation: Reservation, *, tells_pending_ids: bool = True) -> R
     told |= {"namespace": reservation.namespace, "uid": reservation.uid}
     if reservation.uid and reservation.pod_name:
         told["name"] = reservation.pod_name
-    if tells_pending_ids or has_pod(reservation):
+    if shows_pending_ids or has_pod(reservation):
         told["reservation-id"] = reservation.id
     told["state"] = state_told(reservation)
     return told
@@ -460,7 +460,7 @@ class Devices:
         clock: Clock,
         *,
         notes: Sequence[str] = (),
-        tells_pending_ids: bool = True,
+        shows_pending_ids: bool = True,
         needs_evidence: bool = False,
         is_starting: Callable[[], bool] = lambda: False,
         outdated: Callable[[], Staleness | None] = lambda: None,
@@ -478,7 +478,7 @@ class Devices:
         self._ledger = ledger
         self._clock = clock
         self._notes = notes
-        self._tells_pending_ids = tells_pending_ids
+        self._tells_pending_ids = shows_pending_ids
         self._gate = gate or CallerGate(clock)
         self._count = count
         self._template = make_templates().get_template("devices.html")
@@ -573,7 +573,7 @@ class Devices:
 
     def _described(self, seen: DevicesView, now: datetime, lapses: LapsesByDevice) -> Raw:
         evidence = evidence_of(self._fleet, seen.nodes[0], now)
-        told = described(seen, now, evidence, tells_pending_ids=self._tells_pending_ids)
+        told = described(seen, now, evidence, shows_pending_ids=self._tells_pending_ids)
         if expired := lapses.get(seen.device.uuid):
             told["expired"] = [lapsed(one, tells_id=self._tells_pending_ids) for one in expired]
         indexed = self._fleet.indexed_nodes.get(seen.nodes[0])

@@ -12,8 +12,8 @@ from attrs import evolve
 
 from tests import builders
 from tests.builders import HASH, NOW, Raw, device, node, raw_container
-from tests.heard import Heard
 from tests.ledger.test_cluster import ClusterBench
+from tests.recorded_events import RecordedEvents
 from webhook.admission.namespaces import ClaimReader, WatchedNamespaces
 from webhook.admission.queue.gates import GateError
 from webhook.admission.queue.queue import Queue, QueuePass
@@ -134,7 +134,7 @@ class Scene:
         self.fleet = Asked()
         self.fleet.put(node("node-a", device("GPU-0", index=0), device("GPU-1", index=1)), NOW)
         self.ledger = Contested(self.fleet, lambda: self.now, Times(timedelta(seconds=90), timedelta(seconds=5)))
-        self.yard, self.heard = Yard(), Heard()
+        self.yard, self.heard = Yard(), RecordedEvents()
         self.policy = EvidencePolicy(always)
         self.namespaces = WatchedNamespaces(NobodyToAsk())
         self.orphans = 0
@@ -393,7 +393,7 @@ async def test_a_claim_that_no_node_could_serve_holds_nobody_up(scene: Scene) ->
     scene.come("small", 1, seconds=1)
     await scene.queue.step()
     assert scene.opened().keys() == {"small"}
-    assert ("impossible", Reason.NO_MATCHING_DEVICE) in scene.heard.told
+    assert ("impossible", Reason.NO_MATCHING_DEVICE) in scene.heard.recorded
 
 
 async def test_another_kind_is_not_held_up(scene: Scene) -> None:
@@ -461,14 +461,14 @@ async def test_who_waits_is_told_when_the_reason_changes_and_not_in_every_pass(s
     scene.come("a", 2, annotations=asked)
     for _ in range(3):
         await scene.queue.step()
-    assert scene.heard.told == [("a", Reason.NO_PROVEN_NODE)]
+    assert scene.heard.recorded == [("a", Reason.NO_PROVEN_NODE)]
     scene.fleet.prove("node-a", builders.evidence("node-a"), scene.now)
     await scene.ledger.reserve(
         ReservationRequest(ReservationId("r1"), "ml", "d1"), [ON_GPU_0], answer_by=NOW + timedelta(seconds=9)
     )
     for _ in range(3):
         await scene.queue.step()
-    assert scene.heard.told == [("a", Reason.NO_PROVEN_NODE), ("a", Reason.NO_FREE_DEVICE)]
+    assert scene.heard.recorded == [("a", Reason.NO_PROVEN_NODE), ("a", Reason.NO_FREE_DEVICE)]
     assert "with fewer than 2 free" in scene.yard.said["a"]
 
 
@@ -478,7 +478,7 @@ async def test_a_gate_of_an_undressed_pod_is_never_opened(scene: Scene) -> None:
     for _ in range(2):
         await scene.queue.step()
     assert scene.opened() == {}
-    assert scene.heard.told == [("bare", Reason.FORGED)]
+    assert scene.heard.recorded == [("bare", Reason.FORGED)]
     assert not scene.ledger.reservations()
 
 
@@ -489,7 +489,7 @@ async def test_a_record_that_says_more_than_the_pod_asks_for_is_nobodys_turn(sce
     scene.show({**raw, "metadata": {**raw["metadata"], "annotations": forged}})
     await scene.queue.step()
     assert scene.opened() == {}
-    assert scene.heard.told == [("a", Reason.FORGED)]
+    assert scene.heard.recorded == [("a", Reason.FORGED)]
 
 
 @pytest.mark.defect("S1-2")
@@ -499,7 +499,7 @@ async def test_an_ordinal_without_a_line_waits_and_is_told_its_number(scene: Sce
     gated = waiting(raw, builders.claim(raw), RULES, "because")
     scene.show({**gated, "metadata": {**gated["metadata"], "resourceVersion": "1"}})
     await scene.queue.step()
-    assert scene.heard.told == [("web-7", Reason.NOT_IN_MAP)]
+    assert scene.heard.recorded == [("web-7", Reason.NOT_IN_MAP)]
     assert "ordinal 7" in scene.heard.messages[0]
 
 
@@ -535,7 +535,7 @@ async def test_what_a_namespace_demands_by_now_is_asked_before_anything_is_held(
         await scene.queue.step()
         assert scene.held() == {}
     assert scene.opened() == {}
-    assert scene.heard.told == [("a", Reason.FORGED), ("b", Reason.FORGED)]
+    assert scene.heard.recorded == [("a", Reason.FORGED), ("b", Reason.FORGED)]
 
 
 async def test_a_pod_that_is_edited_behind_its_gate_holds_nothing_any_more(scene: Scene) -> None:
@@ -548,7 +548,7 @@ async def test_a_pod_that_is_edited_behind_its_gate_holds_nothing_any_more(scene
     await scene.queue.step()
     assert scene.held().keys() == {"uid-b"}
     assert scene.opened().keys() == {"b"}
-    assert ("a", Reason.FORGED) in scene.heard.told
+    assert ("a", Reason.FORGED) in scene.heard.recorded
 
 
 async def test_a_demand_that_comes_behind_the_gate_ends_what_is_held(scene: Scene) -> None:
@@ -572,7 +572,7 @@ async def test_a_gate_that_cannot_be_opened_holds_gpus_until_the_bind_deadline(s
     await scene.queue.step()
     assert scene.held().keys() == {"uid-b"}
     assert scene.opened().keys() == {"b"}
-    assert ("a", Reason.BIND_DEADLINE_PASSED) in scene.heard.told
+    assert ("a", Reason.BIND_DEADLINE_PASSED) in scene.heard.recorded
     await scene.end("b")
     scene.yard.fails = set()
     scene.now += BIND_DEADLINE
@@ -774,7 +774,7 @@ async def test_a_pod_fits_again_once_its_namespace_demands_what_it_did(scene: Sc
     scene.yard.failing = True
     scene.demand(HASH)
     await scene.queue.step()
-    assert scene.heard.told == [("a", Reason.FORGED)]
+    assert scene.heard.recorded == [("a", Reason.FORGED)]
     scene.yard.failing = False
     scene.demand(None)
     await scene.queue.step()
@@ -799,7 +799,7 @@ async def test_of_a_pod_that_is_gone_nobody_is_told_that_its_gate_is_open(scene:
     scene.come("a")
     del scene.yard.pods["a"]
     await scene.queue.step()
-    assert scene.heard.told == []
+    assert scene.heard.recorded == []
     assert "uid-a" not in scene.pods.lines
 
 
@@ -933,11 +933,11 @@ async def test_what_could_not_be_written_into_a_pod_is_written_later(scene: Scen
     for _ in range(3):
         await scene.queue.step()
     assert scene.yard.said.keys() == {"b"}
-    assert sorted(name for name, _ in scene.heard.told) == ["a", "b"]
+    assert sorted(name for name, _ in scene.heard.recorded) == ["a", "b"]
     scene.yard.cannot_be_told = set()
     await scene.queue.step()
     assert scene.yard.said.keys() == {"a", "b"}
-    assert len(scene.heard.told) == 2
+    assert len(scene.heard.recorded) == 2
 
 
 async def test_of_what_a_pod_waited_for_nothing_is_written_once_its_gate_is_open(scene: Scene) -> None:

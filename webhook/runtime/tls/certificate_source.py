@@ -38,7 +38,7 @@ class BadRootsError(GpuwardenError):
     """The file of CAs cannot be used."""
 
 
-def trusting(roots: Path | None) -> ssl.SSLContext:
+def client_context(roots: Path | None) -> ssl.SSLContext:
     """For a call to an ordinary name: by the CAs of that file, else by the system's."""
     try:
         return ssl.create_default_context(cafile=None if roots is None else str(roots))
