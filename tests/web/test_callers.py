@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from tests.builders import NOW
 from webhook.core.caller import POD_UID, Caller, CallersUnavailableError, Right
 from webhook.runtime.telemetry import Metrics
-from webhook.runtime.tls.certificate_source import CERTIFICATE
+from webhook.runtime.tls.certificate_source import CLIENT_CERTIFICATE
 from webhook.web.callers import (
     MAX_RIGHTS,
     MAX_TOKEN,
@@ -176,7 +176,7 @@ async def test_a_certificate_is_demanded_of_reviewers_and_of_nobody_else(api: Ap
     house = House(api, Reviewers(with_certificate=True))
 
     async def with_certificate(scope: Scope, receive: Receive, send: Send) -> None:
-        await house.app({**scope, CERTIFICATE: True}, receive, send)
+        await house.app({**scope, CLIENT_CERTIFICATE: True}, receive, send)
 
     assert (await house.get(Guard.REVIEWER)).status_code == 403
     assert (await house.get(Guard.CALLER, "Bearer good")).text == "in"

@@ -88,7 +88,7 @@ class Server:
         self._hinting: asyncio.Future[None] | None = None
         health, metrics = self._health, parts.metrics
         budgets = Budgets(
-            RequestLimits.chosen(settings.max_body_memory, settings.max_reviews, settings.max_connections)
+            RequestLimits.from_settings(settings.max_body_memory, settings.max_reviews, settings.max_connections)
         )
         reviewer = Reviewer.of(parts)
         admission = Admission(reviewer, parts.clock, health, budgets)

@@ -71,8 +71,8 @@ async def run_pass(*parts: Steppable) -> None:
 
 
 async def wait_for_change(changed: asyncio.Event, interval: float, debounce: float) -> None:
-    """Wait until `changed` is set, for `interval` seconds at most. Then wait `debounce` seconds: one pass handles changes
-    that arrive together."""
+    """Wait until `changed` is set, for `interval` seconds at most. Then wait `debounce` seconds, so that one pass
+    handles changes that arrive together."""
     with suppress(TimeoutError):
         # Not `wait_for`: it loses a cancellation that arrives at the moment the event is set.
         async with asyncio.timeout(interval):

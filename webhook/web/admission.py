@@ -16,8 +16,8 @@ from webhook.core.reasons import Reason
 from webhook.core.review import Review, answer
 from webhook.core.verdict import Deny
 from webhook.runtime.clock import Clock
-from webhook.runtime.http.budgets import Budgets, weight
-from webhook.web.body import HELD, RefusedBodyError, error, read_body
+from webhook.runtime.http.budgets import Budgets, parsed_size
+from webhook.web.body import BODY_USAGE, RefusedBodyError, error, read_body
 from webhook.web.health import Health
 
 MAX_TIMEOUT = timedelta(seconds=30)
@@ -59,14 +59,14 @@ class Admission:
             return error(503, f"the server is {self._health.stage}")
         try:
             body = await read_body(request)
-            review = evolve(Review.parse(body), is_light=weight(body) <= LIGHT)
+            review = evolve(Review.parse(body), is_light=parsed_size(body) <= LIGHT)
         except RefusedBodyError as exc:
             return error(exc.code, str(exc))
         except MalformedReviewError as exc:
             return error(400, str(exc))
         del body
         if review.is_light:  # it may wait for long: the number of reviews at once bounds what these take
-            request.scope[HELD].end()
+            request.scope[BODY_USAGE].end()
         with self._budgets.review(RESERVED_FOR_BINDINGS if review.is_of_bindings else 0) as has_place:
             if not has_place and not review.is_of_bindings:
                 return error(503, "as many reviews are judged as may be at once")

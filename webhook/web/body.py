@@ -5,22 +5,22 @@ from collections.abc import Callable
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
-from webhook.runtime.http.budgets import Body, OverloadedError, RefusedBodyError, weight
+from webhook.runtime.http.budgets import BodyUsage, OverloadedError, RefusedBodyError, parsed_size
 
-__all__ = ["HELD", "MAX_BODY", "RefusedBodyError", "error", "read_body"]
+__all__ = ["BODY_USAGE", "MAX_BODY", "RefusedBodyError", "error", "read_body"]
 
 # The API server's own limit for an object is 1.5 MiB; a review of an update carries two.
 MAX_BODY = 3 * 2**20
 
 
 # Where the middleware leaves what the request's body takes of the budgets.
-HELD = "gpuwarden.body"
+BODY_USAGE = "gpuwarden.body"
 
 
-async def read_body(request: Request, most: int = MAX_BODY, *, needs: Callable[[bytes], int] = weight) -> bytes:
+async def read_body(request: Request, most: int = MAX_BODY, *, needs: Callable[[bytes], int] = parsed_size) -> bytes:
     """The whole body, or `RefusedBodyError`. Its memory is counted until the request has been answered:
     what it `needs` once it is parsed."""
-    held: Body = request.scope[HELD]
+    held: BodyUsage = request.scope[BODY_USAGE]
     declared = request.headers.get("content-length", "")
     chunks: list[bytes] = []
     size = 0
@@ -39,7 +39,7 @@ async def read_body(request: Request, most: int = MAX_BODY, *, needs: Callable[[
         raise OverloadedError from exc
     body = b"".join(chunks)
     chunks.clear()
-    await held.read(body, needs(body))
+    await held.wait_to_parse(body, needs(body))
     return body
 
 

@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from webhook.core.caller import Caller, CallersUnavailableError, Right
 from webhook.runtime.clock import Clock
-from webhook.runtime.tls.certificate_source import CERTIFICATE
+from webhook.runtime.tls.certificate_source import CLIENT_CERTIFICATE
 from webhook.web.body import error
 
 # A token that was taken back is refused after this at the latest.
@@ -149,7 +149,7 @@ class CallerGate:
 
     async def _reviewers_refusal(self, request: Request) -> Response | None:
         who = self._reviewers
-        if who.with_certificate and CERTIFICATE not in request.scope:
+        if who.with_certificate and CLIENT_CERTIFICATE not in request.scope:
             return error(403, "a client certificate is needed")
         if who.audience is None or self._authority is None:
             return None

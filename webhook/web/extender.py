@@ -22,7 +22,7 @@ from webhook.core.extender_wire import (
     priorities,
 )
 from webhook.runtime.clock import utc_now
-from webhook.runtime.http.budgets import SMALL
+from webhook.runtime.http.budgets import SMALL_BODY
 from webhook.runtime.telemetry import Metrics
 from webhook.scheduler.extender import LEDGER_AWAY, NAMESPACE_AWAY, Extender, refused_by
 from webhook.web.body import RefusedBodyError, read_body
@@ -73,7 +73,7 @@ class ExtenderRoutes:
         try:
             caller = caller_of(request)
             is_scheduler = await self._gate.may(caller, bind_pods(""))
-            most = MAX_BODY if is_scheduler else SMALL
+            most = MAX_BODY if is_scheduler else SMALL_BODY
             body, outcome = await answer(caller, await read_body(request, most, needs=len))
         except RefusedBodyError as exc:
             return refusal(exc.code, str(exc))

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from webhook.runtime.clock import utc_now
 from webhook.runtime.http.budgets import Budgets
 from webhook.runtime.telemetry import Metrics
-from webhook.web.body import HELD, error
+from webhook.web.body import BODY_USAGE, error
 from webhook.web.callers import CallerGate, Guard
 
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -68,7 +68,7 @@ class BudgetMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._budgets.body() as held:
-            scope[HELD] = held
+            scope[BODY_USAGE] = held
             await self._app(scope, receive, send)
 
 

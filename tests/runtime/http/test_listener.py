@@ -794,7 +794,7 @@ async def test_a_peer_that_takes_no_answer_makes_room_for_others() -> None:
     budgets = Budgets(RequestLimits(connections=1))
     async with listening(App(), budgets=budgets) as listener, connected(listener, H2()) as (reader, writer):
         writer.write(windowless.data_to_send())
-        await until(lambda: any(one.waits_since is not None and not one.is_idle for one in budgets.connections))
+        await until(lambda: any(one.waiting_since is not None and not one.is_idle for one in budgets.connections))
         async with connected(listener, H1()) as streams:
             assert (await ask(streams, request("/echo", b"here")))[2] == b"here"
         await wait_closed(reader)

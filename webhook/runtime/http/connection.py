@@ -34,7 +34,7 @@ from hypercorn.typing import (
 from hyperframe.frame import GoAwayFrame
 
 from webhook.core.errors import GpuwardenError
-from webhook.runtime.tls.certificate_source import CERTIFICATE
+from webhook.runtime.tls.certificate_source import CLIENT_CERTIFICATE
 
 log = structlog.get_logger(__name__)
 
@@ -187,7 +187,7 @@ class _Requests(TaskGroup):
         body = _Body(until=self._loop.time() + self._deadlines.body, is_complete=scope["type"] != "http")
         self._connection.begin_request(body)
         if self._connection.has_certificate:
-            scope[CERTIFICATE] = True  # type: ignore[literal-required]  # ours, for the gate
+            scope[CLIENT_CERTIFICATE] = True  # type: ignore[literal-required]  # ours, for the gate
         self.spawn(self._answer, app, scope, body, send)
 
         async def put(message: ASGIReceiveEvent) -> None:
@@ -276,7 +276,7 @@ class Connection:
         self._running = 0
         self._owed: dict[_Body, float] = {}  # since when, in the order of their beginning
         self._untaken: dict[_Body, float] = {}  # answers that the peer has not taken yet
-        self._is_proven = self._reads_no_more = False
+        self._has_completed_request = self._reads_no_more = False
         self.began = self._idle_since = self._loop.time()
         self._is_reading_headers = False
         self._is_closing = False
@@ -309,21 +309,21 @@ class Connection:
         return not (self._running or self._is_closing or self._is_parting)
 
     @property
-    def is_proven(self) -> bool:
-        return self._is_proven
+    def has_completed_request(self) -> bool:
+        return self._has_completed_request
 
     @property
-    def waits_since(self) -> float | None:
+    def waiting_since(self) -> float | None:
         if not self._has_begun or self._is_closing or self._is_parting:
             return None
         since = min((next(iter(one.values())) for one in (self._owed, self._untaken) if one), default=None)
         if self._running and since is None:
             return None
-        if not self._is_proven:  # what it sends bit by bit makes it no younger
+        if not self._has_completed_request:  # what it sends bit by bit makes it no younger
             return self.began
         return since if self._running else self._idle_since
 
-    def dismiss(self) -> None:
+    def evict(self) -> None:
         if self._running:
             self._writer.transport.abort()
         else:
@@ -361,7 +361,7 @@ class Connection:
 
     def end_answer(self, body: _Body) -> None:
         """The peer has sent a whole request and taken its answer."""
-        self._is_proven = self._is_proven or body.is_whole
+        self._has_completed_request = self._has_completed_request or body.is_whole
 
     def end_request(self, body: _Body) -> None:
         self._running -= 1

@@ -103,7 +103,7 @@ class Listener:
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         # Its handshake took longer than the drain, or there are as many as there may be.
         now = asyncio.get_running_loop().time()
-        if self._is_stopped or not self._budgets.has_room_for_connection(now, is_probe=self._is_for_probes):
+        if self._is_stopped or not self._budgets.make_room_for_connection(now, is_probe=self._is_for_probes):
             writer.transport.abort()
             self._count_closed()
             return

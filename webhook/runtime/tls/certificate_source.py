@@ -26,7 +26,7 @@ CLOCK_SKEW = timedelta(minutes=5)  # an issuer's clock may be this far ahead of 
 CIPHERS = "ECDHE+AESGCM:ECDHE+CHACHA20"  # forward secret and authenticated; RFC 9113 forbids the rest with TLS 1.2
 ALPN = ("h2", "http/1.1")
 # In a request's scope where the peer has shown a certificate of the client CA.
-CERTIFICATE = "gpuwarden.client_certificate"
+CLIENT_CERTIFICATE = "gpuwarden.client_certificate"
 LOOKS = 3  # files that never stay the same for two looks are judged as they were found last
 
 
