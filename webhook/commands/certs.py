@@ -30,16 +30,16 @@ from webhook.runtime.telemetry import configure_logging
 from webhook.runtime.tls.rotation import (
     BUNDLE,
     CERT,
+    DATA_KEYS,
     KEY,
-    NAMES,
     BadStateError,
     CertificateState,
     PublishBundle,
     RotationRules,
     WriteSecret,
-    data_of,
+    decode_state,
+    encode_state,
     next_step,
-    state_in,
 )
 from webhook.web.probes import Probes
 
@@ -253,19 +253,21 @@ class ApiCertificateStore:
             )
         data = {name: base64.b64decode(text) for name, text in (secret.get("data") or {}).items()}
         try:
-            return CertificateSnapshot(there, secret["metadata"]["resourceVersion"], state_in(data))
+            return CertificateSnapshot(there, secret["metadata"]["resourceVersion"], decode_state(data))
         except BadStateError as exc:
             raise CertificatesError(
                 f"Secret {self._namespace}/{self._secret}: {exc}; delete it, and everything begins anew"
             ) from exc
 
     async def keep(self, seen: CertificateSnapshot, state: CertificateState) -> None:
-        data: dict[str, bytes | str] = {name: base64.b64encode(text).decode() for name, text in data_of(state).items()}
+        data: dict[str, bytes | str] = {
+            name: base64.b64encode(text).decode() for name, text in encode_state(state).items()
+        }
         if seen.version is None:
             body = {"metadata": {"name": self._secret}, "type": OPAQUE, "data": data}
             await self._answer("POST", SECRETS_PATH, self._own_names, body)
             return
-        patch = {"metadata": {"resourceVersion": seen.version}, "data": {**dict.fromkeys(NAMES), **data}}
+        patch = {"metadata": {"resourceVersion": seen.version}, "data": {**dict.fromkeys(DATA_KEYS), **data}}
         await self._answer("PATCH", f"{SECRETS_PATH}/{{name}}", self._own_names, patch, kind=MERGE_PATCH)
 
     async def publish(self, seen: CertificateSnapshot, bundle: bytes) -> None:

@@ -254,7 +254,9 @@ def certificates(settings: Settings) -> dict[str, CertificateSource]:
         log.warning("serving with development certificates", directory=str(DEV_CERTIFICATES))
     return {
         # Browsers, nodes and the API server come here: who posts reviews shows a certificate, the others need none.
-        "tls": CertificateSource(cert, key, clock=utc_now, client_ca=settings.client_ca, demands_client=False),
+        "tls": CertificateSource(
+            cert, key, clock=utc_now, client_ca=settings.client_ca, requires_client_certificate=False
+        ),
         "extender": CertificateSource(cert, key, clock=utc_now, client_ca=settings.extender_client_ca),
     }
 

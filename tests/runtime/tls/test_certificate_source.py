@@ -364,7 +364,7 @@ def test_a_client_must_show_a_certificate_of_the_client_ca(files: Files) -> None
 
 def test_a_client_may_show_a_certificate_of_the_client_ca_and_no_other(files: Files) -> None:
     CA.cert_pem.write_to_path(files.client_ca)
-    source = files.source(client_ca=True, demands_client=False)
+    source = files.source(client_ca=True, requires_client_certificate=False)
     known, stranger, nobody = client_of(CA), client_of(CA), client_of(CA)
     CA.issue_cert("client").configure_cert(known)
     trustme.CA().issue_cert("client").configure_cert(stranger)
