@@ -67,7 +67,7 @@ def plain_app(
     """Where callers are asked who they are, only what is for everybody: a token in plain HTTP is everybody's."""
     return application(
         metrics,
-        *(summary(devices) if gate is not None and gate.asks else without_tokens(finalize, devices)),
+        *(summary(devices) if gate is not None and gate.checks_callers else without_tokens(finalize, devices)),
         *probes(health, metrics),
         budgets=budgets,
         gate=gate,

@@ -41,7 +41,7 @@ from webhook.ledger.lapses import Lapse, Lapses
 from webhook.runtime.clock import Clock
 from webhook.runtime.telemetry import CountsSource, FleetCounts
 from webhook.web.body import error
-from webhook.web.callers import CallerGate, caller_of, list_pods
+from webhook.web.callers import CALLERS_UNAVAILABLE, CallerGate, caller_of, list_pods
 
 # Devices between two turns of the event loop: about a millisecond. Small enough, too, that a slice's tuples are gone
 # before the garbage collector (700 new ones) looks at them: once old, they would bring on collections of everything.
@@ -59,7 +59,6 @@ Thing = TypeVar("Thing")
 Told = Callable[[Collection[str]], Awaitable[Collection[str]]]
 LapsesByDevice = dict[DeviceUuid, list[Lapse]]
 
-NOT_CHECKED = "callers cannot be checked at this moment"
 STARTING = "the server is starting: what devices there are is not known yet"
 
 
@@ -528,7 +527,7 @@ class Devices:
         try:
             response = await self._as_json(request)
         except CallersUnavailableError:
-            return error(503, NOT_CHECKED)
+            return error(503, CALLERS_UNAVAILABLE)
         if outdated is not None:
             response.headers["Warning"] = f'110 gpuwarden "{quotable(outdated.why)}"'
         return response
@@ -597,7 +596,7 @@ class Devices:
         try:
             snapshot = await self._seen_by(caller_of(request), now)
         except CallersUnavailableError:
-            return error(503, NOT_CHECKED)
+            return error(503, CALLERS_UNAVAILABLE)
         findings = await self._find(snapshot, query, now)
         return self._html(request, 200, findings, now, banner=banner, lapses=snapshot.lapses)
 

@@ -14,7 +14,7 @@ from webhook.core.caller import CallersUnavailableError
 from webhook.core.verdict import plain
 from webhook.runtime.clock import utc_now
 from webhook.web.body import RefusedBodyError, error, read_body
-from webhook.web.callers import CallerGate, caller_of, forbidden, list_pods
+from webhook.web.callers import CALLERS_UNAVAILABLE, CallerGate, caller_of, forbidden, list_pods
 from webhook.web.health import Health
 
 # A manifest; one that is larger is no pod that anybody has written. Each pod of a StatefulSet costs as much again.
@@ -49,7 +49,7 @@ class Explain:
                     return forbidden(f"only who may list pods in {plain(namespace)} is told what becomes of its pods")
             told = await self._first_denied(pods)
         except CallersUnavailableError:
-            return error(503, "callers cannot be checked at this moment")
+            return error(503, CALLERS_UNAVAILABLE)
         except CannotExplainError as exc:
             return error(503, str(exc))
         text = msgspec.json.format(msgspec.json.encode(told), indent=2) + b"\n"

@@ -26,7 +26,7 @@ from webhook.runtime.http.budgets import SMALL_BODY
 from webhook.runtime.telemetry import Metrics
 from webhook.scheduler.extender import LEDGER_AWAY, NAMESPACE_AWAY, Extender, refused_by
 from webhook.web.body import RefusedBodyError, read_body
-from webhook.web.callers import CallerGate, bind_pods, caller_of
+from webhook.web.callers import CALLERS_UNAVAILABLE, CallerGate, bind_pods, caller_of
 from webhook.web.health import Health
 
 log = structlog.get_logger(__name__)
@@ -82,7 +82,7 @@ class ExtenderRoutes:
         except NotAllowedError:
             return refusal(403, NOT_ALLOWED)
         except CallersUnavailableError:
-            return refusal(503, "callers cannot be checked at this moment")
+            return refusal(503, CALLERS_UNAVAILABLE)
         except (LedgerError, NamespacesUnavailableError) as exc:
             away = LEDGER_AWAY if isinstance(exc, LedgerError) else NAMESPACE_AWAY
             log.warning("extender cannot answer", verb=verb, problem=away, exc_info=exc)

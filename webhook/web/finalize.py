@@ -24,7 +24,7 @@ from webhook.ledger import Ledger
 from webhook.ledger.pods import PodFacts, PodSource, PodsUnavailableError
 from webhook.runtime.clock import utc_now
 from webhook.web.body import RefusedBodyError, error, read_body
-from webhook.web.callers import CallerGate, caller_of, finalize_reservations, forbidden
+from webhook.web.callers import CALLERS_UNAVAILABLE, CallerGate, caller_of, finalize_reservations, forbidden
 from webhook.web.health import Health
 
 log = structlog.get_logger(__name__)
@@ -115,7 +115,7 @@ class Finalize:
         except (RefusedBodyError, RefusedFinalizeError) as exc:
             return error(exc.code, str(exc))
         except CallersUnavailableError:
-            return error(503, "callers cannot be checked at this moment")
+            return error(503, CALLERS_UNAVAILABLE)
         except (PodsUnavailableError, LedgerError) as exc:
             log.warning("finalize could not be checked", exc_info=exc)
             return error(503, "what was told cannot be checked at this moment")
