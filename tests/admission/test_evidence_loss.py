@@ -6,7 +6,7 @@ import pytest
 from attrs import evolve
 
 from tests.builders import HASH, NOW, OTHER_HASH, SECOND, Raw, evidence, node
-from tests.heard import Heard
+from tests.recorded_events import RecordedEvents
 from webhook.admission.evidence_loss import (
     MAX_CLASSES,
     SETTLED,
@@ -93,7 +93,7 @@ class Scene:
         self.failing: set[str] = set()
         self.namespaces = FakeNamespaces()
         self.done: list[str] = []
-        self.heard = Heard()
+        self.heard = RecordedEvents()
         self.metrics = Metrics()
         self.fleet = Fleet()
         for name in (A, B):
@@ -127,12 +127,12 @@ class Scene:
 
     async def settle(self, seconds: float = 0) -> list[tuple[str, Reason]]:
         """Runs passes until a loss counts as settled; returns what they reported."""
-        already = len(self.heard.told)
+        already = len(self.heard.recorded)
         until = self.now + 3 * SETTLED + timedelta(seconds=seconds)
         while self.now < until:
             await self.continuous.step()
             self.now += SETTLED / 4
-        return self.heard.told[already:]
+        return self.heard.recorded[already:]
 
     def metric(self, line: str) -> float:
         (found,) = [one for one in self.metrics.render()[0].decode().splitlines() if one.startswith(line + " ")]
@@ -566,7 +566,7 @@ async def test_short_loss_causes_no_action() -> None:
     await scene.continuous.step()
     scene.says(A)
     await scene.settle()
-    assert scene.heard.told == [(A, CHANGED), (A, CHANGED)]
+    assert scene.heard.recorded == [(A, CHANGED), (A, CHANGED)]
     assert scene.done == []
 
 

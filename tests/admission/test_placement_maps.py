@@ -6,7 +6,7 @@ import pytest
 
 from tests import builders
 from tests.builders import NOW, Raw, device, node, raw_container
-from tests.heard import Heard
+from tests.recorded_events import RecordedEvents
 from webhook.admission.placement_maps import (
     MapNamespaceListener,
     MappedStatefulSets,
@@ -277,30 +277,30 @@ def test_map_is_not_parsed_again_when_its_set_changes_elsewhere(scene: Scene) ->
 
 @pytest.mark.defect("S1-12")
 async def test_logical_name_of_two_nodes_is_reported_once_on_both() -> None:
-    fleet, heard = Fleet(), Heard()
+    fleet, heard = Fleet(), RecordedEvents()
     names = NodeNameConflicts(fleet, heard)
     for name in ("node-a", "node-b"):
         fleet.put(node(name, labels={"gpu-node-name": "rack-1"}), NOW)
         await names.step()
         await names.step()
-    assert heard.told == [("node-a", Reason.AMBIGUOUS_NODE), ("node-b", Reason.AMBIGUOUS_NODE)]
+    assert heard.recorded == [("node-a", Reason.AMBIGUOUS_NODE), ("node-b", Reason.AMBIGUOUS_NODE)]
     fleet.put(node("node-b"), NOW)
     await names.step()
     fleet.put(node("node-b", labels={"gpu-node-name": "rack-1"}), NOW)
     await names.step()
-    assert len(heard.told) == 4
+    assert len(heard.recorded) == 4
 
 
 async def test_label_equal_to_another_nodes_name_is_reported_on_both_nodes() -> None:
-    fleet, heard = Fleet(), Heard()
+    fleet, heard = Fleet(), RecordedEvents()
     names = NodeNameConflicts(fleet, heard)
     fleet.put(node("node-a", labels={"gpu-node-name": "node-a"}), NOW)
     await names.step()
-    assert heard.told == []
+    assert heard.recorded == []
     fleet.put(node("node-b", labels={"gpu-node-name": "node-a"}), NOW)
     await names.step()
     await names.step()
-    assert heard.told == [("node-a", Reason.AMBIGUOUS_NODE), ("node-b", Reason.AMBIGUOUS_NODE)]
+    assert heard.recorded == [("node-a", Reason.AMBIGUOUS_NODE), ("node-b", Reason.AMBIGUOUS_NODE)]
     assert heard.messages == [
         "label gpu-node-name=node-a of node-b is this node's own name and is ignored there",
         "label gpu-node-name=node-a is the name of another node and is ignored here: "

@@ -21,7 +21,7 @@ from webhook.commands.certs import (
 )
 from webhook.kube.install.policies import Installation, certs
 from webhook.runtime.settings import Settings, SettingsError, load
-from webhook.runtime.tls.rotation import NAMES, CertificateState, RotationRules
+from webhook.runtime.tls.rotation import DATA_KEYS, CertificateState, RotationRules
 from webhook.web.probes import Probes
 
 RULES = RotationRules(
@@ -166,4 +166,4 @@ def test_the_account_may_do_that_and_no_more() -> None:
         (["secrets"], None, ["create"]),
         (["secrets"], [Settings().certs_secret], ["get", "patch"]),
     ]
-    assert "rotation.json" in NAMES
+    assert "rotation.json" in DATA_KEYS

@@ -10,7 +10,7 @@ import pytest
 
 from tests.builders import Raw
 from tests.fake_objects import FakeObjects
-from tests.heard import Heard
+from tests.recorded_events import RecordedEvents
 from webhook.core.device import Device, DeviceUuid
 from webhook.core.reasons import Reason
 from webhook.evidence.static import StaticEvidence
@@ -34,7 +34,7 @@ class Scene:
         self.is_current = True
         self.is_gone = True
         self.asked: list[str] = []
-        self.events = Heard()
+        self.events = RecordedEvents()
         self.nodes, self.gpu_nodes = FakeObjects(), FakeObjects()
         self.evidence = StaticEvidence({})
         written = FileInventory(InventoryFile(inventory) if inventory else None, self.evidence)
@@ -151,7 +151,7 @@ async def test_bad_annotation_gets_one_event_and_changes_nothing(scene: Scene) -
     scene.hold("GPU-1")
     assert await scene.step() == []
     assert scene.devices() == {"GPU-1": True}
-    assert scene.events.told == [("node-a", Reason.DEVICES_UNREADABLE)]
+    assert scene.events.recorded == [("node-a", Reason.DEVICES_UNREADABLE)]
     assert scene.events.messages[0].endswith("it is not base64")
 
 
@@ -161,12 +161,12 @@ async def test_entry_without_a_gpu_uuid_is_ignored_with_one_event(scene: Scene, 
     await scene.step()
     await scene.step()
     assert scene.devices() == {"GPU-1": True}
-    assert scene.events.told == [("node-a", Reason.DEVICES_UNREADABLE)]
+    assert scene.events.recorded == [("node-a", Reason.DEVICES_UNREADABLE)]
     scene.node(said=annotation("GPU-1"))
     await scene.step()
     scene.node(said=annotation("GPU-1", name))
     await scene.step()
-    assert len(scene.events.told) == 2
+    assert len(scene.events.recorded) == 2
 
 
 async def test_reading_with_an_invalid_uuid_keeps_the_other_devices(scene: Scene) -> None:
@@ -174,7 +174,7 @@ async def test_reading_with_an_invalid_uuid_keeps_the_other_devices(scene: Scene
     scene.nodes.put({"metadata": {"name": "node-a", "annotations": {"gpuwarden.io/gpus": read}}})
     await scene.step()
     assert scene.devices() == {"GPU-1": True}
-    assert scene.events.told == [("node-a", Reason.DEVICES_UNREADABLE)]
+    assert scene.events.recorded == [("node-a", Reason.DEVICES_UNREADABLE)]
 
 
 async def test_stored_device_with_an_invalid_uuid_is_dropped_unless_reserved(scene: Scene) -> None:
@@ -195,7 +195,7 @@ async def test_unreadable_gpu_node_gets_one_event_and_is_left_alone(scene: Scene
     assert await scene.step() == ["create node-b"]
     scene.node(said=annotation("GPU-2"))
     assert await scene.step() == []
-    assert scene.events.told == [("node-a", Reason.DEVICES_UNREADABLE)]
+    assert scene.events.recorded == [("node-a", Reason.DEVICES_UNREADABLE)]
     assert "'GPU-1' is not a slot" in scene.events.messages[0]
 
 
@@ -205,7 +205,7 @@ async def test_reserved_device_that_vanishes_is_quarantined_until_released(scene
     assert await scene.step() == ["replace node-a"]
     assert scene.devices() == {"GPU-2": True, "GPU-1": False}
     assert await scene.step() == []
-    assert scene.events.told == [("node-a", Reason.DEVICE_VANISHED)]
+    assert scene.events.recorded == [("node-a", Reason.DEVICE_VANISHED)]
     scene.hold()
     assert await scene.step() == ["replace node-a"]
     assert scene.devices() == {"GPU-2": True}
@@ -226,7 +226,7 @@ async def test_unreserved_device_that_vanishes_is_dropped_at_once(scene: Scene) 
     scene.node(said=annotation("GPU-new", "GPU-2"))
     await scene.step()
     assert scene.devices() == {"GPU-new": True, "GPU-2": True}
-    assert scene.events.told == []
+    assert scene.events.recorded == []
 
 
 async def test_reserved_device_removed_by_hand_is_restored(scene: Scene) -> None:
@@ -308,7 +308,7 @@ async def test_rejected_gpu_node_gets_an_event_and_does_not_stop_others(scene: S
         scene.node(name, annotation(f"GPU-{name}"))
     scene.gpu_nodes.refused = {"node-a"}
     assert await scene.step() == ["create node-b"]
-    assert scene.events.told == [("node-a", Reason.DEVICES_UNREADABLE)]
+    assert scene.events.recorded == [("node-a", Reason.DEVICES_UNREADABLE)]
     assert "too many" in scene.events.messages[0]
 
 
@@ -340,7 +340,7 @@ async def test_gpu_node_with_reservations_outlives_its_node(scene: Scene) -> Non
     await scene.with_node("GPU-1", "GPU-2", held=("GPU-1",))
     scene.nodes.remove("node-a")
     assert await scene.step() == []
-    assert scene.events.told == [("node-a", Reason.NODE_GONE)]
+    assert scene.events.recorded == [("node-a", Reason.NODE_GONE)]
     assert scene.devices() == {"GPU-1": True, "GPU-2": True}
     scene.node(said=annotation("GPU-1", "GPU-2"))  # it returns and the object is unchanged
     assert await scene.step() == []
@@ -364,7 +364,7 @@ async def test_state_of_a_deleted_node_is_dropped(scene: Scene) -> None:
         scene.gpu_nodes.objects["node-a"]["metadata"].pop("finalizers")
         scene.gpu_nodes.remove("node-a")
         assert await scene.step() == []
-    assert (scene.events.told, scene.discovery.recorded_count) == ([("node-a", Reason.NODE_GONE)] * 2, 0)
+    assert (scene.events.recorded, scene.discovery.recorded_count) == ([("node-a", Reason.NODE_GONE)] * 2, 0)
 
 
 async def test_state_of_a_deleted_node_with_a_bad_annotation_is_dropped(scene: Scene) -> None:
@@ -430,7 +430,7 @@ async def test_device_on_two_nodes_gets_one_event_on_each(scene: Scene) -> None:
     await scene.step()
     scene.hold("GPU-node-a")
     await scene.step()
-    assert sorted(scene.events.told) == [("node-a", Reason.DEVICE_DISPUTED), ("node-b", Reason.DEVICE_DISPUTED)]
+    assert sorted(scene.events.recorded) == [("node-a", Reason.DEVICE_DISPUTED), ("node-b", Reason.DEVICE_DISPUTED)]
     assert sorted(scene.events.messages)[0].startswith("GPU-1 is also on node-a")
 
 
@@ -440,10 +440,10 @@ async def test_dispute_ends_with_one_node_and_may_start_again(scene: Scene) -> N
     await scene.step()
     scene.nodes.remove("node-b")
     await scene.step()
-    assert len(scene.events.told) == 2
+    assert len(scene.events.recorded) == 2
     scene.node("node-b", annotation("GPU-1"))
     await scene.step()
-    assert len(scene.events.told) == 4
+    assert len(scene.events.recorded) == 4
 
 
 async def test_device_of_a_gpu_node_created_by_a_user_can_be_disputed(scene: Scene) -> None:
@@ -451,7 +451,7 @@ async def test_device_of_a_gpu_node_created_by_a_user_can_be_disputed(scene: Sce
     scene.gpu_nodes.put({"metadata": {"name": "node-h"}, "spec": {"devices": [{"uuid": "GPU-1"}]}})
     scene.node(said=annotation("GPU-1"))
     await scene.step()
-    assert sorted(one for one, _ in scene.events.told) == ["node-a", "node-h"]
+    assert sorted(one for one, _ in scene.events.recorded) == ["node-a", "node-h"]
 
 
 # The inventory file.

@@ -88,7 +88,7 @@ async def test_force_deleted_pod_keeps_its_devices_for_grace_period_plus_margin(
     assert await after(scene, GRACE + MARGIN - timedelta(seconds=1))
     assert await after(scene, timedelta(seconds=1)) == {}
     assert not await can_be_reserved(scene)
-    assert scene.heard.told == [("node-a", Reason.GPU_ORPHANED), ("node-a", Reason.ORPHAN_ENDED)]
+    assert scene.heard.recorded == [("node-a", Reason.GPU_ORPHANED), ("node-a", Reason.ORPHAN_ENDED)]
 
 
 async def test_another_reconciler_continues_from_the_stored_orphan(scene: Scene) -> None:
@@ -109,7 +109,7 @@ async def test_pod_ended_by_the_kubelet_frees_its_devices_at_once(scene: Scene) 
     scene.reconciler.deleted(running(deleted=30, status=ended("Failed")))
     await scene.reconciler.step()
     assert scene.bench.held() == {}
-    assert scene.heard.told == []
+    assert scene.heard.recorded == []
 
 
 async def test_unobserved_deletion_waits_for_the_maximum_grace_period(scene: Scene) -> None:
@@ -522,7 +522,7 @@ async def test_orphan_is_released_at_once_when_its_node_reports_no_use(scene: Sc
     assert scene.bench.held()["GPU-a0/0"]["unusedAt"]
     assert reports(scene).digests("node-a", scene.bench.now) == []
     assert await after(scene, timedelta(0)) == {}
-    assert scene.heard.told[-1] == ("node-a", Reason.ORPHAN_ENDED)
+    assert scene.heard.recorded[-1] == ("node-a", Reason.ORPHAN_ENDED)
     assert "its node reports that nothing uses it" in scene.heard.messages[-1]
 
 

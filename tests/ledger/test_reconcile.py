@@ -8,9 +8,9 @@ import pytest
 
 from tests import builders
 from tests.builders import Raw
-from tests.heard import Heard
 from tests.ledger.contract import CLOCK_SKEW, PENDING_DEADLINE, on
 from tests.ledger.test_cluster import NODE_A, ClusterBench, Pods, ended
+from tests.recorded_events import RecordedEvents
 from webhook.core import keys
 from webhook.core.claim import ClaimRecord
 from webhook.core.reasons import Reason
@@ -38,7 +38,7 @@ class Scene:
 
     def __init__(self) -> None:
         self.bench = ClusterBench()
-        self.heard = Heard()
+        self.heard = RecordedEvents()
         self.open: set[str] = set()  # pods that could be bound without a review
         self.reconciler = self.another(self.bench.ledger)
         self.reconciler.replaced({})
@@ -232,7 +232,7 @@ async def test_owned_pod_not_bound_in_time_is_deleted_and_keeps_its_devices_unti
     scene.bench.now += timedelta(seconds=1)
     await scene.reconciler.step()
     assert scene.bench.pods.removed == [POD]
-    assert scene.heard.told == [("pod-1", Reason.BIND_DEADLINE_PASSED)]
+    assert scene.heard.recorded == [("pod-1", Reason.BIND_DEADLINE_PASSED)]
     assert scene.phase is Phase.FINALIZED
     scene.reconciler.deleted(raw_pod())
     await scene.reconciler.step()
@@ -244,7 +244,7 @@ async def test_pod_bound_in_time_is_not_deleted_by_a_stale_watch(scene: Scene) -
     scene.bench.pods.raws[POD.uid] = {**raw_pod(phase="Running", **OWNED), "spec": ON_NODE}
     scene.bench.now += BIND_DEADLINE
     await scene.reconciler.step()
-    assert (scene.bench.pods.removed, scene.heard.told) == ([], [])
+    assert (scene.bench.pods.removed, scene.heard.recorded) == ([], [])
     assert scene.phase is Phase.FINALIZED
 
 
@@ -357,7 +357,7 @@ async def test_bound_pod_has_no_bind_deadline(scene: Scene) -> None:
     scene.bench.now += 10 * BIND_DEADLINE
     await scene.reconciler.step()
     assert scene.phase is Phase.FINALIZED
-    assert scene.heard.told == []
+    assert scene.heard.recorded == []
 
 
 # A pod that exists and whose reservation is gone.
@@ -380,7 +380,7 @@ async def test_late_pod_gets_its_free_devices_back(scene: Scene) -> None:
     await scene.reconciler.step()
     assert scene.bench.held()["GPU-a0/0"]["uid"] == POD.uid
     assert scene.phase is Phase.FINALIZED
-    assert scene.heard.told == [("pod-1", Reason.RESERVATION_RESTORED)]
+    assert scene.heard.recorded == [("pod-1", Reason.RESERVATION_RESTORED)]
 
 
 async def test_late_pod_without_devices_is_deleted_by_uid_and_frees_nothing(scene: Scene) -> None:
@@ -392,7 +392,7 @@ async def test_late_pod_without_devices_is_deleted_by_uid_and_frees_nothing(scen
     scene.bench.now += RECHECK_DELAY
     await scene.reconciler.step()
     assert scene.bench.pods.removed == [POD]
-    assert scene.heard.told == [("pod-1", Reason.RESERVATION_LOST)]
+    assert scene.heard.recorded == [("pod-1", Reason.RESERVATION_LOST)]
     assert scene.bench.held()["GPU-a0/0"]["reservation"] == "r2"
 
 
@@ -404,7 +404,7 @@ async def test_late_bare_pod_without_devices_stays_with_an_event(scene: Scene) -
     scene.bench.now += RECHECK_DELAY
     await scene.reconciler.step()
     assert scene.bench.pods.removed == []
-    assert scene.heard.told == [("pod-1", Reason.RESERVATION_LOST)]
+    assert scene.heard.recorded == [("pod-1", Reason.RESERVATION_LOST)]
 
 
 async def test_bound_pod_with_devices_of_another_is_deleted_before_it_starts(scene: Scene) -> None:
@@ -456,7 +456,7 @@ async def test_running_pod_without_reservation_gets_an_event_and_is_not_deleted(
     scene.bench.now += RECHECK_DELAY
     await scene.reconciler.step()
     assert scene.bench.pods.removed == []
-    assert scene.heard.told == [("pod-1", Reason.RESERVATION_LOST)]
+    assert scene.heard.recorded == [("pod-1", Reason.RESERVATION_LOST)]
 
 
 # A pod whose annotations a user has removed.
@@ -549,7 +549,7 @@ async def test_pod_with_two_reservations_keeps_the_one_it_carries(scene: Scene, 
         "node-a": where == "node-a",
         "node-b": where == "node-b",
     }
-    assert scene.heard.told == []
+    assert scene.heard.recorded == []
 
 
 async def test_pod_with_two_reservations_loses_both_when_it_is_gone(scene: Scene) -> None:
@@ -686,7 +686,7 @@ async def test_reservation_deleted_by_hand_is_restored(scene: Scene) -> None:
     scene.bench.replica.watch.catch_up()
     await scene.reconciler.step()
     assert scene.bench.held()["GPU-a0/0"]["uid"] == POD.uid
-    assert scene.heard.told == [("pod-1", Reason.RESERVATION_RESTORED)]
+    assert scene.heard.recorded == [("pod-1", Reason.RESERVATION_RESTORED)]
 
 
 class BrokenPods(Pods):

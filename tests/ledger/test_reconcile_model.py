@@ -18,11 +18,11 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 from structlog.testing import capture_logs
 
 from tests.builders import Raw
-from tests.heard import Heard
 from tests.ledger.contract import CLOCK_SKEW, PENDING_DEADLINE
 from tests.ledger.fake_store import FakeStore, Fault, gpu_node
 from tests.ledger.test_cluster import Replica
 from tests.ledger.test_model import PLACES, REQUEST_TIMEOUT, record_of, same_shape
+from tests.recorded_events import RecordedEvents
 from webhook.admission.binding_check import BindingCheck
 from webhook.admission.namespaces import ClaimReader, NoDemands
 from webhook.admission.reserving import Reserver
@@ -176,7 +176,7 @@ class Process:
         self.ledger = self.replica.ledger
         waiting = BindDeadline(BIND_DEADLINE, OnBindDeadline.REMOVE, CLOCK_SKEW)
         patience = OrphanTimes(timedelta(seconds=MAX_GRACE), MARGIN)
-        self.reconciler = Reconciler(self.ledger, world.api, Heard(), self.clock, waiting, patience)
+        self.reconciler = Reconciler(self.ledger, world.api, RecordedEvents(), self.clock, waiting, patience)
         reserver = Reserver(self.replica.fleet, self.ledger, EvidencePolicy(), self.clock, Metrics())
         self.door = BindingCheck(reserver, world.api, ClaimReader(ClaimRules(), NoDemands()), BIND_DEADLINE, self.clock)
         self.seen = 0

@@ -1,4 +1,4 @@
-"""Pauses between attempts that fail."""
+"""Pauses between failed attempts."""
 
 from datetime import timedelta
 

@@ -1,4 +1,4 @@
-"""What processes have in common."""
+"""Signals, control loops and memory settings of a process."""
 
 import asyncio
 import subprocess
@@ -6,10 +6,10 @@ import sys
 
 import pytest
 
-from webhook.runtime.process import one_pass, passes
+from webhook.runtime.process import run_pass, run_passes
 
 
-async def test_a_pass_that_fails_does_not_end_the_passes() -> None:
+async def test_failed_pass_does_not_end_the_loop() -> None:
     class Failing:
         steps = 0
 
@@ -19,21 +19,21 @@ async def test_a_pass_that_fails_does_not_end_the_passes() -> None:
 
     failing = Failing()
     for _ in range(2):
-        await one_pass(failing)
+        await run_pass(failing)
     assert failing.steps == 2
 
 
 @pytest.mark.parametrize("turns", range(8))
-async def test_the_end_of_a_leadership_is_not_lost_in_the_news(turns: int) -> None:
+async def test_cancellation_is_not_lost_when_a_change_arrives_at_the_same_time(turns: int) -> None:
     class Nothing:
         async def step(self) -> None:
             return None
 
-    news = asyncio.Event()
-    task = asyncio.create_task(passes([Nothing()], news, pause=30, breath=0.001))
-    for _ in range(20):  # until it rests
+    changed = asyncio.Event()
+    task = asyncio.create_task(run_passes([Nothing()], changed, interval=30, debounce=0.001))
+    for _ in range(20):  # until it waits for a change
         await asyncio.sleep(0)
-    news.set()
+    changed.set()
     for _ in range(turns):
         await asyncio.sleep(0)
     task.cancel()
@@ -42,13 +42,13 @@ async def test_the_end_of_a_leadership_is_not_lost_in_the_news(turns: int) -> No
     assert done
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only glibc keeps memory in that way")
-def test_large_blocks_go_back_when_they_are_freed() -> None:
-    """In a process of its own: how a process gets memory cannot be taken back."""
+@pytest.mark.skipif(sys.platform != "linux", reason="only glibc has this setting")
+def test_freed_large_blocks_are_returned_to_the_system() -> None:
+    """In a separate process, because the setting of the allocator cannot be undone."""
     script = """
 from pathlib import Path
-from webhook.runtime.process import hand_back_memory
-hand_back_memory()
+from webhook.runtime.process import return_freed_memory
+return_freed_memory()
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 blocks = [bytearray(b"x") * 1_600_000 for _ in range(40)]

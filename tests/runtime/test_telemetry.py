@@ -15,7 +15,7 @@ LIBRARIES = ("hpack", "httpcore", "kubernetes", "urllib3")
 
 
 @pytest.fixture(autouse=True)
-def _logging_as_it_was() -> Iterator[None]:
+def _restore_logging() -> Iterator[None]:
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     levels = {name: logging.getLogger(name).level for name in LIBRARIES}
@@ -38,7 +38,7 @@ def lines(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
     return [json.loads(line) for line in err.splitlines()]
 
 
-def test_a_line_is_json_with_its_keys_in_order(capsys: pytest.CaptureFixture[str]) -> None:
+def test_log_line_is_json_with_ordered_keys(capsys: pytest.CaptureFixture[str]) -> None:
     configure_logging("info", noon)
     structlog.get_logger().info("admission decided", uid="u-1", verdict="admit", took_ms=0.7)
     assert capsys.readouterr() == (
@@ -62,7 +62,9 @@ def test_a_line_is_json_with_its_keys_in_order(capsys: pytest.CaptureFixture[str
     ],
 )
 @pytest.mark.defect("S4-21")
-def test_the_level_applies(level: str, seen: list[str], source: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_level_filters_own_and_library_lines(
+    level: str, seen: list[str], source: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     configure_logging(level, noon)
     log: Any = structlog.get_logger() if source == "own" else logging.getLogger("hypercorn.error")
     for word in ("debug", "info", "warning", "error", "critical"):
@@ -70,7 +72,7 @@ def test_the_level_applies(level: str, seen: list[str], source: str, capsys: pyt
     assert [line["level"] for line in lines(capsys)] == seen
 
 
-def test_the_last_level_set_is_the_one_that_applies(capsys: pytest.CaptureFixture[str]) -> None:
+def test_last_configured_level_applies(capsys: pytest.CaptureFixture[str]) -> None:
     log = structlog.get_logger()
     for level in ("info", "error", "info"):
         configure_logging(level, noon)
@@ -79,7 +81,7 @@ def test_the_last_level_set_is_the_one_that_applies(capsys: pytest.CaptureFixtur
     assert [line["event"] for line in lines(capsys)] == ["seen at", "seen too"] * 2
 
 
-def test_libraries_write_the_same_lines(capsys: pytest.CaptureFixture[str]) -> None:
+def test_library_lines_have_the_same_form(capsys: pytest.CaptureFixture[str]) -> None:
     configure_logging("info", noon)
     logging.getLogger("hypercorn.error").info("Running on %s", "https://127.0.0.1:8443")
     assert capsys.readouterr().err == (
@@ -89,14 +91,14 @@ def test_libraries_write_the_same_lines(capsys: pytest.CaptureFixture[str]) -> N
 
 
 @pytest.mark.parametrize("name", ["hpack.hpack", "httpcore.http11", "kubernetes.client.rest", "urllib3.connection"])
-def test_libraries_that_write_down_tokens_are_held_back(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_libraries_that_log_tokens_do_not_log_at_debug(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     configure_logging("trace", noon)
     logging.getLogger(name).debug("authorization: Bearer abc")
     logging.getLogger(name).info("harmless")
     assert [line["event"] for line in lines(capsys)] == ["harmless"]
 
 
-def test_a_traceback_stays_on_its_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_traceback_is_part_of_its_line(capsys: pytest.CaptureFixture[str]) -> None:
     configure_logging("info", noon)
     empty: dict[str, str] = {}
     try:
@@ -111,7 +113,7 @@ def test_a_traceback_stays_on_its_line(capsys: pytest.CaptureFixture[str]) -> No
         assert line["exception"].endswith("KeyError: 'gone'")
 
 
-def test_warnings_become_lines(capsys: pytest.CaptureFixture[str]) -> None:
+def test_warnings_are_logged(capsys: pytest.CaptureFixture[str]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("default")
         configure_logging("info", noon)
@@ -125,15 +127,15 @@ def test_warnings_become_lines(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("value", "written"),
     [
-        pytest.param("caf\udce9", "caf\udce9", id="a-file-name-that-is-no-UTF-8"),
-        pytest.param("a\nb", "a\nb", id="a-line-break"),
-        pytest.param({1, 2} - {2}, [1], id="a-set"),
-        pytest.param(ValueError("x"), "ValueError('x')", id="an-exception"),
-        pytest.param({(1, 2): 3, "a": 4}, {"(1, 2)": 3, "a": 4}, id="a-key-that-JSON-has-not"),
+        pytest.param("caf\udce9", "caf\udce9", id="file-name-that-is-not-utf-8"),
+        pytest.param("a\nb", "a\nb", id="line-break"),
+        pytest.param({1, 2} - {2}, [1], id="set"),
+        pytest.param(ValueError("x"), "ValueError('x')", id="exception"),
+        pytest.param({(1, 2): 3, "a": 4}, {"(1, 2)": 3, "a": 4}, id="key-that-is-not-a-string"),
         pytest.param(float("nan"), None, id="not-a-number"),
     ],
 )
-def test_no_value_makes_logging_fail(value: object, written: object, capsys: pytest.CaptureFixture[str]) -> None:
+def test_any_value_can_be_logged(value: object, written: object, capsys: pytest.CaptureFixture[str]) -> None:
     configure_logging("info", noon)
     structlog.get_logger().info("odd", value=value)
     (line,) = lines(capsys)
@@ -151,7 +153,7 @@ def families(metrics: Metrics) -> dict[str, str]:
     return {name: kind for _, _, name, kind in kinds}
 
 
-def test_the_names_of_the_metrics_stay() -> None:
+def test_metric_names_and_types() -> None:
     metrics = Metrics()
     metrics.watch_fleet(FleetCounts)
     metrics.watch_evidence(EvidenceCounts)
@@ -186,7 +188,7 @@ def test_the_names_of_the_metrics_stay() -> None:
     }
 
 
-def test_a_verdict_is_timed_and_counted() -> None:
+def test_verdict_is_timed_and_counted() -> None:
     metrics = Metrics()
     metrics.observe_verdict("CREATE", "admit", "Admitted", 0.0004)
     metrics.observe_verdict("CREATE", "admit", "Admitted", 20)
@@ -202,7 +204,7 @@ def test_a_verdict_is_timed_and_counted() -> None:
     assert found['gpuwarden_verdicts_total{reason="NoFreeDevice"}'] == 1
 
 
-def test_an_operation_nobody_knows_makes_no_series_of_its_own() -> None:
+def test_unknown_operations_share_one_series() -> None:
     metrics = Metrics()
     for word in ("PATCH", "x" * 1000, "create"):
         metrics.observe_verdict(word, "deny", "InvalidPod", 0.001)
@@ -210,13 +212,13 @@ def test_an_operation_nobody_knows_makes_no_series_of_its_own() -> None:
     assert counts == {'gpuwarden_admission_duration_seconds_count{operation="OTHER",verdict="deny"}': 3}
 
 
-def test_reasons_and_conflicts_are_there_before_anything_happened() -> None:
+def test_reasons_and_conflicts_start_at_zero() -> None:
     found = samples(Metrics())
     assert found['gpuwarden_verdicts_total{reason="NoProvenNode"}'] == 0
     assert found["gpuwarden_ledger_conflicts_total"] == 0
 
 
-def test_what_happens_is_counted_under_its_labels() -> None:
+def test_counters_have_the_given_labels() -> None:
     metrics = Metrics()
     metrics.count_ledger_conflict()
     metrics.count_certificate_reload("https", "refused")
@@ -240,16 +242,16 @@ def test_what_happens_is_counted_under_its_labels() -> None:
     }
 
 
-def test_the_fleet_is_counted_when_somebody_looks() -> None:
-    metrics, asked = Metrics(), []
+def test_fleet_is_counted_at_each_scrape() -> None:
+    metrics, calls = Metrics(), []
 
     def count() -> FleetCounts:
-        asked.append(1)
-        devices = {"available": 7, "assigned": len(asked), "cordoned": 8, "not-ready": 1, "stale": 4, "unproven": 5}
+        calls.append(1)
+        devices = {"available": 7, "assigned": len(calls), "cordoned": 8, "not-ready": 1, "stale": 4, "unproven": 5}
         return FleetCounts(devices, {"pending": 2}, {"fresh": 3}, {"fresh": 6, "absent": 1})
 
     metrics.watch_fleet(count)
-    assert asked == []
+    assert calls == []
     samples(metrics)
     assert {series: value for series, value in samples(metrics).items() if "_total" not in series} == {
         'gpuwarden_devices{state="available"}': 7,
@@ -279,11 +281,11 @@ def test_the_fleet_is_counted_when_somebody_looks() -> None:
     }
 
 
-def test_two_servers_in_one_process_count_apart() -> None:
+def test_metrics_of_two_servers_are_separate() -> None:
     one, other = Metrics(), Metrics()
     one.count_ledger_conflict()
     assert samples(other)["gpuwarden_ledger_conflicts_total"] == 0
 
 
-def test_the_content_type_is_the_one_of_the_text_format() -> None:
+def test_content_type_is_the_text_format() -> None:
     assert Metrics().render()[1].startswith("text/plain; version=")

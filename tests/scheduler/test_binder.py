@@ -10,7 +10,7 @@ from attrs import evolve
 
 from tests.builders import HASH, Raw, raw_container, raw_pod
 from tests.conftest import Build
-from tests.heard import Heard
+from tests.recorded_events import RecordedEvents
 from tests.web.house import House
 from tests.web.replica import Shared, sharing
 from webhook.admission.binding_check import BindingCheck
@@ -136,7 +136,7 @@ class Scene:
     def __init__(self, house: House, shared: Shared, opt_in: str = keys.OPT_IN.name) -> None:
         self.house = house
         self.cluster = Cluster(shared)
-        self.heard = Heard()
+        self.heard = RecordedEvents()
         self.counted: list[str] = []
         self.notified = 0
         self.time: Iterator[float] = itertools.repeat(0.0)
@@ -233,7 +233,7 @@ async def turns() -> None:
 async def test_a_pod_with_gpus_goes_where_they_are(scene: Scene) -> None:
     await scene.reserved()
     assert await scene.passes() == [("train-0", "node-a")]
-    assert scene.heard.told == [("train-0", Reason.SCHEDULED)]
+    assert scene.heard.recorded == [("train-0", Reason.SCHEDULED)]
     assert scene.counted == ["bound"]
 
 
@@ -279,7 +279,7 @@ async def test_those_whose_place_is_fixed_and_those_that_matter_more_come_first(
 async def test_pods_that_are_not_for_us_now_are_left_alone(scene: Scene, members: Raw) -> None:
     scene.plain("other", **members)
     assert await scene.passes() == []
-    assert scene.heard.told == []
+    assert scene.heard.recorded == []
 
 
 @pytest.mark.defect("S1-8")
@@ -320,7 +320,7 @@ async def test_a_pod_waits_for_a_node_that_is_fit_and_is_told_why(scene: Scene, 
     scene.plain("p", cpu="1", nodeSelector={"zone": "a"})
     assert await scene.passes() == []
     assert scene.says == f"0/3 nodes will do: 3 {words}"
-    assert scene.heard.told == [("p", Reason.FAILED_SCHEDULING)]
+    assert scene.heard.recorded == [("p", Reason.FAILED_SCHEDULING)]
     assert scene.counted == ["no_node"]
     before = scene.notified
     scene.node("node-b", labels={"zone": "a"})
@@ -398,7 +398,7 @@ async def test_a_claim_that_no_review_has_served_is_put_nowhere(
     scene.plain(name, annotations=annotations)
     assert await scene.passes() == []
     assert words in scene.says
-    assert scene.heard.told == [(name, Reason.FAILED_SCHEDULING)]
+    assert scene.heard.recorded == [(name, Reason.FAILED_SCHEDULING)]
 
 
 REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
@@ -564,7 +564,7 @@ async def test_a_pod_that_has_become_another_is_decided_anew(scene: Scene) -> No
     scene.cluster.shared.has(new)  # the watch has not told yet
     assert await scene.passes() == []
     assert scene.counted == ["conflict"]
-    assert scene.heard.told == []
+    assert scene.heard.recorded == []
     scene.pods.deleted(old)
     scene.cluster.put(new)
     assert len(await scene.passes()) == 1
@@ -590,7 +590,7 @@ async def test_a_refusal_is_told_and_tried_again_less_and_less_often(scene: Scen
     assert scene.says == "denied by somebody"
     assert tries[0] == 1
     assert 7 <= tries[-1] <= 12  # 0.5, 1, 2, 4, 8, 16, then every 30 s of 120
-    assert len(scene.heard.told) == 1
+    assert len(scene.heard.recorded) == 1
     del scene.cluster.refuses["p"]
     scene.node("node-b", labels={"news": "yes"})
     assert len(await scene.passes(wait=1)) == 1
@@ -647,7 +647,7 @@ async def test_every_try_is_counted_by_what_became_of_it_and_the_next_one_succee
     scene.plain("p")
     assert await scene.passes() == []
     assert scene.counted == [outcome]
-    assert [reason for _, reason in scene.heard.told] == told
+    assert [reason for _, reason in scene.heard.recorded] == told
     del scene.cluster.refuses["p"]
     assert len(await scene.passes(wait=1)) == 1
     assert scene.counted == [outcome, Outcome.BOUND]
@@ -696,7 +696,7 @@ async def test_a_pass_over_many_shapes_lets_others_work_and_ends_in_time(scene: 
         scene.nodes.changed(raw_node("node-a", labels={"turn": str(passes)}))  # all are due again
         before = scene.notified
         await scene.binder.step()
-        now = {name for name, reason in scene.heard.told}
+        now = {name for name, reason in scene.heard.recorded}
         assert now > looked
         assert len(now - looked) < 15
         assert scene.notified > before or now == {f"p{number}" for number in range(40)}
@@ -791,7 +791,7 @@ async def test_a_pod_without_gpus_goes_to_a_node_that_can_have_its_volume(scene:
     for number in range(6):
         scene.plain(f"p{number}", volumes=CLAIMS)
     assert sorted(await scene.bound_within(10)) == [(f"p{number}", "node-b") for number in range(6)]
-    assert Reason.FAILED_SCHEDULING not in [reason for _, reason in scene.heard.told]
+    assert Reason.FAILED_SCHEDULING not in [reason for _, reason in scene.heard.recorded]
 
 
 async def test_where_no_node_can_have_a_volume_that_is_said_and_looked_at_again(scene: Scene) -> None:
@@ -822,7 +822,7 @@ async def test_a_volume_is_made_for_the_chosen_node_and_the_pod_bound_there_with
     assert scene.says == "0/3 nodes will do: 2 not selected by the pod, 1 with too little cpu"
     scene.cluster.volumes["data"] = volume_in("a")
     assert await scene.bound_within(2) == [("p", "node-a")]
-    assert [reason for name, reason in scene.heard.told if name == "p"] == [Reason.SCHEDULED]
+    assert [reason for name, reason in scene.heard.recorded if name == "p"] == [Reason.SCHEDULED]
     assert len(scene.cluster.selected) == 1
 
 
@@ -831,7 +831,7 @@ async def test_a_volume_for_a_pod_with_gpus_is_made_where_they_are(scene: Scene)
     await scene.reserved(volumes=CLAIMS)
     assert await scene.bound_within(29) == []
     assert scene.cluster.selected == [("data", "node-a")]
-    assert scene.heard.told == []  # it is not unschedulable: a volume takes its time
+    assert scene.heard.recorded == []  # it is not unschedulable: a volume takes its time
     await scene.bound_within(20)
     said = "the volume of the pod's claim data is still being made for node node-a: the claim's own events say more"
     assert scene.heard.messages == [said]
@@ -873,7 +873,7 @@ async def test_where_no_volume_can_be_made_another_node_is_chosen(scene: Scene) 
         tried.append(scene.cluster.selected[-1][1])
         scene.cluster.volumes["data"] = UNMADE  # as whoever makes volumes takes the node off the claim
     assert sorted(tried) == list(NAMES)
-    assert scene.heard.told == []
+    assert scene.heard.recorded == []
     await scene.bound_within(10)
     said = "; looked at are those where the volume of its claim data was not refused yet"
     assert scene.says == "0/3 nodes will do: 3 not selected by the pod" + said
@@ -1010,7 +1010,7 @@ async def test_a_claim_that_takes_no_node_is_tried_again(
     scene.plain("p", volumes=CLAIMS)
     assert await scene.passes() == []
     assert scene.counted[0] == outcome
-    assert [reason for _, reason in scene.heard.told] == told
+    assert [reason for _, reason in scene.heard.recorded] == told
     scene.cluster.selecting = None
     await scene.bound_within(20)
     assert len(scene.cluster.selected) == 1

@@ -1,4 +1,4 @@
-"""A replica of a cluster without its sockets: reservations in a store that replicas share, pods that are read."""
+"""A replica in a cluster without sockets: replicas share a store of reservations, and read pods."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ from webhook.runtime.telemetry import Metrics
 
 
 class Shared:
-    """What all replicas see the same: the objects in the API server, read for certain or not at all."""
+    """The objects in the API server, which all replicas share. A read is consistent, or fails."""
 
     def __init__(self) -> None:
         self.store = FakeStore()
@@ -69,25 +69,25 @@ class Shared:
         return [one for one in map(ReservedPod.of, self.pods.values()) if one is not None]
 
     def created(self, pod: PodIdentity) -> None:
-        """Nothing: a review is no proof."""
+        """Ignored: a review does not prove anything."""
 
     def ended(self, pod: PodIdentity) -> None:
-        """Nothing: a review is no proof."""
+        """Ignored: a review does not prove anything."""
 
     @property
     def held(self) -> dict[str, Raw]:
-        """What every node's object says, by slot."""
+        """The entries of all GPUNodes, by slot."""
         return {slot: entry for raw in self.store.objects.values() for slot, entry in raw["status"]["held"].items()}
 
     def change(self, node: str, **members: Any) -> None:
-        """A hand that goes round everybody: entries with other members, or without any to drop them."""
+        """Edit the GPUNode directly: change members of its entries, or without members remove all entries."""
         raw = self.store.objects[node]
         held = {slot: {**entry, **members} for slot, entry in raw["status"]["held"].items()} if members else {}
         self.store.apply({**raw, "status": {**raw["status"], "held": held}})
 
 
 def sharing(shared: Shared) -> Assemble:
-    """A replica that has watched nothing yet: it knows what it has done itself, and what it reads."""
+    """A replica without a watch: it knows only its own writes and what it reads."""
 
     def assemble(settings: Settings, clock: Clock) -> Parts:
         fleet, metrics = Fleet(), Metrics()
@@ -106,7 +106,7 @@ def binding(
     annotations: dict[str, str] | None = None,
     dry_run: bool = False,
 ) -> Raw:
-    """The review of a Binding, by the route that names no subresource if there is no uid in it."""
+    """The review of a Binding. Without a uid the request names no subresource."""
     meta = {"name": "train-0", "namespace": "ml", "uid": uid, "annotations": annotations}
     content = {"kind": "Binding", "apiVersion": "v1", "metadata": meta, "target": {"kind": "Node", "name": node}}
     raw_review = builders.review("CREATE", new=content, dry_run=dry_run)

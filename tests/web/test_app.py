@@ -1,4 +1,4 @@
-"""The routes, the probes, and what comes in that is no review."""
+"""Routes, probes and malformed reviews."""
 
 import asyncio
 import json
@@ -33,12 +33,12 @@ from webhook.web.health import Stage
         ("tls", "/", 200),
     ],
 )
-async def test_each_listener_has_its_routes(house: House, listener: str, path: str, code: int) -> None:
+async def test_routes_of_each_listener(house: House, listener: str, path: str, code: int) -> None:
     client = house.tls if listener == "tls" else house.plain
     assert (await client.get(path)).status_code == code
 
 
-async def test_other_paths_and_methods_are_refused_in_json(house: House) -> None:
+async def test_unknown_paths_and_methods_are_refused_in_json(house: House) -> None:
     missing = await house.tls.get("/nothing")
     assert (missing.status_code, missing.json()) == (404, {"error": "not found"})
     longer = await house.tls.post("/mutate/")
@@ -49,7 +49,7 @@ async def test_other_paths_and_methods_are_refused_in_json(house: House) -> None
 
 @pytest.mark.parametrize("stage", [Stage.STARTING, Stage.DRAINING])
 @pytest.mark.parametrize("path", ["/mutate", "/mutate-binding", "/validate", "/finalize", "/explain"])
-async def test_starting_and_draining_are_said_so_that_the_api_server_tries_again(
+async def test_routes_answer_503_with_retry_after_while_the_server_is_not_serving(
     house: House, path: str, stage: Stage
 ) -> None:
     house.health.stage = stage
@@ -67,37 +67,37 @@ async def test_starting_and_draining_are_said_so_that_the_api_server_tries_again
 @pytest.mark.parametrize(
     "body",
     [
-        pytest.param(b"", id="nothing"),
+        pytest.param(b"", id="empty"),
         pytest.param(b"not JSON", id="not JSON"),
         pytest.param(b"\xff\xfe", id="not UTF-8"),
         pytest.param(b"null", id="null"),
-        pytest.param(b"[]", id="a list"),
-        pytest.param(b"{}", id="an empty object"),
+        pytest.param(b"[]", id="list"),
+        pytest.param(b"{}", id="empty object"),
         pytest.param(b'{"kind": "AdmissionReview"}', id="no version"),
         pytest.param(b'{"kind": "AdmissionReview", "apiVersion": "admission.k8s.io/v1"}', id="no request"),
         pytest.param(
-            b'{"kind": "AdmissionReview", "apiVersion": "admission.k8s.io/v1", "request": null}', id="a null request"
+            b'{"kind": "AdmissionReview", "apiVersion": "admission.k8s.io/v1", "request": null}', id="null request"
         ),
         pytest.param(
             b'{"kind": "AdmissionReview", "apiVersion": "admission.k8s.io/v1", "request": {}}',
-            id="a request without uid",
+            id="request without uid",
         ),
         pytest.param(
             b'{"kind": "AdmissionReview", "apiVersion": "admission.k8s.io/v1", "request": {"uid": 5}}', id="uid 5"
         ),
         pytest.param(
             b'{"kind": "AdmissionReview", "apiVersion": "admission.k8s.io/v1", "request": {"uid": " "}}',
-            id="a blank uid",
+            id="blank uid",
         ),
         pytest.param(
             b'{"kind": "AdmissionReview", "apiVersion": "admission.k8s.io/v1", "request": {"uid": "a\\nb"}}',
-            id="a uid of two lines",
+            id="uid with a line break",
         ),
         pytest.param(
             b'{"kind": "AdmissionReview", "apiVersion": "admission.k8s.io/v1", "request": {"uid": "'
             + b"x" * 129
             + b'"}}',
-            id="a uid without end",
+            id="uid of 129 characters",
         ),
         pytest.param(
             b'{"kind": "AdmissionReview", "apiVersion": "admission.k8s.io/v2", "request": {"uid": "u"}}',
@@ -110,14 +110,14 @@ async def test_starting_and_draining_are_said_so_that_the_api_server_tries_again
         pytest.param(
             b'{"kind": "Pod", "apiVersion": "admission.k8s.io/v1", "request": {"uid": "u"}}', id="another kind"
         ),
-        pytest.param(b'{"a":' * 50_000, id="nested without end"),
+        pytest.param(b'{"a":' * 50_000, id="deeply nested"),
         pytest.param(
             b'{"kind": "AdmissionReview", "apiVersion": "admission.k8s.io/v1", "request": {"uid": "u", "object": '
             + b'{"a":' * 5_000
             + b"1"
             + b"}" * 5_000
             + b"}}",
-            id="an object nested deeply",
+            id="deeply nested object",
         ),
         pytest.param(
             b'{"kind": "AdmissionReview", "apiVersion": "admission.k8s.io/v1", "request": {"uid": "u", "object": NaN}}',
@@ -125,11 +125,11 @@ async def test_starting_and_draining_are_said_so_that_the_api_server_tries_again
         ),
         pytest.param(
             b'{"kind": "AdmissionReview", "apiVersion": "admission.k8s.io/v1", "request": {"uid": "u", "object": []}}',
-            id="an object that is none",
+            id="object is a list",
         ),
     ],
 )
-async def test_what_is_no_review_is_400_in_json(house: House, path: str, body: bytes) -> None:
+async def test_malformed_review_is_refused_with_400_in_json(house: House, path: str, body: bytes) -> None:
     reply = await house.tls.post(path, content=body)
     assert reply.status_code == 400
     assert reply.headers["content-type"] == "application/json"
@@ -138,28 +138,28 @@ async def test_what_is_no_review_is_400_in_json(house: House, path: str, body: b
 
 
 @pytest.mark.parametrize(
-    ("path", "most"),
+    ("path", "max_size"),
     [("/mutate", MAX_BODY), ("/validate", MAX_BODY), ("/explain", MAX_MANIFEST), ("/finalize", MAX_FINALIZE)],
 )
-async def test_a_body_beyond_the_limit_is_413(house: House, path: str, most: int) -> None:
-    reply = await house.tls.post(path, content=b" " * (most + 1))
-    assert (reply.status_code, reply.json()) == (413, {"error": f"the body is larger than {most} bytes"})
+async def test_body_over_the_limit_is_refused_with_413(house: House, path: str, max_size: int) -> None:
+    reply = await house.tls.post(path, content=b" " * (max_size + 1))
+    assert (reply.status_code, reply.json()) == (413, {"error": f"the body is larger than {max_size} bytes"})
 
 
-async def test_fifty_megabytes_are_refused_and_the_next_review_is_served(house: House) -> None:
+async def test_review_is_answered_after_a_body_of_50_megabytes_was_refused(house: House) -> None:
     reply = await house.tls.post("/mutate", content=b"x" * 50_000_000)
     assert reply.status_code == 413
     assert (await house.mutate(raw_pod(raw_container(gpus=1))))["allowed"]
 
 
-async def test_of_duplicate_keys_the_last_counts_as_for_the_api_server(house: House) -> None:
+async def test_last_of_duplicate_keys_counts_as_in_the_api_server(house: House) -> None:
     raw_review = json.dumps(builders.mutating_create(raw_pod(raw_container(gpus=1))))
     doubled = raw_review.replace('"uid": ', '"uid": "the first", "uid": ', 1)
     reply = await house.tls.post("/mutate", content=doubled)
     assert reply.json()["response"]["uid"] == builders.REVIEW_UID
 
 
-async def test_ten_thousand_containers_are_a_denial_and_quick(house: House) -> None:
+async def test_pod_with_ten_thousand_containers_is_denied(house: House) -> None:
     many = raw_pod(*(raw_container(f"c{number}", gpus=1 if number == 0 else None) for number in range(10_000)))
     response = await house.mutate(many)
     assert response["status"]["reason"] == "InvalidPod"
@@ -188,7 +188,7 @@ async def test_labels_with_slash_and_tilde_survive(house: House) -> None:
     ],
     ids=str,
 )
-async def test_a_member_of_the_wrong_type_is_a_denial_that_names_it(house: House, member: tuple[str, str, Any]) -> None:
+async def test_field_of_the_wrong_type_is_named_in_the_denial(house: House, member: tuple[str, str, Any]) -> None:
     part, name, value = member
     raw = raw_pod(raw_container(gpus=1))
     raw[part][name] = value
@@ -198,7 +198,7 @@ async def test_a_member_of_the_wrong_type_is_a_denial_that_names_it(house: House
 
 
 def rich_review() -> Raw:
-    """A review with something in every member that is read."""
+    """A review with a value in every field that the server reads."""
     raw = raw_pod(
         raw_container(gpus=1, env=builders.raw_env(A="1")),
         labels={"gpuwarden.io/gpu.model": "h100"},
@@ -218,14 +218,14 @@ def paths(value: Any, above: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 @pytest.mark.defect("X-5")
 @pytest.mark.parametrize("path", [one for one in paths(rich_review()) if len(one) > 1], ids=str)
-@pytest.mark.parametrize("door", ["/mutate", "/mutate-binding", "/validate"])
-async def test_null_anywhere_is_answered_properly(house: House, door: str, path: tuple[Any, ...]) -> None:
+@pytest.mark.parametrize("route", ["/mutate", "/mutate-binding", "/validate"])
+async def test_null_in_any_field_gets_a_well_formed_answer(house: House, route: str, path: tuple[Any, ...]) -> None:
     raw_review = rich_review()
     target: Any = raw_review
     for step in path[:-1]:
         target = target[step]
     target[path[-1]] = None
-    reply = await house.tls.post(door, json=raw_review)
+    reply = await house.tls.post(route, json=raw_review)
     assert reply.status_code in (200, 400)
     answer: Raw = reply.json()
     assert answer.get("error") or answer["response"]["allowed"] or answer["response"]["status"]["message"]

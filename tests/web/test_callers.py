@@ -1,4 +1,4 @@
-"""Who may call what: routes behind the gate, and an API server that knows the callers."""
+"""Authentication and authorization of callers, with a fake API server."""
 
 import base64
 from datetime import datetime, timedelta
@@ -13,12 +13,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from tests.builders import NOW
 from webhook.core.caller import POD_UID, Caller, CallersUnavailableError, Right
 from webhook.runtime.telemetry import Metrics
-from webhook.runtime.tls.certificate_source import CERTIFICATE
+from webhook.runtime.tls.certificate_source import CLIENT_CERTIFICATE
 from webhook.web.callers import (
     MAX_RIGHTS,
     MAX_TOKEN,
-    REMEMBERED,
-    RIGHT_REMEMBERED,
+    RIGHT_TTL,
+    TOKEN_TTL,
     Authority,
     CallerGate,
     Guard,
@@ -34,43 +34,43 @@ JANE = Caller("jane")
 
 @define
 class ApiServer:
-    """Knows some tokens and rights, and remembers what it was asked."""
+    """An API server with some tokens and rights, which records all requests."""
 
-    known: dict[str, Caller] = field(factory=lambda: {"good": JANE})
+    tokens: dict[str, Caller] = field(factory=lambda: {"good": JANE})
     rights: set[tuple[str, Right]] = field(factory=set)
-    asked: list[tuple[str, str | None]] = field(factory=list)
-    asked_rights: list[Right] = field(factory=list)
+    requests: list[tuple[str, str | None]] = field(factory=list)
+    checked_rights: list[Right] = field(factory=list)
     is_away: bool = False
 
     async def caller_of(self, token: str, audience: str | None = None) -> Caller | None:
         if self.is_away:
             raise CallersUnavailableError("away")
-        self.asked.append((token, audience))
-        return self.known.get(token)
+        self.requests.append((token, audience))
+        return self.tokens.get(token)
 
     async def may(self, caller: Caller, right: Right) -> bool:
-        self.asked_rights.append(right)
+        self.checked_rights.append(right)
         return (caller.user, right) in self.rights
 
 
-class House:
-    """One route for each guard."""
+class GuardedApp:
+    """An app with one route for each guard."""
 
     def __init__(self, authority: Authority | None, reviewers: Reviewers | None = None, **options: bool) -> None:
         self.now = NOW
         self.metrics = Metrics()
         self.gate = CallerGate(lambda: self.now, authority, reviewers, **options)
         routes = [get(f"/{guard}", page, guard) for guard in Guard]
-        self.app = application(self.metrics, *routes, gate=self.gate)
-        self.client = client_of(self.app)
+        self.asgi = application(self.metrics, *routes, gate=self.gate)
+        self.client = client_of(self.asgi)
 
     async def get(self, guard: Guard, authorization: str | None = None) -> httpx.Response:
         headers = {} if authorization is None else {"Authorization": authorization}
         return await self.client.get(f"/{guard}", headers=headers)
 
 
-def client_of(app: ASGIApp) -> httpx.AsyncClient:
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="https://house")
+def client_of(asgi: ASGIApp) -> httpx.AsyncClient:
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app=asgi), base_url="https://server")
 
 
 async def page(request: Request) -> Response:
@@ -87,136 +87,134 @@ def api() -> ApiServer:
 
 
 @pytest.fixture
-def house(api: ApiServer) -> House:
-    return House(api)
+def app(api: ApiServer) -> GuardedApp:
+    return GuardedApp(api)
 
 
-async def test_without_an_authority_everybody_comes_in_everywhere() -> None:
-    house = House(None)
+async def test_without_an_authority_all_callers_are_admitted() -> None:
+    app = GuardedApp(None)
     for guard in Guard:
-        assert (await house.get(guard)).text == "in"
-    assert await house.gate.may(Caller("anybody"), list_pods("ml"))
+        assert (await app.get(guard)).text == "in"
+    assert await app.gate.may(Caller("anybody"), list_pods("ml"))
 
 
-async def test_who_is_known_comes_in_and_open_routes_ask_nobody(house: House, api: ApiServer) -> None:
-    assert (await house.get(Guard.OPEN, "Bearer bad")).text == "in"
-    assert (await house.get(Guard.REVIEWER)).text == "in"
-    assert api.asked == []
+async def test_valid_token_is_admitted_and_open_routes_check_no_token(app: GuardedApp, api: ApiServer) -> None:
+    assert (await app.get(Guard.OPEN, "Bearer bad")).text == "in"
+    assert (await app.get(Guard.REVIEWER)).text == "in"
+    assert api.requests == []
     for guard in (Guard.CALLER, Guard.PERSON, Guard.SCHEDULER):
-        assert (await house.get(guard, "Bearer good")).text == "in"
-        assert (await house.get(guard)).status_code == 401
-    assert api.asked == [("good", None)]
+        assert (await app.get(guard, "Bearer good")).text == "in"
+        assert (await app.get(guard)).status_code == 401
+    assert api.requests == [("good", None)]
 
 
 @pytest.mark.parametrize(
     "authorization",
     [None, "", "Bearer", "Bearer ", "Basic Z29vZA==", password("good"), "good", "Bearer " + "x" * (MAX_TOKEN + 1)],
-    ids=["nothing", "empty", "no token", "an empty token", "no pair", "a password", "no scheme", "too long"],
+    ids=["no header", "empty", "no token", "empty token", "no user and password", "password", "no scheme", "too long"],
 )
-async def test_what_is_no_token_is_refused_without_asking(
-    house: House, api: ApiServer, authorization: str | None
+async def test_malformed_token_is_refused_without_a_request_to_the_api_server(
+    app: GuardedApp, api: ApiServer, authorization: str | None
 ) -> None:
-    got = await house.get(Guard.CALLER, authorization)
+    got = await app.get(Guard.CALLER, authorization)
     assert (got.status_code, got.headers["www-authenticate"]) == (401, "Bearer")
-    assert got.json() == {"error": "a bearer token is needed that the API server knows and that is for this"}
-    assert api.asked == []
+    assert got.json() == {"error": "a bearer token that the API server accepts for this audience is required"}
+    assert api.requests == []
 
 
-async def test_a_person_may_send_the_token_as_a_password(house: House, api: ApiServer) -> None:
-    assert (await house.get(Guard.PERSON)).headers["www-authenticate"] == 'Basic realm="gpuwarden", Bearer'
-    assert (await house.get(Guard.PERSON, password("good"))).text == "in"
-    for broken in ("Basic !", "Basic /w==", "Basic " + "x" * 4 * MAX_TOKEN, password("bad")):
-        assert (await house.get(Guard.PERSON, broken)).status_code == 401
-    assert api.asked == [("good", None), ("bad", None)]
+async def test_person_may_send_the_token_as_a_password(app: GuardedApp, api: ApiServer) -> None:
+    assert (await app.get(Guard.PERSON)).headers["www-authenticate"] == 'Basic realm="gpuwarden", Bearer'
+    assert (await app.get(Guard.PERSON, password("good"))).text == "in"
+    for invalid in ("Basic !", "Basic /w==", "Basic " + "x" * 4 * MAX_TOKEN, password("bad")):
+        assert (await app.get(Guard.PERSON, invalid)).status_code == 401
+    assert api.requests == [("good", None), ("bad", None)]
 
 
-async def test_who_is_not_known_is_refused_and_counted(house: House, api: ApiServer) -> None:
-    assert (await house.get(Guard.CALLER, "Bearer bad")).status_code == 401
-    assert api.asked == [("bad", None)]
-    assert b'gpuwarden_http_requests_total{route="/caller",status="401"} 1.0' in house.metrics.render()[0]
+async def test_unknown_token_is_refused_and_counted(app: GuardedApp, api: ApiServer) -> None:
+    assert (await app.get(Guard.CALLER, "Bearer bad")).status_code == 401
+    assert api.requests == [("bad", None)]
+    assert b'gpuwarden_http_requests_total{route="/caller",status="401"} 1.0' in app.metrics.render()[0]
 
 
-async def test_a_known_token_is_asked_about_again_after_a_while(house: House, api: ApiServer) -> None:
+async def test_valid_token_is_cached_for_its_ttl(app: GuardedApp, api: ApiServer) -> None:
     for _ in range(3):
-        await house.get(Guard.CALLER, "Bearer good")
-    assert api.asked == [("good", None)]
-    api.known.clear()
-    house.now += REMEMBERED - timedelta(seconds=1)
-    assert (await house.get(Guard.CALLER, "Bearer good")).status_code == 200
-    house.now += timedelta(seconds=1)
-    assert (await house.get(Guard.CALLER, "Bearer good")).status_code == 401
+        await app.get(Guard.CALLER, "Bearer good")
+    assert api.requests == [("good", None)]
+    api.tokens.clear()
+    app.now += TOKEN_TTL - timedelta(seconds=1)
+    assert (await app.get(Guard.CALLER, "Bearer good")).status_code == 200
+    app.now += timedelta(seconds=1)
+    assert (await app.get(Guard.CALLER, "Bearer good")).status_code == 401
 
 
-async def test_a_refused_token_may_be_known_the_next_time(house: House, api: ApiServer) -> None:
-    assert (await house.get(Guard.CALLER, "Bearer late")).status_code == 401
-    api.known["late"] = JANE
-    assert (await house.get(Guard.CALLER, "Bearer late")).status_code == 200
+async def test_refused_token_is_not_cached(app: GuardedApp, api: ApiServer) -> None:
+    assert (await app.get(Guard.CALLER, "Bearer late")).status_code == 401
+    api.tokens["late"] = JANE
+    assert (await app.get(Guard.CALLER, "Bearer late")).status_code == 200
 
 
-async def test_while_nobody_can_be_asked_nobody_comes_in_and_it_is_worth_another_try(
-    house: House, api: ApiServer
-) -> None:
+async def test_callers_are_answered_503_while_the_api_server_is_unavailable(app: GuardedApp, api: ApiServer) -> None:
     api.is_away = True
-    got = await house.get(Guard.CALLER, "Bearer good")
+    got = await app.get(Guard.CALLER, "Bearer good")
     assert (got.status_code, got.headers["retry-after"]) == (503, "1")
 
 
-async def test_a_token_for_the_api_server_is_none_for_reviews(api: ApiServer) -> None:
-    house = House(api, Reviewers("gpuwarden", ("jane",)))
-    assert (await house.get(Guard.CALLER, "Bearer good")).text == "in"
-    assert (await house.get(Guard.REVIEWER, "Bearer good")).text == "in"
-    assert api.asked == [("good", None), ("good", "gpuwarden")]  # each is asked about by itself
-    other = House(api, Reviewers("gpuwarden", ("joe",)))
+async def test_review_token_needs_its_own_audience_and_user(api: ApiServer) -> None:
+    app = GuardedApp(api, Reviewers("gpuwarden", ("jane",)))
+    assert (await app.get(Guard.CALLER, "Bearer good")).text == "in"
+    assert (await app.get(Guard.REVIEWER, "Bearer good")).text == "in"
+    assert api.requests == [("good", None), ("good", "gpuwarden")]  # each audience is checked separately
+    other = GuardedApp(api, Reviewers("gpuwarden", ("joe",)))
     assert (await other.get(Guard.REVIEWER, "Bearer good")).status_code == 401
     assert (await other.get(Guard.REVIEWER)).status_code == 401
 
 
-@pytest.mark.parametrize("api", [None, ApiServer()], ids=["embedded", "a cluster"])
-async def test_a_certificate_is_demanded_of_reviewers_and_of_nobody_else(api: ApiServer | None) -> None:
-    house = House(api, Reviewers(with_certificate=True))
+@pytest.mark.parametrize("api", [None, ApiServer()], ids=["embedded", "cluster"])
+async def test_only_reviewers_need_a_certificate(api: ApiServer | None) -> None:
+    app = GuardedApp(api, Reviewers(with_certificate=True))
 
     async def with_certificate(scope: Scope, receive: Receive, send: Send) -> None:
-        await house.app({**scope, CERTIFICATE: True}, receive, send)
+        await app.asgi({**scope, CLIENT_CERTIFICATE: True}, receive, send)
 
-    assert (await house.get(Guard.REVIEWER)).status_code == 403
-    assert (await house.get(Guard.CALLER, "Bearer good")).text == "in"
+    assert (await app.get(Guard.REVIEWER)).status_code == 403
+    assert (await app.get(Guard.CALLER, "Bearer good")).text == "in"
     assert (await client_of(with_certificate).get("/reviewer")).text == "in"
 
 
-async def test_schedulers_show_a_certificate_or_a_token(api: ApiServer) -> None:
-    assert (await House(api).get(Guard.SCHEDULER)).status_code == 401
-    house = House(api, schedulers_show_certificates=True)
-    assert (await house.get(Guard.SCHEDULER)).text == "in"
-    assert (await house.get(Guard.CALLER)).status_code == 401
+async def test_schedulers_use_a_certificate_or_a_token(api: ApiServer) -> None:
+    assert (await GuardedApp(api).get(Guard.SCHEDULER)).status_code == 401
+    app = GuardedApp(api, schedulers_use_certificates=True)
+    assert (await app.get(Guard.SCHEDULER)).text == "in"
+    assert (await app.get(Guard.CALLER)).status_code == 401
 
 
-async def test_a_right_is_remembered_for_seconds(house: House, api: ApiServer) -> None:
+async def test_right_is_cached_for_its_ttl(app: GuardedApp, api: ApiServer) -> None:
     api.rights = {("jane", list_pods("ml"))}
     for _ in range(3):
-        assert await house.gate.may(JANE, list_pods("ml"))
-        assert not await house.gate.may(JANE, list_pods("other"))
-    assert len(api.asked_rights) == 2
-    assert not await house.gate.may(Caller("joe"), list_pods("ml"))
+        assert await app.gate.may(JANE, list_pods("ml"))
+        assert not await app.gate.may(JANE, list_pods("other"))
+    assert len(api.checked_rights) == 2
+    assert not await app.gate.may(Caller("joe"), list_pods("ml"))
     api.rights.clear()
-    house.now += RIGHT_REMEMBERED
-    assert not await house.gate.may(JANE, list_pods("ml"))
+    app.now += RIGHT_TTL
+    assert not await app.gate.may(JANE, list_pods("ml"))
 
 
-async def test_so_much_is_remembered_and_no_more() -> None:
+async def test_cache_drops_the_oldest_entry_when_it_is_full() -> None:
     now: list[datetime] = [NOW]
-    remembered: TtlCache[int, int] = TtlCache(lambda: now[0], timedelta(seconds=1), 3)
-    asked: list[int] = []
+    cache: TtlCache[int, int] = TtlCache(lambda: now[0], timedelta(seconds=1), 3)
+    requests: list[int] = []
 
     async def answer(number: int) -> int:
         async def ask() -> int:
-            asked.append(number)
+            requests.append(number)
             return number
 
-        return await remembered.get(number, ask)
+        return await cache.get(number, ask)
 
     for number in (1, 2, 3, 4, 4, 3, 1):
         assert await answer(number) == number
-    assert asked == [1, 2, 3, 4, 1]
+    assert requests == [1, 2, 3, 4, 1]
     assert MAX_RIGHTS < 100_000
 
 
@@ -231,14 +229,14 @@ async def test_so_much_is_remembered_and_no_more() -> None:
         ("jane", ("u-1",), False),
     ],
 )
-def test_a_token_that_is_bound_to_a_pod_is_the_pods(user: str, uids: tuple[str, ...], *, is_pod: bool) -> None:
+def test_token_bound_to_a_pod_identifies_the_pod(user: str, uids: tuple[str, ...], *, is_pod: bool) -> None:
     assert Caller(user, extra={POD_UID: uids}).is_pod("ml", "u-1") is is_pod
 
 
-async def test_a_route_that_no_caller_was_asked_for_knows_none(house: House) -> None:
-    async def careless(request: Request) -> Response:
+async def test_open_route_has_no_caller(app: GuardedApp) -> None:
+    async def handler(request: Request) -> Response:
         return PlainTextResponse(caller_of(request).user)
 
-    app = application(Metrics(), get("/careless", careless, Guard.OPEN), gate=house.gate)
+    asgi = application(Metrics(), get("/careless", handler, Guard.OPEN), gate=app.gate)
     with pytest.raises(AttributeError):
-        await client_of(app).get("/careless")
+        await client_of(asgi).get("/careless")

@@ -62,13 +62,13 @@ class SlowLedger(MemoryLedger):
 class House:
     """A fleet, its ledger, its clock, and the view of them."""
 
-    def __init__(self, *nodes: Node, notes: Sequence[str] = (), tells_pending_ids: bool = True) -> None:
+    def __init__(self, *nodes: Node, notes: Sequence[str] = (), shows_pending_ids: bool = True) -> None:
         self.clock = SettableClock()
         self.fleet = Fleet()
         self.ledger = SlowLedger(self.fleet, self.clock, Times(PATIENCE, timedelta(seconds=2)))
         for node in nodes:
             self.put(node)
-        devices = Devices(self.fleet, self.ledger, self.clock, notes=notes, tells_pending_ids=tells_pending_ids)
+        devices = Devices(self.fleet, self.ledger, self.clock, notes=notes, shows_pending_ids=shows_pending_ids)
         self.app = application(
             Metrics(), get("/", devices.page, Guard.PERSON), get("/devices", devices.listing, Guard.PERSON)
         )
@@ -395,7 +395,7 @@ async def test_a_shared_device_tells_all_its_holders_and_the_busiest_first() -> 
 
 async def test_where_anybody_may_post_a_review_no_pending_id_is_told_nor_found() -> None:
     shared = Device(GPU[1], shares=2)
-    house = House(Node("node-a", devices=(Device(GPU[0]), shared)), tells_pending_ids=False)
+    house = House(Node("node-a", devices=(Device(GPU[0]), shared)), shows_pending_ids=False)
     await house.pending("secret-1", GPU[0])
     await house.pending("secret-2", GPU[1], k=0)
     await house.assigned("told-3", GPU[1], k=1)

@@ -1,4 +1,4 @@
-"""A node is challenged, answers with a token, and is proven: through the doors, a Workload API behind them."""
+"""Challenges and proofs of nodes through the HTTP routes, with a fake Workload API."""
 
 import json
 from collections.abc import AsyncIterator
@@ -28,7 +28,7 @@ KEY, FOREIGN = SigningKey.make("key-1"), SigningKey.make("key-1")
 
 
 class Site:
-    """A server that challenges nodes, and the nodes."""
+    """A server that challenges nodes, and its nodes."""
 
     def __init__(self, directory: Path, **settings: Any) -> None:
         self.agent = JwtWorkloadApiDouble(str(directory / "agent.sock"), KEY)
@@ -66,12 +66,12 @@ class Site:
         return await self.house.tls.post("/evidence", json={"token": text})
 
     async def admits(self, *hashes: str, uid: str = builders.REVIEW_UID) -> bool:
-        """Whether a pod that asks for a node of these hashes gets one now; nothing is held."""
+        """Whether a pod that requires one of these hashes is admitted now. Nothing is reserved."""
         await self.house.fleet_source.refresh()
         return await self.admits_at_once(*hashes, uid=uid)
 
     async def admits_at_once(self, *hashes: str, uid: str = builders.REVIEW_UID) -> bool:
-        """The same without a poll in between."""
+        """The same without a poll before it."""
         raw = raw_pod(raw_container(gpus=1), annotations={"gpuwarden.io/required-hash": ",".join(hashes)})
         return bool((await self.house.mutate(raw, uid, dry_run=True))["allowed"])
 
@@ -87,7 +87,7 @@ async def site(tmp_path: Path) -> AsyncIterator[Site]:
     await opened.close()
 
 
-async def test_a_node_that_answers_is_proven_until_its_time(site: Site) -> None:
+async def test_node_is_proven_until_its_evidence_expires(site: Site) -> None:
     assert not await site.admits(HASH)
     reply = await site.post(await site.token())
     assert (reply.status_code, reply.json()) == (
@@ -105,25 +105,25 @@ async def test_a_node_that_answers_is_proven_until_its_time(site: Site) -> None:
     assert site.counted("accepted") == 1
 
 
-async def test_an_accepted_proof_counts_for_the_next_review(site: Site) -> None:
+async def test_accepted_proof_applies_to_the_next_review(site: Site) -> None:
     assert (await site.post(await site.token())).status_code == 200
     assert await site.admits_at_once(HASH)
-    assert await site.admits(HASH), "and the next poll takes nothing back"
+    assert await site.admits(HASH), "the next poll removes nothing"
 
 
-async def test_what_a_challenge_looks_like(site: Site) -> None:
+async def test_challenge_has_a_nonce_and_an_expiry(site: Site) -> None:
     reply = await site.house.tls.get("/evidence/challenge?node=node-a")
     assert set(reply.json()) == {"nonce", "expires"}
     assert (reply.json()["expires"], reply.headers["cache-control"]) == ("2026-03-02T12:01:00Z", "no-store")
 
 
 @pytest.mark.parametrize("query", ["", "?node=", "?node=Node-A", "?node=a%0Ab", "?node=" + "a" * 254, "?name=node-a"])
-async def test_only_a_node_is_challenged(site: Site, query: str) -> None:
+async def test_challenge_needs_a_valid_node_name(site: Site, query: str) -> None:
     assert (await site.house.tls.get(f"/evidence/challenge{query}")).status_code == 400
 
 
 @pytest.mark.parametrize(("bad", "fault"), [pytest.param(bad, fault, id=name) for name, bad, fault in BAD])
-async def test_no_bad_token_proves_a_node(site: Site, bad: Bad, fault: TokenFault) -> None:
+async def test_invalid_token_does_not_prove_a_node(site: Site, bad: Bad, fault: TokenFault) -> None:
     nonces = {node: await site.nonce(node) for node in ("node-a", "node-b")}
     world = World(KEY, FOREIGN, lambda node: nonces.get(node, nonces["node-b"]), NOW)
     text = bad(world)
@@ -136,7 +136,7 @@ async def test_no_bad_token_proves_a_node(site: Site, bad: Bad, fault: TokenFaul
 
 
 @pytest.mark.defect("S0-2")
-async def test_a_replayed_token_is_refused_and_counted(site: Site) -> None:
+async def test_replayed_token_is_refused_and_counted(site: Site) -> None:
     text = await site.token()
     assert (await site.post(text)).status_code == 200
     for _ in range(3):
@@ -144,14 +144,14 @@ async def test_a_replayed_token_is_refused_and_counted(site: Site) -> None:
     assert (site.counted("accepted"), site.counted("replayed")) == (1, 3)
 
 
-async def test_another_token_for_a_used_challenge_is_a_replay(site: Site) -> None:
+async def test_second_token_for_a_challenge_is_refused_as_a_replay(site: Site) -> None:
     nonce = await site.nonce()
     assert (await site.post(token(KEY, nonce, site.house.now))).status_code == 200
     site.house.now += timedelta(seconds=5)
     assert (await site.post(token(KEY, nonce, site.house.now))).status_code == 409
 
 
-async def test_challenges_are_answered_in_their_order_and_each_once(site: Site) -> None:
+async def test_challenges_are_accepted_once_and_in_order(site: Site) -> None:
     nonces = []
     for _ in range(3):
         nonces.append(await site.nonce())
@@ -164,10 +164,8 @@ async def test_challenges_are_answered_in_their_order_and_each_once(site: Site) 
     assert await site.admits(HASH)
 
 
-async def test_a_token_that_was_accepted_by_the_process_before_is_refused_after_a_restart(
-    site: Site, tmp_path: Path
-) -> None:
-    """Its evidence ended with the process, and so did its challenges: not even a shared key brings one back."""
+async def test_token_accepted_before_a_restart_is_refused(site: Site, tmp_path: Path) -> None:
+    """Evidence and challenges end with the process, even if the key of the nonces stays the same."""
     text, key = await site.token(), tmp_path / "nonce.key"
     assert (await site.post(text)).status_code == 200
     key.write_bytes(b"k" * 32)
@@ -181,7 +179,7 @@ async def test_a_token_that_was_accepted_by_the_process_before_is_refused_after_
         await again.close()
 
 
-async def test_a_later_answer_renews(site: Site) -> None:
+async def test_later_token_renews_the_evidence(site: Site) -> None:
     await site.post(await site.token())
     site.house.now += timedelta(minutes=20)
     reply = await site.post(await site.token())
@@ -190,7 +188,7 @@ async def test_a_later_answer_renews(site: Site) -> None:
     assert await site.admits(HASH)
 
 
-async def test_a_signers_clock_that_is_ahead_leaves_no_gap_between_two_proofs(site: Site) -> None:
+async def test_signer_clock_ahead_leaves_no_gap_between_two_proofs(site: Site) -> None:
     await site.post(await site.token())
     site.house.now += timedelta(minutes=20)
     ahead = seconds(site.house.now) + 5
@@ -200,22 +198,22 @@ async def test_a_signers_clock_that_is_ahead_leaves_no_gap_between_two_proofs(si
 
 
 @pytest.mark.parametrize("hash", ["SHA256:AA11", "sha256:AA11", "sha256:aa11.", "aa11"])
-async def test_a_hash_that_is_spelt_otherwise_is_another(site: Site, hash: str) -> None:
+async def test_hash_with_another_spelling_does_not_match(site: Site, hash: str) -> None:
     assert (await site.post(await site.token(sub=evidence_id(hash=hash)))).status_code == 200
     assert not await site.admits(HASH)
 
 
 @pytest.mark.parametrize("hash", [" sha256:aa11x", "sha256:aa11\t", "sha256:aa 11", "sha256:aa11\n"])
-async def test_a_hash_with_blanks_proves_nothing(site: Site, hash: str) -> None:
+async def test_hash_with_whitespace_is_refused(site: Site, hash: str) -> None:
     assert (await site.post(await site.token(sub=evidence_id(hash=hash)))).status_code == 403
 
 
-async def test_a_node_that_nobody_knows_is_not_proven(site: Site) -> None:
+async def test_unknown_node_is_refused(site: Site) -> None:
     assert (await site.post(await site.token("node-x"))).status_code == 403
     assert site.counted("node") == 1
 
 
-async def test_a_node_made_anew_under_its_old_name_has_to_prove_itself_anew(site: Site) -> None:
+async def test_recreated_node_needs_a_new_proof(site: Site) -> None:
     in_hand = await site.token()
     site.house.now += timedelta(seconds=1)
     assert (await site.post(await site.token())).status_code == 200
@@ -232,7 +230,7 @@ async def test_a_node_made_anew_under_its_old_name_has_to_prove_itself_anew(site
     assert await site.admits(HASH)
 
 
-async def test_a_key_that_was_taken_back_signs_nothing(site: Site) -> None:
+async def test_token_of_a_revoked_key_is_refused(site: Site) -> None:
     other = SigningKey.make("key-2")
     site.agent.bundles = {f"spiffe://{TRUST_DOMAIN}": document(other)}
     assert site.house.parts.attestation is not None
@@ -243,10 +241,8 @@ async def test_a_key_that_was_taken_back_signs_nothing(site: Site) -> None:
 
 
 @pytest.mark.parametrize("rolled_back", [7, 8, None], ids=["older", "same-number", "no-number"])
-async def test_a_key_that_was_taken_back_does_not_come_back_with_an_older_bundle(
-    tmp_path: Path, rolled_back: int | None
-) -> None:
-    """A real endpoint shows what it showed before; a token that names the lost key has it looked for, and refused."""
+async def test_older_bundle_does_not_restore_a_revoked_key(tmp_path: Path, rolled_back: int | None) -> None:
+    """A real endpoint serves an older bundle. A token with the revoked key triggers a fetch, which is refused."""
     ca, lost = trustme.CA(), SigningKey.make("key-2")
     ca.cert_pem.write_to_path(tmp_path / "ca.pem")
     async with endpoint(web_context(ca), document(KEY, lost, sequence=7)) as shown:
@@ -272,19 +268,19 @@ async def test_a_key_that_was_taken_back_does_not_come_back_with_an_older_bundle
         await site.close()
 
 
-async def test_a_key_of_a_moment_ago_is_looked_for(site: Site) -> None:
+async def test_unknown_key_is_looked_up_in_a_new_bundle(site: Site) -> None:
     other = SigningKey.make("key-2")
     site.agent.bundles = {f"spiffe://{TRUST_DOMAIN}": document(KEY, other)}
     site.house.now += timedelta(seconds=5)
     assert (await site.post(token(other, await site.nonce(), site.house.now))).status_code == 200
 
 
-async def test_a_provider_that_is_away_leaves_what_is_known_until_its_end(site: Site) -> None:
+async def test_evidence_stays_valid_until_it_expires_while_the_provider_is_unavailable(site: Site) -> None:
     await site.post(await site.token())
     await site.agent.stop()
     site.house.now += timedelta(minutes=35)
     text = await site.token("node-b", sub=evidence_id("node-b", OTHER_HASH))
-    assert (await site.post(text)).status_code == 200  # the keys are good for an hour
+    assert (await site.post(text)).status_code == 200  # the keys are valid for an hour
     site.house.now += timedelta(minutes=5)
     assert not await site.admits(HASH)
     site.house.now += timedelta(minutes=20)
@@ -293,8 +289,8 @@ async def test_a_provider_that_is_away_leaves_what_is_known_until_its_end(site: 
     assert site.counted("unavailable") == 1
 
 
-async def test_while_the_keys_are_away_a_flood_of_answers_is_one_line(site: Site) -> None:
-    """Anybody can have a challenge, and sign it with anything."""
+async def test_many_tokens_are_logged_once_while_the_keys_are_unavailable(site: Site) -> None:
+    """Any caller can get a challenge and sign it with any key."""
     await site.agent.stop()
     site.house.now += timedelta(hours=1)
     forged = token(FOREIGN, await site.nonce(), site.house.now)
@@ -321,26 +317,26 @@ async def test_while_the_keys_are_away_a_flood_of_answers_is_one_line(site: Site
     ],
     ids=["empty", "no token", "list", "number", "no UTF-8", "deep", "blank", "one megabyte", "three megabytes"],
 )
-async def test_anything_may_be_posted_and_little_of_it_is_read(site: Site, content: bytes, status: int) -> None:
+async def test_malformed_body_is_refused(site: Site, content: bytes, status: int) -> None:
     assert (await site.house.tls.post("/evidence", content=content)).status_code == status
 
 
-async def test_a_flood_of_forged_answers_never_gets_to_a_key(site: Site) -> None:
-    """Without a challenge of ours nothing that costs is done: no signature, no look at the bundle."""
+async def test_forged_nonce_is_refused_before_the_signature_is_checked(site: Site) -> None:
+    """Without a challenge made by this server no signature is checked and no bundle is fetched."""
     forged = token(FOREIGN, "gpuwarden/nonce/" + "A" * 76, site.house.now)
     for _ in range(200):
         assert (await site.post(forged)).status_code == 403
     assert (site.counted("nonce"), site.counted("signature")) == (200, 0)
 
 
-async def test_there_are_no_such_routes_where_nodes_are_not_challenged(tmp_path: Path) -> None:
+async def test_routes_are_absent_without_a_challenging_provider(tmp_path: Path) -> None:
     house = await House(tmp_path, INVENTORY, None).start()
     assert (await house.tls.get("/evidence/challenge?node=node-a")).status_code == 404
     assert (await house.tls.post("/evidence", json={})).status_code == 404
     await house.close()
 
 
-async def test_a_server_that_starts_or_drains_challenges_nobody(tmp_path: Path) -> None:
+async def test_evidence_routes_answer_503_while_the_server_is_not_serving(tmp_path: Path) -> None:
     site = Site(tmp_path)
     assert (await site.house.tls.get("/evidence/challenge?node=node-a")).status_code == 503
     assert (await site.house.tls.post("/evidence", json={"token": ""})).status_code == 503
@@ -350,8 +346,8 @@ async def test_a_server_that_starts_or_drains_challenges_nobody(tmp_path: Path) 
 # Orphans.
 
 
-class Orphanage:
-    """One orphan of node-a."""
+class FakeOrphans:
+    """A ledger with one orphan on node-a."""
 
     def __init__(self, at: datetime) -> None:
         self.orphan = Orphan(at, timedelta(hours=1))
@@ -370,48 +366,46 @@ class Orphanage:
 
 
 @pytest.fixture
-def orphanage(site: Site) -> Orphanage:
-    found = Orphanage(site.house.now - timedelta(minutes=1))
+def orphans(site: Site) -> FakeOrphans:
+    found = FakeOrphans(site.house.now - timedelta(minutes=1))
     attestation = site.house.parts.attestation
     assert attestation is not None
     object.__setattr__(attestation, "reports", EndReports(found, timedelta(seconds=5)))
     return found
 
 
-async def test_a_challenge_asks_about_the_nodes_orphans_and_names_none(site: Site, orphanage: Orphanage) -> None:
+async def test_challenge_has_digests_of_the_orphans_on_its_node_only(site: Site, orphans: FakeOrphans) -> None:
     reply = await site.house.tls.get("/evidence/challenge?node=node-a")
     assert reply.json()["orphans"] == [uid_digest("uid-1")]
     assert "uid-1" not in reply.text
     assert "orphans" not in (await site.house.tls.get("/evidence/challenge?node=node-b")).json()
 
 
-async def test_what_a_proven_node_says_of_its_orphans_is_kept_as_of_the_challenge(
-    site: Site, orphanage: Orphanage
-) -> None:
+async def test_end_report_of_a_proven_node_has_the_time_of_its_challenge(site: Site, orphans: FakeOrphans) -> None:
     asked, text = site.house.now, await site.token()
     site.house.now += timedelta(seconds=7)
     reply = await site.house.tls.post("/evidence", json={"token": text, "ended": ["uid-0", "uid-1"]})
     assert reply.status_code == 200, reply.text
-    assert orphanage.marked == [("r1", asked)]
+    assert orphans.marked == [("r1", asked)]
 
 
-async def test_nobody_speaks_of_another_nodes_orphans(site: Site, orphanage: Orphanage) -> None:
+async def test_node_cannot_report_orphans_of_another_node(site: Site, orphans: FakeOrphans) -> None:
     text = await site.token("node-b", sub=evidence_id("node-b", OTHER_HASH))
     assert (await site.house.tls.post("/evidence", json={"token": text, "ended": ["uid-1"]})).status_code == 200
-    assert orphanage.marked == []
+    assert orphans.marked == []
 
 
-async def test_without_a_proof_nothing_is_believed_of_orphans(site: Site, orphanage: Orphanage) -> None:
+async def test_end_report_with_a_refused_token_is_ignored(site: Site, orphans: FakeOrphans) -> None:
     used = await site.token()
     assert (await site.post(used)).status_code == 200
     foreign = token(FOREIGN, await site.nonce(), site.house.now, sub=evidence_id("node-a"))
     for text in (used, foreign, "a.b.c"):
         reply = await site.house.tls.post("/evidence", json={"token": text, "ended": ["uid-1"]})
         assert reply.status_code in (400, 403, 409)
-    assert orphanage.marked == []
+    assert orphans.marked == []
 
 
 @pytest.mark.parametrize("ended", ["uid-1", [1], [None], ["u" * 65], ["uid-1"] * (MAX_PODS + 1)])
-async def test_what_is_no_list_of_uids_is_refused_whole(site: Site, orphanage: Orphanage, ended: Any) -> None:
+async def test_malformed_list_of_uids_is_refused(site: Site, orphans: FakeOrphans, ended: Any) -> None:
     reply = await site.house.tls.post("/evidence", json={"token": await site.token(), "ended": ended})
-    assert (reply.status_code, orphanage.marked) == (400, [])
+    assert (reply.status_code, orphans.marked) == (400, [])

@@ -287,8 +287,8 @@ async def test_the_plain_listener_has_s0s_two_routes(house: House) -> None:
     ("token", "namespace", "said"),
     [
         pytest.param("jane", "ml", "gpuwarden runs without a cluster", id="may"),
-        pytest.param("jane", "other", "the token's user may not", id="elsewhere"),
-        pytest.param("joe", "ml", "the token's user may not", id="somebody-else"),
+        pytest.param("jane", "other", "the user of the token must", id="elsewhere"),
+        pytest.param("joe", "ml", "the user of the token must", id="somebody-else"),
     ],
 )
 async def test_the_right_to_bind_is_lent_to_nobody(house: House, token: str, namespace: str, said: str) -> None:

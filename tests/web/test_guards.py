@@ -1,4 +1,4 @@
-"""Which routes of a cluster's listeners ask who the caller is: all of them, one by one."""
+"""The guards of all routes in a cluster."""
 
 from pathlib import Path
 from typing import Any, cast
@@ -31,7 +31,7 @@ OPEN = {
     "plain": [*PROBES, ("GET", "/health"), ("GET", "/ready"), ("GET", "/metrics"), ("GET", "/"), ("GET", "/devices")],
     "extender": PROBES,
 }
-ASKED = {
+GUARDED = {
     "tls": [
         ("POST", "/mutate"),
         ("POST", "/validate"),
@@ -43,7 +43,7 @@ ASKED = {
     "plain": [],
     "extender": [("POST", "/filter"), ("POST", "/prioritize"), ("POST", "/preempt"), ("POST", "/bind")],
 }
-NOT_THERE = {
+ABSENT = {
     "tls": [("GET", "/metrics"), ("POST", "/filter")],
     "plain": [("POST", "/finalize"), ("POST", "/explain"), ("POST", "/mutate")],
     "extender": [("GET", "/devices"), ("POST", "/finalize")],
@@ -51,7 +51,7 @@ NOT_THERE = {
 
 
 def apps(house: House) -> dict[str, ASGIApp]:
-    """The listeners of a cluster's server, where reviewers need a token."""
+    """The listeners of a server in a cluster, where reviewers need a token."""
     parts, health = house.parts, house.health
     gate = CallerGate(parts.clock, ApiServer(), Reviewers("gpuwarden"))
     reviewer = Reviewer.of(parts)
@@ -74,15 +74,15 @@ async def endpoint(request: Request) -> Response:
 @pytest.mark.parametrize(
     "route",
     [Route("/new", endpoint), RouteDeclaration("/new", "GET", endpoint, guard=cast(Guard, None))],
-    ids=["a route of Starlette", "a declaration without a guard"],
+    ids=["Starlette route", "declaration without a guard"],
 )
-def test_a_server_with_a_route_without_a_guard_does_not_start(route: Any) -> None:
+def test_route_without_a_guard_prevents_the_start(route: Any) -> None:
     with pytest.raises(UnguardedRouteError, match="/new"):
         application(Metrics(), get("/old", endpoint, Guard.OPEN), route)
 
 
 @pytest.mark.parametrize("listener", ["tls", "plain", "extender"])
-async def test_every_route_lets_in_whom_it_is_for(tmp_path: Path, listener: str) -> None:
+async def test_routes_admit_callers_by_their_guards(tmp_path: Path, listener: str) -> None:
     house = await House(tmp_path, {"nodes": []}, None).start()
     transport = httpx.ASGITransport(app=apps(house)[listener])
 
@@ -92,6 +92,6 @@ async def test_every_route_lets_in_whom_it_is_for(tmp_path: Path, listener: str)
             return {(await client.request(method, path)).status_code for method, path in routes}
 
         assert await codes(OPEN[listener]) == {200}
-        assert await codes(ASKED[listener]) == ({401} if ASKED[listener] else set())
-        assert await codes(NOT_THERE[listener]) <= {404, 405}
+        assert await codes(GUARDED[listener]) == ({401} if GUARDED[listener] else set())
+        assert await codes(ABSENT[listener]) <= {404, 405}
     await house.close()

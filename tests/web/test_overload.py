@@ -1,4 +1,4 @@
-"""When as many reviews are judged as may be at once."""
+"""Behaviour at the limit of concurrent reviews."""
 
 from contextlib import ExitStack
 from pathlib import Path
@@ -24,8 +24,8 @@ def binding() -> Raw:
     return {"apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview", "request": request}
 
 
-async def test_pods_are_told_to_come_again_and_bindings_are_denied(tmp_path: Path) -> None:
-    """A webhook that fails open lets pass what gets 503, so a Binding gets a verdict."""
+async def test_overload_answers_pods_with_503_and_denies_bindings(tmp_path: Path) -> None:
+    """With `failurePolicy: Ignore` the API server admits a request that is answered 503, so a Binding is denied."""
     house = await House(tmp_path, {"nodes": []}, None).start()
     pod = builders.body(builders.mutating_create(builders.raw_pod(builders.raw_container(gpus=1))))
     with ExitStack() as busy:

@@ -1,4 +1,4 @@
-"""What probes of `gpuwarden reconcile` are told."""
+"""The probes of `gpuwarden reconcile`."""
 
 import httpx
 import pytest
@@ -7,7 +7,7 @@ from webhook.runtime.settings import Settings
 from webhook.web.probes import Probes
 
 
-async def test_ready_is_said_once_the_work_has_begun(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_process_is_ready_after_begin(capsys: pytest.CaptureFixture[str]) -> None:
     async with Probes(Settings(ui_port=0)).listening() as probes:
         assert capsys.readouterr().out == ""
         probes.begin()
@@ -23,7 +23,7 @@ async def test_ready_is_said_once_the_work_has_begun(capsys: pytest.CaptureFixtu
             assert (await client.get("/devices")).status_code == 404
 
 
-async def test_it_is_alive_and_not_ready_before(unused_tcp_port: int) -> None:
+async def test_process_is_live_but_not_ready_before_begin(unused_tcp_port: int) -> None:
     async with (
         Probes(Settings(ui_port=unused_tcp_port)).listening(),
         httpx.AsyncClient(base_url=f"http://127.0.0.1:{unused_tcp_port}", trust_env=False) as client,

@@ -34,7 +34,7 @@ class Assembly:
             settings.review_token_audience, settings.review_callers, with_certificate=settings.client_ca is not None
         )
         show_certificates = settings.extender_client_ca is not None
-        return CallerGate(self.parts.clock, self.authority, reviewers, schedulers_show_certificates=show_certificates)
+        return CallerGate(self.parts.clock, self.authority, reviewers, schedulers_use_certificates=show_certificates)
 
 
 @asynccontextmanager

@@ -27,7 +27,7 @@ from webhook.kube.watch import WATCH_ERRORS, Watch, open_response
 from webhook.ledger.api_pods import ApiPods
 from webhook.ledger.cluster import ClusterLedger
 from webhook.runtime.clock import utc_now
-from webhook.runtime.process import passes, stop_signal, until
+from webhook.runtime.process import run_passes, run_until, stop_signal
 from webhook.runtime.settings import Settings
 from webhook.runtime.telemetry import Metrics, configure_logging
 from webhook.scheduler.api import ApiBindings, ApiConditions
@@ -56,7 +56,7 @@ async def schedule(settings: Settings) -> None:
     stop = stop_signal()
     health = SchedulerHealth()
     async with await connect(settings) as api, Probes(settings, health).listening() as probes:
-        await until(stop, work(settings, api, probes, health))
+        await run_until(stop, work(settings, api, probes, health))
     log.info("stopped")
 
 
@@ -138,7 +138,7 @@ class Acting(Protocol):
 async def leading(binder: Acting, news: asyncio.Event) -> None:
     """For ever, or until the Lease is lost."""
     try:
-        await passes([binder], news, pause=PAUSE, breath=BREATH)
+        await run_passes([binder], news, interval=PAUSE, debounce=BREATH)
     finally:
         binder.stop()
 

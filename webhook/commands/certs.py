@@ -24,22 +24,22 @@ from webhook.kube.json_objects import object_in
 from webhook.kube.requests import JSON, JSON_PATCH, MERGE_PATCH, REQUEST_ERRORS, request_json
 from webhook.kube.watch import Watch
 from webhook.runtime.clock import utc_now
-from webhook.runtime.process import rest, stop_signal, until
+from webhook.runtime.process import run_until, stop_signal, wait_for_change
 from webhook.runtime.settings import Settings
 from webhook.runtime.telemetry import configure_logging
 from webhook.runtime.tls.rotation import (
     BUNDLE,
     CERT,
+    DATA_KEYS,
     KEY,
-    NAMES,
     BadStateError,
     CertificateState,
     PublishBundle,
     RotationRules,
     WriteSecret,
-    data_of,
+    decode_state,
+    encode_state,
     next_step,
-    state_in,
 )
 from webhook.web.probes import Probes
 
@@ -151,7 +151,7 @@ async def keep(settings: Settings) -> None:
     async with await connect(settings) as api, Probes(settings).listening() as probes:
         looking = look_again_and_again(settings, ApiCertificateStore(api, settings), probes, news.there)
         watches = (watch.run() for watch in watches_of(settings, api, news))
-        await until(stop, all_of(looking, *watches))
+        await run_until(stop, all_of(looking, *watches))
     log.info("stopped")
 
 
@@ -204,7 +204,7 @@ async def look_again_and_again(
         except (CertificatesError, OSError) as exc:
             probes.metrics.count_provider_error("certificates")
             log.warning("certificates cannot be looked after", problem=str(exc))
-        await rest(news, pause.total_seconds(), SOON.total_seconds())
+        await wait_for_change(news, pause.total_seconds(), SOON.total_seconds())
 
 
 def show(probes: Probes, state: CertificateState | None) -> None:
@@ -253,19 +253,21 @@ class ApiCertificateStore:
             )
         data = {name: base64.b64decode(text) for name, text in (secret.get("data") or {}).items()}
         try:
-            return CertificateSnapshot(there, secret["metadata"]["resourceVersion"], state_in(data))
+            return CertificateSnapshot(there, secret["metadata"]["resourceVersion"], decode_state(data))
         except BadStateError as exc:
             raise CertificatesError(
                 f"Secret {self._namespace}/{self._secret}: {exc}; delete it, and everything begins anew"
             ) from exc
 
     async def keep(self, seen: CertificateSnapshot, state: CertificateState) -> None:
-        data: dict[str, bytes | str] = {name: base64.b64encode(text).decode() for name, text in data_of(state).items()}
+        data: dict[str, bytes | str] = {
+            name: base64.b64encode(text).decode() for name, text in encode_state(state).items()
+        }
         if seen.version is None:
             body = {"metadata": {"name": self._secret}, "type": OPAQUE, "data": data}
             await self._answer("POST", SECRETS_PATH, self._own_names, body)
             return
-        patch = {"metadata": {"resourceVersion": seen.version}, "data": {**dict.fromkeys(NAMES), **data}}
+        patch = {"metadata": {"resourceVersion": seen.version}, "data": {**dict.fromkeys(DATA_KEYS), **data}}
         await self._answer("PATCH", f"{SECRETS_PATH}/{{name}}", self._own_names, patch, kind=MERGE_PATCH)
 
     async def publish(self, seen: CertificateSnapshot, bundle: bytes) -> None:

@@ -35,7 +35,7 @@ from webhook.ledger.cluster import ClusterLedger
 from webhook.ledger.end_of_use import OrphanTimes
 from webhook.ledger.reconcile import BindDeadline, OnBindDeadline, Reconciler
 from webhook.runtime.clock import utc_now
-from webhook.runtime.process import passes, stop_signal, until
+from webhook.runtime.process import run_passes, run_until, stop_signal
 from webhook.runtime.settings import Settings
 from webhook.runtime.telemetry import configure_logging
 from webhook.scheduler.api import ApiPodWaker
@@ -56,7 +56,7 @@ async def reconcile(settings: Settings) -> None:
     configure_logging(settings.log_level)
     stop = stop_signal()
     async with await connect(settings) as api, Probes(settings).listening() as probes:
-        await until(stop, work(settings, api, probes))
+        await run_until(stop, work(settings, api, probes))
     log.info("stopped")
 
 
@@ -175,7 +175,7 @@ async def work(settings: Settings, api: ApiClient, probes: Probes) -> None:
             offers.begin()
             discovering.begin()
             ends.begin()
-            await passes(parts, reconciler.wakeup, pause=PAUSE, breath=BREATH)
+            await run_passes(parts, reconciler.wakeup, interval=PAUSE, debounce=BREATH)
 
         await run_while_elected(settings, api, LEASE, lead, ledger.rest)
 

@@ -18,7 +18,7 @@ from webhook.assembly.serving import Assembly, assembled
 from webhook.runtime.clock import utc_now
 from webhook.runtime.http.budgets import Budgets, RequestLimits
 from webhook.runtime.http.listener import Listener
-from webhook.runtime.process import hand_back_memory, stop_signal
+from webhook.runtime.process import return_freed_memory, stop_signal
 from webhook.runtime.setting_kinds import is_loopback
 from webhook.runtime.settings import Settings
 from webhook.runtime.telemetry import configure_logging
@@ -45,7 +45,7 @@ COLLECT_INTERVAL = 1.0
 
 async def serve(settings: Settings, *, hints: bool = False) -> None:
     """Serve until SIGTERM or SIGINT, then answer what is in flight."""
-    hand_back_memory()
+    return_freed_memory()
     configure_logging(settings.log_level)
     stop = stop_signal()
     warn_if_open(settings)
@@ -88,7 +88,7 @@ class Server:
         self._hinting: asyncio.Future[None] | None = None
         health, metrics = self._health, parts.metrics
         budgets = Budgets(
-            RequestLimits.chosen(settings.max_body_memory, settings.max_reviews, settings.max_connections)
+            RequestLimits.from_settings(settings.max_body_memory, settings.max_reviews, settings.max_connections)
         )
         reviewer = Reviewer.of(parts)
         admission = Admission(reviewer, parts.clock, health, budgets)
@@ -99,7 +99,7 @@ class Server:
             parts.ledger,
             parts.clock,
             notes=parts.notes,
-            tells_pending_ids=settings.is_embedded,
+            shows_pending_ids=settings.is_embedded,
             needs_evidence=parts.reserver.policy.is_always_required,
             is_starting=lambda: health.stage is Stage.STARTING,
             outdated=lambda: parts.fleet_source.outdated,
@@ -254,7 +254,9 @@ def certificates(settings: Settings) -> dict[str, CertificateSource]:
         log.warning("serving with development certificates", directory=str(DEV_CERTIFICATES))
     return {
         # Browsers, nodes and the API server come here: who posts reviews shows a certificate, the others need none.
-        "tls": CertificateSource(cert, key, clock=utc_now, client_ca=settings.client_ca, demands_client=False),
+        "tls": CertificateSource(
+            cert, key, clock=utc_now, client_ca=settings.client_ca, requires_client_certificate=False
+        ),
         "extender": CertificateSource(cert, key, clock=utc_now, client_ca=settings.extender_client_ca),
     }
 

@@ -11,7 +11,7 @@ from webhook.core import keys
 from webhook.core.errors import GpuwardenError
 from webhook.core.evidence import Evidence, combined
 from webhook.core.raw import Raw
-from webhook.runtime.clock import is_of_our_days
+from webhook.runtime.clock import is_plausible
 
 API_VERSION = "gpuwarden.io/v1alpha1"
 # Only evidence that a user wrote may be without an expiry.
@@ -79,7 +79,7 @@ def evidence_of(node: str, source: str, entry: EvidenceEntryWire) -> Evidence:
     ):
         raise UnreadableEvidenceError(f"{source} has an entry for {node} without since and until")
     moments = [one for one in (entry.since, entry.challenged) if one is not None]
-    is_out_of_range = source not in SOURCES_WITHOUT_END and not all(map(is_of_our_days, moments))
+    is_out_of_range = source not in SOURCES_WITHOUT_END and not all(map(is_plausible, moments))
     if is_out_of_range and not (entry.banned or entry.conflict):
         raise UnreadableEvidenceError(f"{source} has an entry for {node} with a time out of range")
     return Evidence(

@@ -14,7 +14,7 @@ from webhook.core.device import Device, DeviceUuid, Slot, is_uuid
 from webhook.core.errors import GpuwardenError
 from webhook.core.raw import Raw
 from webhook.core.reservation import Orphan, Phase, Reservation, ReservationId
-from webhook.runtime.clock import LONG_AGO, is_of_our_days
+from webhook.runtime.clock import LONG_AGO, is_plausible
 
 API_VERSION = "gpuwarden.io/v1alpha1"
 # Keeps a deleted GPUNode while reservations are held on it.
@@ -209,7 +209,7 @@ def orphan(entry: HeldSlotWire) -> Orphan | None:
 
 def valid_time(stored_counts: datetime | None) -> datetime:
     """The time, or LONG_AGO if it is missing or implausible."""
-    return stored_counts if stored_counts is not None and is_of_our_days(stored_counts) else LONG_AGO
+    return stored_counts if stored_counts is not None and is_plausible(stored_counts) else LONG_AGO
 
 
 def slot(key: str) -> Slot:

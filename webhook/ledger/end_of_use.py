@@ -17,7 +17,7 @@ from webhook.core.pod import Spec, WireStruct
 from webhook.core.raw import Raw
 from webhook.core.reservation import Orphan
 from webhook.kube.gpu_node import MOST_SECONDS
-from webhook.runtime.clock import is_of_our_days
+from webhook.runtime.clock import is_plausible
 
 TERMINAL = frozenset({"Succeeded", "Failed"})
 # The limit in the GPUNode CRD.
@@ -252,7 +252,7 @@ class NodeSnapshot:
         ready = next((one for one in status.conditions or () if one.type == "Ready" and one.status == "True"), None)
         boot_id = ((status.node_info and status.node_info.boot_id) or "")[:MAX_BOOT_ID]
         since = None if ready is None else ready.last_transition_time
-        is_known = since is not None and is_of_our_days(since)
+        is_known = since is not None and is_plausible(since)
         return cls(boot_id, ready is not None, since if is_known else None)
 
 

@@ -30,7 +30,7 @@ from webhook.node.pod_ends import PodEnds
 from webhook.runtime.backoff import Backoff
 from webhook.runtime.settings import Settings
 from webhook.runtime.telemetry import configure_logging
-from webhook.runtime.tls.certificate_source import trusting
+from webhook.runtime.tls.certificate_source import client_context
 
 log = structlog.get_logger(__name__)
 
@@ -236,13 +236,13 @@ def attester(settings: Settings) -> Attester:
     given = {name: getattr(settings, name) for name in needed}
     if missing := [f"--{name.replace('_', '-')}" for name, value in given.items() if value is None]:
         raise GpuwardenError(f"set {', '.join(missing)} as well")
-    trusting(settings.server_ca)  # fails at startup if the CA file is unusable
+    client_context(settings.server_ca)  # fails at startup if the CA file is unusable
     return Attester(
         server=given["server"],
         node=given["node"],
         workload_api=JwtWorkloadApi(given["spire_workload_api"]),
         evidence_id=EvidenceId(settings.evidence_id, given["spire_trust_domain"]),
-        trust=lambda: trusting(settings.server_ca),
+        trust=lambda: client_context(settings.server_ca),
     )
 
 

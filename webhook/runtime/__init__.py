@@ -1,1 +1,1 @@
-"""The process: settings, clock, log, metrics."""
+"""Settings, clock, logging, metrics, HTTP listeners and certificates."""

@@ -1,4 +1,4 @@
-"""Pauses between attempts that fail."""
+"""Pauses between failed attempts."""
 
 import random
 from datetime import datetime, timedelta
@@ -8,29 +8,29 @@ from attrs import define, frozen
 
 @frozen
 class Backoff:
-    """Pauses that double with each failure in a row, up to the longest."""
+    """A pause that doubles with each consecutive failure, up to `longest`."""
 
     first: timedelta
     longest: timedelta
-    # Each pause is multiplied by a random number of this range, so that many processes do not retry in step.
+    # Each pause is multiplied by a random number in this range, so that processes do not retry at the same time.
     jitter: tuple[float, float] = (1.0, 1.0)
 
     def pause(self, failures: int) -> timedelta:
-        """The pause after so many failures in a row, one at least, without jitter."""
+        """The pause after this many consecutive failures (at least 1), without jitter."""
         return min(self.first * float(2 ** min(failures - 1, 30)), self.longest)
 
     def seconds(self, failures: int) -> float:
-        """The same in seconds, with jitter."""
+        """The pause in seconds, with jitter."""
         return self.jittered(self.pause(failures))
 
     def jittered(self, pause: timedelta) -> float:
-        """Any pause in seconds, with jitter."""
+        """`pause` in seconds, with jitter."""
         return pause.total_seconds() * random.uniform(*self.jitter)  # noqa: S311 - not a secret
 
 
 @define
 class Retry:
-    """When an attempt that failed is made again."""
+    """When a failed attempt is repeated."""
 
     not_before: datetime
     failures: int = 0

@@ -1,4 +1,4 @@
-"""What processes have in common besides their work: they stop when told to, and no failed pass ends them."""
+"""Signals, control loops and memory settings that all commands share."""
 
 import asyncio
 import ctypes
@@ -12,37 +12,37 @@ import structlog
 log = structlog.get_logger(__name__)
 
 
-# Of glibc's mallopt. From this size on a block has pages of its own, which go back to the system when it is freed.
+# Parameter of glibc's mallopt. A block of at least this size gets its own pages, which free() returns to the system.
 M_MMAP_THRESHOLD = -3
 LARGE_BLOCK = 2**17
 
 
-def hand_back_memory() -> None:
-    """Have large blocks go back when they are freed.
+def return_freed_memory() -> None:
+    """Make glibc return large blocks to the system when they are freed.
 
-    By default glibc raises the threshold to the size of the largest block that was freed. Then the memory of a flood of
-    bodies stays with the process.
+    By default glibc raises the threshold to the size of the largest freed block. The process would then keep the memory
+    of a burst of request bodies.
     """
-    with suppress(OSError, AttributeError):  # another libc
+    with suppress(OSError, AttributeError):  # not glibc
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, LARGE_BLOCK)
 
 
-class Stepping(Protocol):
-    """What is done a step a pass."""
+class Steppable(Protocol):
+    """A part of a control loop. The loop calls `step` once per pass."""
 
     async def step(self) -> None: ...
 
 
 def stop_signal() -> asyncio.Event:
-    """Set by SIGTERM or SIGINT from now on."""
+    """An event that SIGTERM and SIGINT set."""
     stop = asyncio.Event()
-    for one in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(one, stop.set)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
     return stop
 
 
-async def until(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> None:
-    """Does the work until it is told to stop; raises what the work raises."""
+async def run_until(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> None:
+    """Run the work until it ends or `stop` is set. Raises the exceptions of the work."""
     working, stopping = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
     done, pending = await asyncio.wait((working, stopping), return_when=asyncio.FIRST_COMPLETED)
     for task in pending:
@@ -52,16 +52,17 @@ async def until(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> None:
         task.result()
 
 
-async def passes(parts: Sequence[Stepping], news: asyncio.Event, *, pause: float, breath: float) -> None:
-    """For ever: one after another, the next as soon as there is news, and after a pause at the latest."""
+async def run_passes(parts: Sequence[Steppable], changed: asyncio.Event, *, interval: float, debounce: float) -> None:
+    """Run passes forever. The next pass starts after `changed` is set, or after `interval` seconds at the latest."""
     while True:
-        news.clear()
-        await one_pass(*parts)
-        await rest(news, pause, breath)
+        changed.clear()
+        await run_pass(*parts)
+        await wait_for_change(changed, interval, debounce)
 
 
-async def one_pass(*parts: Stepping) -> None:
-    """A bug in one pass must not end them all: the Lease would be held on, and nobody would act."""
+async def run_pass(*parts: Steppable) -> None:
+    """Run one step of each part. A failed step is logged: if it ended the loop, the process would keep the Lease but do
+    nothing."""
     for part in parts:
         try:
             await part.step()
@@ -69,9 +70,11 @@ async def one_pass(*parts: Stepping) -> None:
             log.exception("a pass failed")
 
 
-async def rest(news: asyncio.Event, pause: float, breath: float) -> None:
-    """Until something has happened, and what comes with it is there as well; or for a while."""
+async def wait_for_change(changed: asyncio.Event, interval: float, debounce: float) -> None:
+    """Wait until `changed` is set, for `interval` seconds at most. Then wait `debounce` seconds, so that one pass
+    handles changes that arrive together."""
     with suppress(TimeoutError):
-        async with asyncio.timeout(pause):  # and not `wait_for`, which loses a cancellation that comes with the news
-            await news.wait()
-    await asyncio.sleep(breath)
+        # Not `wait_for`: it loses a cancellation that arrives at the moment the event is set.
+        async with asyncio.timeout(interval):
+            await changed.wait()
+    await asyncio.sleep(debounce)

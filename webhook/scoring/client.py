@@ -16,7 +16,7 @@ from attrs import define, field
 from webhook.core.hints import Advice
 from webhook.core.pod import Toleration
 from webhook.runtime.telemetry import Metrics
-from webhook.runtime.tls.certificate_source import trusting
+from webhook.runtime.tls.certificate_source import client_context
 from webhook.scoring import ScoreRequest, ScorerUnavailableError
 
 log = structlog.get_logger(__name__)
@@ -109,7 +109,7 @@ class ScorerClient:
         self._pending: dict[bytes, asyncio.Task[Advice]] = {}
         limits = httpx.Limits(max_connections=256, max_keepalive_connections=64, keepalive_expiry=IDLE_SECONDS)
         # We enforce the deadline. httpx's timeouts apply to each step, so a trickle of bytes could outlast them all.
-        self._http = httpx.AsyncClient(verify=trusting(roots), timeout=None, limits=limits, trust_env=False)  # noqa: S113
+        self._http = httpx.AsyncClient(verify=client_context(roots), timeout=None, limits=limits, trust_env=False)  # noqa: S113
 
     async def close(self) -> None:
         for task in list(self._pending.values()):

@@ -1,1 +1,1 @@
-"""HTTP: one file a concern. `admission` awaits in the order of a pod's story; the others are small."""
+"""The HTTP routes of the server."""

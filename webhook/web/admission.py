@@ -1,4 +1,4 @@
-"""The routes of the webhooks: an AdmissionReview in, a verdict out."""
+"""The routes of the webhooks. They answer an AdmissionReview with a verdict."""
 
 import re
 import time
@@ -16,26 +16,28 @@ from webhook.core.reasons import Reason
 from webhook.core.review import Review, answer
 from webhook.core.verdict import Deny
 from webhook.runtime.clock import Clock
-from webhook.runtime.http.budgets import Budgets, weight
-from webhook.web.body import HELD, RefusedBodyError, error, read_body
+from webhook.runtime.http.budgets import Budgets, parsed_size
+from webhook.web.body import BODY_USAGE, RefusedBodyError, error, read_body
 from webhook.web.health import Health
 
 MAX_TIMEOUT = timedelta(seconds=30)
 
 TIMEOUT = re.compile(rb"(?:^|&)timeout=(?:(\d{1,4})m)?(?:(\d{1,6}(?:\.\d{1,9})?)s)?(?:(\d{1,6})ms)?(?=&|$)")
 
-# A review of a pod takes about half of it once it is parsed.
+# The parsed size of a light review. A typical review of a pod needs about half of it.
 LIGHT = 128 * 1024
 
-# Places that reviews of pods never take.
+# Concurrent reviews that reviews of pods never use.
 RESERVED_FOR_BINDINGS = 64
 
-# A Binding is denied, not answered by 503: a webhook with `failurePolicy: Ignore` lets pass what is no verdict.
-OVERLOADED = Deny(Reason.OVERLOADED, "as many reviews are judged as may be at once", hint="try again")
+TOO_MANY_REVIEWS = "the limit of concurrent reviews is reached"
+
+# A Binding is denied, not answered with 503: with `failurePolicy: Ignore` the API server would then admit it.
+OVERLOADED = Deny(Reason.OVERLOADED, TOO_MANY_REVIEWS, hint="try again")
 
 
 class Admission:
-    """The reviews' routes."""
+    """The routes of reviews."""
 
     def __init__(self, reviewer: Reviewer, clock: Clock, health: Health, budgets: Budgets | None = None) -> None:
         self._reviewer = reviewer
@@ -59,27 +61,27 @@ class Admission:
             return error(503, f"the server is {self._health.stage}")
         try:
             body = await read_body(request)
-            review = evolve(Review.parse(body), is_light=weight(body) <= LIGHT)
+            review = evolve(Review.parse(body), is_light=parsed_size(body) <= LIGHT)
         except RefusedBodyError as exc:
             return error(exc.code, str(exc))
         except MalformedReviewError as exc:
             return error(400, str(exc))
         del body
-        if review.is_light:  # it may wait for long: the number of reviews at once bounds what these take
-            request.scope[HELD].end()
-        with self._budgets.review(RESERVED_FOR_BINDINGS if review.is_of_bindings else 0) as has_place:
-            if not has_place and not review.is_of_bindings:
-                return error(503, "as many reviews are judged as may be at once")
-            verdict = await self._reviewer.answer(review, door, answer_by) if has_place else OVERLOADED
+        if review.is_light:  # it may wait for a long time; the limit of concurrent reviews bounds the memory of these
+            request.scope[BODY_USAGE].end()
+        with self._budgets.review(RESERVED_FOR_BINDINGS if review.is_of_bindings else 0) as is_available:
+            if not is_available and not review.is_of_bindings:
+                return error(503, TOO_MANY_REVIEWS)
+            verdict = await self._reviewer.answer(review, door, answer_by) if is_available else OVERLOADED
         self._reviewer.record(review, verdict, time.perf_counter() - started)
         return Response(answer(review.uid, verdict), media_type="application/json")
 
 
 def time_to_answer(query: bytes) -> timedelta:
-    """How long the API server will wait, from its own `?timeout=`, less what the way back takes."""
-    read = TIMEOUT.search(query)
-    if read is None or not any(read.groups()):
+    """How long the API server waits, from the parameter `timeout` of the query, minus a margin for the answer."""
+    found = TIMEOUT.search(query)
+    if found is None or not any(found.groups()):
         return DEFAULT_TIMEOUT - MARGIN
-    minutes, seconds, milliseconds = read.groups()
-    asked = timedelta(minutes=int(minutes or 0), seconds=float(seconds or 0), milliseconds=int(milliseconds or 0))
-    return min(asked, MAX_TIMEOUT) - MARGIN
+    minutes, seconds, milliseconds = found.groups()
+    timeout = timedelta(minutes=int(minutes or 0), seconds=float(seconds or 0), milliseconds=int(milliseconds or 0))
+    return min(timeout, MAX_TIMEOUT) - MARGIN

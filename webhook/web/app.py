@@ -1,4 +1,4 @@
-"""The routes of each listener, each with whom it is for (`Guard`)."""
+"""The routes of each listener, each with its guard."""
 
 from collections.abc import Iterator
 
@@ -30,7 +30,7 @@ def tls_app(
     budgets: Budgets | None = None,
     gate: CallerGate | None = None,
 ) -> ASGIApp:
-    """What takes a token is here, and on no plain listener of a cluster."""
+    """The TLS listener. In a cluster all routes that take a token are only here."""
     proofs = (
         []
         if evidence is None
@@ -64,10 +64,10 @@ def plain_app(
     budgets: Budgets | None = None,
     gate: CallerGate | None = None,
 ) -> ASGIApp:
-    """Where callers are asked who they are, only what is for everybody: a token in plain HTTP is everybody's."""
+    """The plain HTTP listener. If callers are authenticated it has open routes only: plain HTTP would reveal tokens."""
     return application(
         metrics,
-        *(summary(devices) if gate is not None and gate.asks else without_tokens(finalize, devices)),
+        *(summary(devices) if gate is not None and gate.checks_callers else without_tokens(finalize, devices)),
         *probes(health, metrics),
         budgets=budgets,
         gate=gate,
@@ -128,7 +128,7 @@ def extender_app(
 def plain_extender_app(
     extender: ExtenderRoutes, health: Health, metrics: Metrics, budgets: Budgets | None = None
 ) -> ASGIApp:
-    """S0's two routes: what is asked there changes nothing, and nobody is asked who he is."""
+    """The two routes of S0. They change nothing and do not authenticate callers."""
     return application(
         metrics,
         post("/filter", extender.filter, Guard.SCHEDULER),

@@ -1,4 +1,4 @@
-"""Who calls, and what that caller may do: tokens are the API server's to judge, and so are rights."""
+"""Authentication and authorization of callers. The API server decides about tokens and rights."""
 
 import base64
 import binascii
@@ -14,39 +14,41 @@ from starlette.responses import Response
 
 from webhook.core.caller import Caller, CallersUnavailableError, Right
 from webhook.runtime.clock import Clock
-from webhook.runtime.tls.certificate_source import CERTIFICATE
+from webhook.runtime.tls.certificate_source import CLIENT_CERTIFICATE
 from webhook.web.body import error
 
-# A token that was taken back is refused after this at the latest.
-REMEMBERED = timedelta(seconds=30)
-# A right that was given or taken back counts after this at the latest.
-RIGHT_REMEMBERED = timedelta(seconds=10)
-MAX_REMEMBERED = 1000
+# A revoked token is refused after this time at the latest.
+TOKEN_TTL = timedelta(seconds=30)
+# A granted or revoked right takes effect after this time at the latest.
+RIGHT_TTL = timedelta(seconds=10)
+MAX_CACHED_TOKENS = 1000
 MAX_RIGHTS = 10_000
 MAX_TOKEN = 8192
 
+CALLERS_UNAVAILABLE: Final = "callers cannot be checked at this moment"
+
 
 class Guard(StrEnum):
-    """Whom a route is for, where callers are asked who they are. Every route has one."""
+    """Who may call a route if callers are authenticated. Every route has a guard."""
 
-    # Everybody: probes, numbers without names, and routes whose body is the credential.
+    # All callers: probes, numbers without names, and routes whose body is the credential.
     OPEN = "open"
-    # The API server, as far as it can be told from others.
+    # The API server, if reviewers are authenticated.
     REVIEWER = "reviewer"
-    # Whoever has a token that the API server knows; the route shows each caller what it may see.
+    # All callers with a token that the API server accepts. The route filters what each caller may see.
     CALLER = "caller"
-    # The same for people: browsers are asked for a password, which is the token.
+    # The same for people: browsers ask for a password, which is the token.
     PERSON = "person"
-    # A scheduler: a token, or a certificate where those are demanded.
+    # A scheduler with a token, or with a certificate if the listener requires one.
     SCHEDULER = "scheduler"
 
 
-# Where nobody is asked who he is.
-EVERYBODY: Final = Caller("")
+# The caller if no token is checked. It has all rights.
+UNCHECKED: Final = Caller("")
 
 
 def list_pods(namespace: str) -> Right:
-    """What names pods of a namespace is for whoever may list them; of all, if it is empty."""
+    """The right to see names of pods in a namespace; in all namespaces if it is empty."""
     return Right("list", "pods", namespace)
 
 
@@ -59,10 +61,10 @@ def finalize_reservations(namespace: str) -> Right:
 
 
 class Authority(Protocol):
-    """The API server. Both raise CallersUnavailableError."""
+    """The API server. Both methods raise CallersUnavailableError."""
 
     async def caller_of(self, token: str, audience: str | None = None) -> Caller | None:
-        """Whose it is, if it was made out for that audience; None if it is nobody's."""
+        """The caller that the token belongs to; None if the token is invalid, or not for the audience."""
 
     async def may(self, caller: Caller, right: Right) -> bool: ...
 
@@ -72,30 +74,30 @@ V = TypeVar("V")
 
 
 class TtlCache(Generic[K, V]):
-    """Answers for a while, and no more than so many."""
+    """A cache of at most `max_entries` values, each valid for `ttl`."""
 
-    def __init__(self, clock: Clock, lasting: timedelta, most: int) -> None:
+    def __init__(self, clock: Clock, ttl: timedelta, max_entries: int) -> None:
         self._clock = clock
-        self._lasting = lasting
-        self._most = most
-        self._known: dict[K, tuple[datetime, V]] = {}
+        self._ttl = ttl
+        self._max_entries = max_entries
+        self._entries: dict[K, tuple[datetime, V]] = {}
 
     async def get(self, key: K, ask: Callable[[], Awaitable[V]], *, keep: Callable[[V], bool] = lambda _: True) -> V:
-        until, value = self._known.get(key, (None, None))
+        until, value = self._entries.get(key, (None, None))
         if until is not None and until > self._clock():
-            return value  # type: ignore[return-value]  # it was put there with the time
+            return value  # type: ignore[return-value]  # `value` is set together with `until`
         found = await ask()
-        self._known.pop(key, None)
+        self._entries.pop(key, None)
         if keep(found):
-            if len(self._known) >= self._most:
-                del self._known[next(iter(self._known))]
-            self._known[key] = (self._clock() + self._lasting, found)
+            if len(self._entries) >= self._max_entries:
+                del self._entries[next(iter(self._entries))]
+            self._entries[key] = (self._clock() + self._ttl, found)
         return found
 
 
 @frozen
 class Reviewers:
-    """How reviewers prove who they are; with nothing set they do not."""
+    """How reviewers are authenticated. By default they are not."""
 
     audience: str | None = None
     users: Collection[str] = ()
@@ -103,7 +105,7 @@ class Reviewers:
 
 
 class CallerGate:
-    """Lets callers in to routes, by their guards; without an authority everybody."""
+    """Admits callers to routes by the guards of the routes. Without an authority it admits all callers."""
 
     def __init__(
         self,
@@ -111,64 +113,64 @@ class CallerGate:
         authority: Authority | None = None,
         reviewers: Reviewers | None = None,
         *,
-        schedulers_show_certificates: bool = False,
+        schedulers_use_certificates: bool = False,
     ) -> None:
         self._authority = authority
         self._reviewers = reviewers or Reviewers()
-        self._schedulers_show_certificates = schedulers_show_certificates
-        self._callers: TtlCache[tuple[str | None, bytes], Caller | None] = TtlCache(clock, REMEMBERED, MAX_REMEMBERED)
-        self._rights: TtlCache[tuple[Caller, Right], bool] = TtlCache(clock, RIGHT_REMEMBERED, MAX_RIGHTS)
+        self._schedulers_use_certificates = schedulers_use_certificates
+        self._callers: TtlCache[tuple[str | None, bytes], Caller | None] = TtlCache(clock, TOKEN_TTL, MAX_CACHED_TOKENS)
+        self._rights: TtlCache[tuple[Caller, Right], bool] = TtlCache(clock, RIGHT_TTL, MAX_RIGHTS)
 
     @property
-    def asks(self) -> bool:
-        """Whether anybody is asked who he is."""
+    def checks_callers(self) -> bool:
+        """Whether callers are authenticated."""
         return self._authority is not None
 
     async def refusal(self, guard: Guard, request: Request) -> Response | None:
-        """None if the caller is let in; then `caller_of` says who it is."""
+        """The answer to a refused caller. None if the caller is admitted; then `caller_of` returns it."""
         try:
             match guard:
                 case Guard.OPEN:
                     return None
                 case Guard.REVIEWER:
                     return await self._reviewers_refusal(request)
-                case Guard.SCHEDULER if self._schedulers_show_certificates:
-                    request.state.caller = EVERYBODY  # the listener has demanded the certificate
+                case Guard.SCHEDULER if self._schedulers_use_certificates:
+                    request.state.caller = UNCHECKED  # the listener has verified the certificate
                     return None
                 case _:
                     return await self._callers_refusal(guard, request)
         except CallersUnavailableError:
-            return error(503, "callers cannot be checked at this moment")
+            return error(503, CALLERS_UNAVAILABLE)
 
     async def may(self, caller: Caller, right: Right) -> bool:
         """Raises CallersUnavailableError."""
         authority = self._authority
-        if authority is None or caller is EVERYBODY:
+        if authority is None or caller is UNCHECKED:
             return True
         return await self._rights.get((caller, right), lambda: authority.may(caller, right))
 
     async def _reviewers_refusal(self, request: Request) -> Response | None:
-        who = self._reviewers
-        if who.with_certificate and CERTIFICATE not in request.scope:
-            return error(403, "a client certificate is needed")
-        if who.audience is None or self._authority is None:
+        reviewers = self._reviewers
+        if reviewers.with_certificate and CLIENT_CERTIFICATE not in request.scope:
+            return error(403, "a client certificate is required")
+        if reviewers.audience is None or self._authority is None:
             return None
-        caller = await self._known(request, who.audience)
-        if caller is None or (who.users and caller.user not in who.users):
+        caller = await self._authenticate(request, reviewers.audience)
+        if caller is None or (reviewers.users and caller.user not in reviewers.users):
             return unauthorized("Bearer")
         return None
 
     async def _callers_refusal(self, guard: Guard, request: Request) -> Response | None:
         if self._authority is None:
-            request.state.caller = EVERYBODY
+            request.state.caller = UNCHECKED
             return None
-        caller = await self._known(request, None, passwords=guard is Guard.PERSON)
+        caller = await self._authenticate(request, None, passwords=guard is Guard.PERSON)
         if caller is None:
             return unauthorized('Basic realm="gpuwarden", Bearer' if guard is Guard.PERSON else "Bearer")
         request.state.caller = caller
         return None
 
-    async def _known(self, request: Request, audience: str | None, *, passwords: bool = False) -> Caller | None:
+    async def _authenticate(self, request: Request, audience: str | None, *, passwords: bool = False) -> Caller | None:
         authority, token = self._authority, token_in(request.headers.get("authorization", ""), passwords=passwords)
         if authority is None or not 0 < len(token) <= MAX_TOKEN:
             return None
@@ -179,27 +181,28 @@ class CallerGate:
 
 
 def caller_of(request: Request) -> Caller:
-    """Who was let in."""
+    """The admitted caller of a request."""
     caller: Caller = request.state.caller
     return caller
 
 
 def token_in(authorization: str, *, passwords: bool = False) -> str:
-    """A bearer token; or a password. Browsers send those by themselves, so they count only where nothing is changed."""
-    scheme, _, said = authorization.partition(" ")
+    """A bearer token, or with `passwords` a password. Browsers send passwords automatically, so they must not authorize
+    changes."""
+    scheme, _, credentials = authorization.partition(" ")
     if scheme.lower() == "bearer":
-        return said
-    if scheme.lower() != "basic" or not passwords or len(said) > 2 * MAX_TOKEN:
+        return credentials
+    if scheme.lower() != "basic" or not passwords or len(credentials) > 2 * MAX_TOKEN:
         return ""
     try:
-        return base64.b64decode(said, validate=True).decode("ascii").partition(":")[2]
+        return base64.b64decode(credentials, validate=True).decode("ascii").partition(":")[2]
     except (binascii.Error, ValueError):
         return ""
 
 
-def unauthorized(ways: str) -> Response:
-    refusal = error(401, "a bearer token is needed that the API server knows and that is for this")
-    refusal.headers["WWW-Authenticate"] = ways
+def unauthorized(schemes: str) -> Response:
+    refusal = error(401, "a bearer token that the API server accepts for this audience is required")
+    refusal.headers["WWW-Authenticate"] = schemes
     return refusal
 
 

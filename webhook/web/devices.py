@@ -41,7 +41,7 @@ from webhook.ledger.lapses import Lapse, Lapses
 from webhook.runtime.clock import Clock
 from webhook.runtime.telemetry import CountsSource, FleetCounts
 from webhook.web.body import error
-from webhook.web.callers import CallerGate, caller_of, list_pods
+from webhook.web.callers import CALLERS_UNAVAILABLE, CallerGate, caller_of, list_pods
 
 # Devices between two turns of the event loop: about a millisecond. Small enough, too, that a slice's tuples are gone
 # before the garbage collector (700 new ones) looks at them: once old, they would bring on collections of everything.
@@ -59,7 +59,6 @@ Thing = TypeVar("Thing")
 Told = Callable[[Collection[str]], Awaitable[Collection[str]]]
 LapsesByDevice = dict[DeviceUuid, list[Lapse]]
 
-NOT_CHECKED = "callers cannot be checked at this moment"
 STARTING = "the server is starting: what devices there are is not known yet"
 
 
@@ -219,12 +218,12 @@ def evidence_of(fleet: Fleet, name: str, now: datetime) -> EvidenceState:
 # As JSON.
 
 
-def described(seen: DevicesView, now: datetime, evidence: EvidenceState, *, tells_pending_ids: bool = True) -> Raw:
+def described(seen: DevicesView, now: datetime, evidence: EvidenceState, *, shows_pending_ids: bool = True) -> Raw:
     """One device: the members that S4's users read first, our own beside them."""
     device = seen.device
     told: Raw = {"node": seen.nodes[0], "labels": sorted(device.labels)}
     if seen.holders:
-        told["assignment"] = assignment(foremost(seen.holders, now), tells_pending_ids=tells_pending_ids)
+        told["assignment"] = assignment(foremost(seen.holders, now), shows_pending_ids=shows_pending_ids)
     told["state"] = seen.state
     if len(seen.nodes) > 1:
         told["nodes"] = list(seen.nodes)
@@ -233,12 +232,12 @@ def described(seen: DevicesView, now: datetime, evidence: EvidenceState, *, tell
     if device.is_shared:
         told["shares"] = device.shares
     if device.is_shared or len(seen.holders) > 1:
-        told["reservations"] = [assignment(one, tells_pending_ids=tells_pending_ids) for one in seen.holders]
+        told["reservations"] = [assignment(one, shows_pending_ids=shows_pending_ids) for one in seen.holders]
     told["evidence"] = evidence
     return told
 
 
-def assignment(reservation: Reservation, *, tells_pending_ids: bool = True) -> Raw:
+def assignment(reservation: Reservation, *, shows_pending_ids: bool = True) -> Raw:
     """S4's `assignment`. A name without a uid is only what a review said, and no pod need ever bear it."""
     told: Raw = {"exists?": reservation.phase is Phase.FINALIZED}
     if reservation.id == UNNAMED:
@@ -246,7 +245,7 @@ def assignment(reservation: Reservation, *, tells_pending_ids: bool = True) -> R
     told |= {"namespace": reservation.namespace, "uid": reservation.uid}
     if reservation.uid and reservation.pod_name:
         told["name"] = reservation.pod_name
-    if tells_pending_ids or has_pod(reservation):
+    if shows_pending_ids or has_pod(reservation):
         told["reservation-id"] = reservation.id
     told["state"] = state_told(reservation)
     return told
@@ -460,7 +459,7 @@ class Devices:
         clock: Clock,
         *,
         notes: Sequence[str] = (),
-        tells_pending_ids: bool = True,
+        shows_pending_ids: bool = True,
         needs_evidence: bool = False,
         is_starting: Callable[[], bool] = lambda: False,
         outdated: Callable[[], Staleness | None] = lambda: None,
@@ -478,7 +477,7 @@ class Devices:
         self._ledger = ledger
         self._clock = clock
         self._notes = notes
-        self._tells_pending_ids = tells_pending_ids
+        self._tells_pending_ids = shows_pending_ids
         self._gate = gate or CallerGate(clock)
         self._count = count
         self._template = make_templates().get_template("devices.html")
@@ -528,7 +527,7 @@ class Devices:
         try:
             response = await self._as_json(request)
         except CallersUnavailableError:
-            return error(503, NOT_CHECKED)
+            return error(503, CALLERS_UNAVAILABLE)
         if outdated is not None:
             response.headers["Warning"] = f'110 gpuwarden "{quotable(outdated.why)}"'
         return response
@@ -573,7 +572,7 @@ class Devices:
 
     def _described(self, seen: DevicesView, now: datetime, lapses: LapsesByDevice) -> Raw:
         evidence = evidence_of(self._fleet, seen.nodes[0], now)
-        told = described(seen, now, evidence, tells_pending_ids=self._tells_pending_ids)
+        told = described(seen, now, evidence, shows_pending_ids=self._tells_pending_ids)
         if expired := lapses.get(seen.device.uuid):
             told["expired"] = [lapsed(one, tells_id=self._tells_pending_ids) for one in expired]
         indexed = self._fleet.indexed_nodes.get(seen.nodes[0])
@@ -597,7 +596,7 @@ class Devices:
         try:
             snapshot = await self._seen_by(caller_of(request), now)
         except CallersUnavailableError:
-            return error(503, NOT_CHECKED)
+            return error(503, CALLERS_UNAVAILABLE)
         findings = await self._find(snapshot, query, now)
         return self._html(request, 200, findings, now, banner=banner, lapses=snapshot.lapses)
 

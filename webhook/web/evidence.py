@@ -1,6 +1,7 @@
-"""`GET /evidence/challenge` and `POST /evidence`: a node is challenged, and answers with a token.
+"""`GET /evidence/challenge` and `POST /evidence`: a node gets a challenge and answers it with a token.
 
-Open to everybody: the token is the credential. What costs something comes behind what only we can have made.
+Both routes are open, because the token is the credential. Expensive checks happen only after the check that this server
+has made the challenge.
 """
 
 from typing import Annotated, Any, Final
@@ -23,7 +24,7 @@ from webhook.web.health import Health
 
 log = structlog.get_logger(__name__)
 
-# A token, the uids of pods that have ended, and the JSON around them.
+# A token, the uids of ended pods, and the JSON around them.
 MAX_BODY: Final = MAX_TOKEN + MAX_PODS * 128 + 1024
 STATUS: Final = {TokenFault.FORM: 400, TokenFault.SIZE: 413}
 
@@ -32,7 +33,7 @@ class ProofBody(msgspec.Struct, frozen=True):
     """What a node posts."""
 
     token: str
-    # The uids of orphaned pods of which the node has nothing left.
+    # The uids of orphaned pods that have no containers left on the node.
     ended: Annotated[list[Annotated[str, msgspec.Meta(max_length=64)]], msgspec.Meta(max_length=MAX_PODS)] = []
 
 
@@ -46,7 +47,7 @@ class EvidenceRoutes:
     async def challenge(self, request: Request) -> Response:
         node = request.query_params.get("node", "")
         if not is_object_name(node):
-            return error(400, "?node= has to be the name of a node")
+            return error(400, "the parameter node must be the name of a node")
         if not self._health.is_serving:
             return error(503, f"the server is {self._health.stage}")
         nonce = self._attestation.challenge(node)
@@ -63,11 +64,11 @@ class EvidenceRoutes:
             answer = msgspec.json.decode(await read_body(request, MAX_BODY), type=ProofBody)
             evidence = await self._attestation.take(answer.token, answer.ended)
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
-            return error(400, 'the body has to be {"token": "…"}')
+            return error(400, 'the body must be {"token": "…"}')
         except RefusedBodyError as exc:
             return error(exc.code, str(exc))
         except BadTokenError as exc:
-            log.debug("proof refused", fault=exc.fault, problem=str(exc))  # anybody can post anything
+            log.debug("proof refused", fault=exc.fault, problem=str(exc))  # debug: any caller can post invalid proofs
             return error(STATUS.get(exc.fault, 403), str(exc))
         except UnknownNodeError as exc:
             log.warning("proof refused", fault="node", problem=str(exc))
@@ -76,18 +77,18 @@ class EvidenceRoutes:
             log.warning("proof refused", fault="replayed", problem=str(exc))
             return error(409, str(exc))
         except KeysUnavailableError as exc:
-            log.debug("proof could not be checked", problem=str(exc))  # by anybody, with any key
+            log.debug("proof could not be checked", problem=str(exc))  # debug: any caller can post unknown keys
             return error(503, "the proof cannot be checked at this moment")
         except EvidenceUnavailableError as exc:
-            log.warning("proof could not be kept", exc_info=exc)
-            return error(503, "the proof cannot be kept at this moment")
+            log.warning("proof could not be stored", exc_info=exc)
+            return error(503, "the proof cannot be stored at this moment")
         log.info("proof accepted", node=evidence.node, hash=evidence.hash, until=evidence.until)
-        return JSONResponse(told(evidence))
+        return JSONResponse(evidence_json(evidence))
 
 
-def told(evidence: Evidence) -> dict[str, object]:
-    """Until when the node is proven, so that it can come back in time."""
-    told: dict[str, object] = msgspec.to_builtins(
+def evidence_json(evidence: Evidence) -> dict[str, object]:
+    """The accepted evidence. The node renews it before `until`."""
+    content: dict[str, object] = msgspec.to_builtins(
         {"node": evidence.node, "hash": evidence.hash, "since": evidence.since, "until": evidence.until}
     )
-    return told
+    return content

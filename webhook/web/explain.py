@@ -1,4 +1,4 @@
-"""`POST /explain`: what would become of a pod, node by node, with nothing reserved."""
+"""`POST /explain`: the verdict for a pod and each node, without a reservation."""
 
 import asyncio
 from collections.abc import Iterable
@@ -14,10 +14,10 @@ from webhook.core.caller import CallersUnavailableError
 from webhook.core.verdict import plain
 from webhook.runtime.clock import utc_now
 from webhook.web.body import RefusedBodyError, error, read_body
-from webhook.web.callers import CallerGate, caller_of, forbidden, list_pods
+from webhook.web.callers import CALLERS_UNAVAILABLE, CallerGate, caller_of, forbidden, list_pods
 from webhook.web.health import Health
 
-# A manifest; one that is larger is no pod that anybody has written. Each pod of a StatefulSet costs as much again.
+# The size of a manifest. No hand-written pod is larger, and each pod of a StatefulSet costs the same again.
 MAX_MANIFEST = 2**18
 
 
@@ -28,8 +28,8 @@ class Explain:
         self._gate = gate or CallerGate(utc_now)
         self._explainer = explainer
         self._health = health
-        # Reviews are answered between two pods, whoever asks about many.
-        self._turn = asyncio.Lock()
+        # One request at a time, with reviews between two pods.
+        self._lock = asyncio.Lock()
 
     async def explain(self, request: Request) -> Response:
         if not self._health.is_serving:
@@ -42,27 +42,27 @@ class Explain:
             return error(400, "the body is not JSON")
         pods = pods_in(raw) if isinstance(raw, dict) else []
         if not pods:
-            return error(400, "the body is no pod, and nothing that makes pods")
+            return error(400, "the body is neither a pod nor an object that creates pods")
         try:
             for namespace in {namespace_of(pod) or DEFAULT_NAMESPACE for pod in pods}:
                 if not await self._gate.may(caller_of(request), list_pods(namespace)):
-                    return forbidden(f"only who may list pods in {plain(namespace)} is told what becomes of its pods")
-            told = await self._first_denied(pods)
+                    return forbidden(f"the caller must be allowed to list pods in namespace {plain(namespace)}")
+            explanation = await self._first_denied(pods)
         except CallersUnavailableError:
-            return error(503, "callers cannot be checked at this moment")
+            return error(503, CALLERS_UNAVAILABLE)
         except CannotExplainError as exc:
             return error(503, str(exc))
-        text = msgspec.json.format(msgspec.json.encode(told), indent=2) + b"\n"
+        text = msgspec.json.format(msgspec.json.encode(explanation), indent=2) + b"\n"
         return Response(text, media_type="application/json")
 
     async def _first_denied(self, pods: Iterable[dict[str, Any]]) -> dict[str, Any]:
-        """Of the first pod, if none is denied."""
+        """The explanation of the first denied pod, or of the first pod if none is denied."""
         first: dict[str, Any] = {}
-        async with self._turn:
+        async with self._lock:
             for pod in pods:
-                told = await self._explainer.explain(pod)
-                if told["verdict"] == "deny":
-                    return told
-                first = first or told
+                explanation = await self._explainer.explain(pod)
+                if explanation["verdict"] == "deny":
+                    return explanation
+                first = first or explanation
                 await asyncio.sleep(0)
         return first

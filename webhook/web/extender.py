@@ -1,4 +1,4 @@
-"""The extender's routes: bodies in, bodies out, as a kube-scheduler writes and reads them."""
+"""The routes of the scheduler extender, with the request and response bodies of kube-scheduler."""
 
 import time
 from collections.abc import Awaitable, Callable
@@ -22,33 +22,33 @@ from webhook.core.extender_wire import (
     priorities,
 )
 from webhook.runtime.clock import utc_now
-from webhook.runtime.http.budgets import SMALL
+from webhook.runtime.http.budgets import SMALL_BODY
 from webhook.runtime.telemetry import Metrics
 from webhook.scheduler.extender import LEDGER_AWAY, NAMESPACE_AWAY, Extender, count_rejections
 from webhook.web.body import RefusedBodyError, read_body
-from webhook.web.callers import CallerGate, bind_pods, caller_of
+from webhook.web.callers import CALLERS_UNAVAILABLE, CallerGate, bind_pods, caller_of
 from webhook.web.health import Health
 
 log = structlog.get_logger(__name__)
 
-# A thousand whole Node objects; a scheduler with more sends names. Who may not bind the pods of all namespaces asks
-# about few nodes.
+# Enough for a thousand whole Node objects; with more nodes a scheduler sends names. A caller that may not bind pods in
+# all namespaces is limited to SMALL_BODY.
 MAX_BODY = 32 * 2**20
 
 Answer = Callable[[Caller, bytes], Awaitable[tuple[bytes, str]]]
 
-NOT_ALLOWED = "the token's user may not create pods/binding in the pod's namespace"
+NOT_ALLOWED = "the user of the token must be allowed to create pods/binding in the pod's namespace"
 
 
 class NotAllowedError(GpuwardenError):
-    """The caller may not bind the pod without us."""
+    """The caller has no right to bind the pod."""
 
 
 class ExtenderRoutes:
     """`POST /filter`, `/prioritize`, `/preempt` and `/bind`."""
 
     def __init__(self, extender: Extender, metrics: Metrics, health: Health, gate: CallerGate | None = None) -> None:
-        """Callers with tokens are answered about pods that they may bind without us."""
+        """Callers with tokens get answers only about pods that they may bind themselves."""
         self._extender = extender
         self._metrics = metrics
         self._health = health
@@ -73,8 +73,8 @@ class ExtenderRoutes:
         try:
             caller = caller_of(request)
             is_scheduler = await self._gate.may(caller, bind_pods(""))
-            most = MAX_BODY if is_scheduler else SMALL
-            body, outcome = await answer(caller, await read_body(request, most, needs=len))
+            max_body = MAX_BODY if is_scheduler else SMALL_BODY
+            body, outcome = await answer(caller, await read_body(request, max_body, needs=len))
         except RefusedBodyError as exc:
             return refusal(exc.code, str(exc))
         except MalformedArgsError as exc:
@@ -82,14 +82,14 @@ class ExtenderRoutes:
         except NotAllowedError:
             return refusal(403, NOT_ALLOWED)
         except CallersUnavailableError:
-            return refusal(503, "callers cannot be checked at this moment")
+            return refusal(503, CALLERS_UNAVAILABLE)
         except (LedgerError, NamespacesUnavailableError) as exc:
-            away = LEDGER_AWAY if isinstance(exc, LedgerError) else NAMESPACE_AWAY
-            log.warning("extender cannot answer", verb=verb, problem=away, exc_info=exc)
+            problem = LEDGER_AWAY if isinstance(exc, LedgerError) else NAMESPACE_AWAY
+            log.warning("extender cannot answer", verb=verb, problem=problem, exc_info=exc)
             self._metrics.observe_extender(verb, "error", time.perf_counter() - started)
-            return refusal(503, away) if verb != "filter" else in_json(filter_error(away))
+            return refusal(503, problem) if verb != "filter" else json_response(filter_error(problem))
         self._metrics.observe_extender(verb, outcome, time.perf_counter() - started)
-        return in_json(body)
+        return json_response(body)
 
     async def _filtered(self, caller: Caller, body: bytes) -> tuple[bytes, str]:
         args = ExtenderArgs.parse(body)
@@ -118,18 +118,18 @@ class ExtenderRoutes:
         return error_answer(problem), "refused" if problem else "passed"
 
     async def _check(self, caller: Caller, namespace: str) -> None:
-        """Ours is a right that is not lent, and answers say what a namespace demands."""
+        """A caller must not use the extender's right to bind. Also, answers reveal the requirements of a namespace."""
         if not await self._gate.may(caller, bind_pods(namespace)):
             raise NotAllowedError
 
 
-def in_json(body: bytes, code: int = 200) -> Response:
+def json_response(body: bytes, code: int = 200) -> Response:
     return Response(body, status_code=code, media_type="application/json")
 
 
 def refusal(code: int, text: str) -> Response:
-    """To a scheduler, any status but 200 is a failure of this attempt."""
-    reply = in_json(error_answer(text), code)
+    """An error in the form of the extender API. For a scheduler each status but 200 fails the attempt."""
+    reply = json_response(error_answer(text), code)
     if code == 503:
         reply.headers["Retry-After"] = "1"
     return reply

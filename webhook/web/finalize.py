@@ -1,4 +1,4 @@
-"""`POST /finalize`: somebody tells us that a pod exists. Only what fits every known fact is believed."""
+"""`POST /finalize`: a caller reports that a pod exists. The report is accepted only if it matches all known facts."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -24,21 +24,21 @@ from webhook.ledger import Ledger
 from webhook.ledger.pods import PodFacts, PodSource, PodsUnavailableError
 from webhook.runtime.clock import utc_now
 from webhook.web.body import RefusedBodyError, error, read_body
-from webhook.web.callers import CallerGate, caller_of, finalize_reservations, forbidden
+from webhook.web.callers import CALLERS_UNAVAILABLE, CallerGate, caller_of, finalize_reservations, forbidden
 from webhook.web.health import Health
 
 log = structlog.get_logger(__name__)
 
-# The fields and how long they may be. The UUIDs are those of one pod, so of one node.
+# The fields and their maximum lengths. The UUIDs belong to one pod, so to one node.
 FIELDS = {"namespace": 63, "name": 253, "uid": 128, "reservation-id": 128, "gpu-uuid": 16384}
 MAX_BODY = 2**16
 NOT_ALLOWED = (
-    "only the pod itself, or who may `finalize reservations.gpuwarden.io` in its namespace, tells that it exists"
+    "the caller must be the pod itself, or be allowed to `finalize reservations.gpuwarden.io` in its namespace"
 )
 
 
 class RefusedFinalizeError(GpuwardenError):
-    """What was told does not fit; `code` is the HTTP status that says so."""
+    """The report is refused. `code` is the HTTP status of the answer."""
 
     def __init__(self, code: int, text: str) -> None:
         super().__init__(text)
@@ -73,7 +73,7 @@ def fields_of(body: bytes) -> dict[str, str]:
         raise RefusedFinalizeError(400, f"fields required but absent: {', '.join(absent)}")
     wrong = [field for field in FIELDS if not isinstance(raw[field], str)]
     if wrong:
-        raise RefusedFinalizeError(400, f"fields that have to be strings: {', '.join(wrong)}")
+        raise RefusedFinalizeError(400, f"fields that must be strings: {', '.join(wrong)}")
     long = [field for field, most in FIELDS.items() if len(raw[field]) > most]
     if long:
         raise RefusedFinalizeError(400, f"fields that are too long: {', '.join(long)}")
@@ -108,72 +108,72 @@ class Finalize:
         if not self._health.is_serving:
             return error(503, f"the server is {self._health.stage}")
         try:
-            told = FinalizeBody.parse(await read_body(request, MAX_BODY))
-            if not await self._may_tell(caller_of(request), told.pod):
+            body = FinalizeBody.parse(await read_body(request, MAX_BODY))
+            if not await self._may_report(caller_of(request), body.pod):
                 return forbidden(NOT_ALLOWED)
-            await self._believe(told)
+            await self._bind(body)
         except (RefusedBodyError, RefusedFinalizeError) as exc:
             return error(exc.code, str(exc))
         except CallersUnavailableError:
-            return error(503, "callers cannot be checked at this moment")
+            return error(503, CALLERS_UNAVAILABLE)
         except (PodsUnavailableError, LedgerError) as exc:
             log.warning("finalize could not be checked", exc_info=exc)
-            return error(503, "what was told cannot be checked at this moment")
-        log.info("reservation finalized", reservation=told.reservation_id, namespace=told.pod.namespace)
+            return error(503, "the pod cannot be checked at this moment")
+        log.info("reservation finalized", reservation=body.reservation_id, namespace=body.pod.namespace)
         return JSONResponse({"status": "ok"})
 
-    async def _may_tell(self, caller: Caller, pod: PodIdentity) -> bool:
-        """The pod itself, by a token that is bound to it; or who has been given the right."""
+    async def _may_report(self, caller: Caller, pod: PodIdentity) -> bool:
+        """Whether the caller is the pod, by a token bound to it, or has the right to finalize reservations."""
         if caller.is_pod(pod.namespace, pod.uid):
             return True
         return await self._gate.may(caller, finalize_reservations(pod.namespace))
 
-    async def _believe(self, told: FinalizeBody) -> None:
-        held = await self._held(told)
-        if not held.may_belong_to(told.pod):
+    async def _bind(self, body: FinalizeBody) -> None:
+        held = await self._matching_reservation(body)
+        if not held.may_belong_to(body.pod):
             raise RefusedFinalizeError(409, f"reservation {held.id} is held by another pod")
-        against = await self._facts.find_mismatch(told.pod, held)
-        if against is not None:
-            raise RefusedFinalizeError(422, against)
-        self._refuse_a_second(told.pod, held)
+        mismatch = await self._facts.find_mismatch(body.pod, held)
+        if mismatch is not None:
+            raise RefusedFinalizeError(422, mismatch)
+        self._refuse_second_reservation(body.pod, held)
         try:
             proof = PodProof.REPORTED if self._pods.trusts_reviews else PodProof.CONFIRMED
-            await self._ledger.bind_to_pod(proof, held.id, told.pod, node=held.node)
+            await self._ledger.bind_to_pod(proof, held.id, body.pod, node=held.node)
         except UnknownReservationError as exc:
             raise RefusedFinalizeError(404, f"reservation {held.id} is gone") from exc
         except ReservationConflictError as exc:
             raise RefusedFinalizeError(409, f"reservation {held.id} is held by another pod") from exc
         except ReservationExpiredError as exc:
             raise RefusedFinalizeError(409, f"reservation {held.id} has expired") from exc
-        self._pods.created(told.pod)
+        self._pods.created(body.pod)
 
-    def _refuse_a_second(self, pod: PodIdentity, held: Reservation) -> None:
-        """Embedded, nobody has seen the pod but the ledger. In a cluster the pod itself says which one is its own."""
+    def _refuse_second_reservation(self, pod: PodIdentity, held: Reservation) -> None:
+        """In embedded mode only the ledger knows the pod. In a cluster the pod's annotations name its reservation."""
         other = self._ledger.of_pod(pod.uid) if self._pods.trusts_reviews else None
         if other is not None and other.id != held.id:
-            raise RefusedFinalizeError(409, f"the pod of uid {pod.uid} has reservation {other.id}")
+            raise RefusedFinalizeError(409, f"the pod with uid {pod.uid} has reservation {other.id}")
 
-    async def _held(self, told: FinalizeBody) -> Reservation:
-        """The reservation that holds the devices told, all of them under the id told."""
-        held = await self._found(told)
-        if held is None or not set(told.uuids) <= set(held.uuids):
-            raise self._not_held(told, () if held is None else held.uuids)
-        if len(told.uuids) > 1 and set(told.uuids) != set(held.uuids):
-            raise RefusedFinalizeError(409, f"reservation {held.id} holds other GPUs as well: name one, or all")
+    async def _matching_reservation(self, body: FinalizeBody) -> Reservation:
+        """The reservation with this id, if it holds the devices of the report."""
+        held = await self._find(body)
+        if held is None or not set(body.uuids) <= set(held.uuids):
+            raise self._mismatch(body, () if held is None else held.uuids)
+        if len(body.uuids) > 1 and set(body.uuids) != set(held.uuids):
+            raise RefusedFinalizeError(409, f"reservation {held.id} holds more GPUs: name one of them, or all")
         return held
 
-    def _not_held(self, told: FinalizeBody, held: Collection[DeviceUuid]) -> RefusedFinalizeError:
-        uuid = next(one for one in told.uuids if one not in held)
+    def _mismatch(self, body: FinalizeBody, held: Collection[DeviceUuid]) -> RefusedFinalizeError:
+        uuid = next(one for one in body.uuids if one not in held)
         if self._ledger.of_device(uuid):
             return RefusedFinalizeError(409, f"{uuid} is held by another reservation")
         return RefusedFinalizeError(404, f"no reservation holds {uuid}")
 
-    async def _found(self, told: FinalizeBody) -> Reservation | None:
-        """By the id told: known here, or on a node that says it has the device. A reservation is on one node, so where
-        one of its devices can be, it is."""
-        first = told.uuids[0]
+    async def _find(self, body: FinalizeBody) -> Reservation | None:
+        """The reservation with this id. A reservation is on one node, so it is looked up on the nodes that have its
+        first device."""
+        first = body.uuids[0]
         for node in self._fleet.claimants(first) or (self._fleet.node_of_device(first),):
-            held = await self._ledger.find(told.reservation_id, node=node)
+            held = await self._ledger.find(body.reservation_id, node=node)
             if held is not None:
                 return held
         return None

@@ -1,4 +1,4 @@
-"""Whether the server is alive, and whether it may be asked."""
+"""The liveness and readiness of the server."""
 
 from enum import StrEnum
 
@@ -7,7 +7,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 
 class Stage(StrEnum):
-    """A server's life."""
+    """The stages of a server's life."""
 
     STARTING = "starting"
     SERVING = "serving"
@@ -15,7 +15,7 @@ class Stage(StrEnum):
 
 
 class Health:
-    """The server's stage, as the probes are told."""
+    """The server's stage, and the endpoints of the probes."""
 
     def __init__(self) -> None:
         self.stage = Stage.STARTING

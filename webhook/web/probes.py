@@ -1,4 +1,4 @@
-"""The plain listener of a process that answers nobody but probes and whoever reads its metrics."""
+"""The plain HTTP listener of a process that only serves probes and metrics."""
 
 import sys
 from collections.abc import AsyncIterator
@@ -12,7 +12,7 @@ from webhook.web.health import Health, Stage
 
 
 class Probes:
-    """Alive from the start, ready from `begin` on."""
+    """Live from the start, ready after `begin`."""
 
     def __init__(self, settings: Settings, health: Health | None = None) -> None:
         self.metrics = Metrics()
@@ -30,7 +30,7 @@ class Probes:
             await self._listener.stop(self._grace)
 
     def begin(self) -> None:
-        """The work has begun: say so to whoever waits for it, in the one line on stdout."""
+        """Set the stage to serving and write the line `ready` to stdout."""
         self._health.stage = Stage.SERVING
         sys.stdout.write(f"ready http={self._listener.url}\n")
         sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""Routes as any listener of ours has them: counted, and refused in JSON. Which there are is said elsewhere."""
+"""Building blocks of all listeners: routes with guards, counted answers, and errors in JSON."""
 
 from collections.abc import Awaitable, Callable
 
@@ -13,19 +13,19 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from webhook.runtime.clock import utc_now
 from webhook.runtime.http.budgets import Budgets
 from webhook.runtime.telemetry import Metrics
-from webhook.web.body import HELD, error
+from webhook.web.body import BODY_USAGE, error
 from webhook.web.callers import CallerGate, Guard
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 class UnguardedRouteError(Exception):
-    """A route does not say who may call it."""
+    """A route has no guard."""
 
 
 @frozen
 class RouteDeclaration:
-    """A route, and whom it is for. Nothing else can be registered."""
+    """A route and its guard. `application` accepts nothing else."""
 
     path: str
     method: str
@@ -36,44 +36,44 @@ class RouteDeclaration:
 def application(
     metrics: Metrics, *routes: RouteDeclaration, budgets: Budgets | None = None, gate: CallerGate | None = None
 ) -> ASGIApp:
-    """Raises UnguardedRouteError, so that the server does not start."""
+    """The app of one listener. Raises UnguardedRouteError, so that the server does not start."""
     unguarded = [route for route in routes if not isinstance(getattr(route, "guard", None), Guard)]
     if unguarded:
         paths = ", ".join(str(getattr(route, "path", route)) for route in unguarded)
         raise UnguardedRouteError(f"no guard declared for {paths}")
     gate = gate or CallerGate(utc_now)
     app = Starlette(
-        routes=[Route(one.path, behind(gate, one), methods=[one.method]) for one in routes],
-        exception_handlers={HTTPException: refused, Exception: broken},
+        routes=[Route(one.path, guarded(gate, one), methods=[one.method]) for one in routes],
+        exception_handlers={HTTPException: http_error, Exception: internal_error},
     )
-    app.router.redirect_slashes = False  # another path is another route, of which there is none
+    app.router.redirect_slashes = False  # a path with another slash is an unknown path
     return CountMiddleware(BudgetMiddleware(app, budgets or Budgets()), metrics, routes)
 
 
-def behind(gate: CallerGate, route: RouteDeclaration) -> Endpoint:
-    """The endpoint, for callers that the gate lets in. No body is read of others."""
+def guarded(gate: CallerGate, route: RouteDeclaration) -> Endpoint:
+    """The endpoint for callers that the gate admits. The body of a refused request is not read."""
 
-    async def entered(request: Request) -> Response:
+    async def guarded_endpoint(request: Request) -> Response:
         return await gate.refusal(route.guard, request) or await route.endpoint(request)
 
-    return entered
+    return guarded_endpoint
 
 
 class BudgetMiddleware:
-    """Counts what the bodies of all requests take together, from their first byte until they are answered."""
+    """Accounts for the memory of request bodies, from the first byte until the request is answered."""
 
     def __init__(self, app: ASGIApp, budgets: Budgets) -> None:
         self._app = app
         self._budgets = budgets
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._budgets.body() as held:
-            scope[HELD] = held
+        with self._budgets.body() as usage:
+            scope[BODY_USAGE] = usage
             await self._app(scope, receive, send)
 
 
 class CountMiddleware:
-    """Counts answers by route and status; paths that are no routes are one."""
+    """Counts answers by route and status. All unknown paths count as one route."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics, declared: tuple[RouteDeclaration, ...]) -> None:
         self.declared = declared
@@ -103,8 +103,8 @@ def post(path: str, endpoint: Endpoint, guard: Guard) -> RouteDeclaration:
     return RouteDeclaration(path, "POST", endpoint, guard)
 
 
-async def refused(request: Request, exc: Exception) -> Response:
-    """Unknown paths and methods, in JSON like everything else."""
+async def http_error(request: Request, exc: Exception) -> Response:
+    """The answer to unknown paths and methods, in JSON."""
     code = exc.status_code if isinstance(exc, HTTPException) else 500
     reply = error(code, {404: "not found", 405: "method not allowed"}.get(code, "refused"))
     if isinstance(exc, HTTPException) and exc.headers:
@@ -112,6 +112,6 @@ async def refused(request: Request, exc: Exception) -> Response:
     return reply
 
 
-async def broken(request: Request, exc: Exception) -> Response:
-    """A bug of ours. The log gets the traceback (the server writes it), the caller a sentence."""
-    return error(500, "an error of gpuwarden's own: its log says more")
+async def internal_error(request: Request, exc: Exception) -> Response:
+    """The answer after an unexpected error. The listener logs the traceback."""
+    return error(500, "internal error: see the log of gpuwarden")

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from tests import builders
 from tests.admission.queue.test_queue import RULES, FakeGates, NoNamespaces
 from tests.builders import NOW, device, node, raw_container
-from tests.heard import Heard
 from tests.ledger.fake_store import FakeStore, gpu_node
 from tests.ledger.test_cluster import KNOWN, Pods, Replica
+from tests.recorded_events import RecordedEvents
 from webhook.admission.namespaces import ClaimReader, WatchedNamespaces
 from webhook.admission.queue.queue import Queue
 from webhook.admission.queue.waiting_pods import WaitingPods
@@ -65,7 +65,7 @@ class Scene:
             claims,
             RULES,
             self.gates,
-            Heard(),
+            RecordedEvents(),
             lambda: self.now,
             timer=lambda: 0.0,
         )

@@ -12,8 +12,8 @@ from attrs import evolve
 
 from tests import builders
 from tests.builders import HASH, NOW, Raw, device, node, raw_container
-from tests.heard import Heard
 from tests.ledger.test_cluster import ClusterBench
+from tests.recorded_events import RecordedEvents
 from webhook.admission.namespaces import ClaimReader, WatchedNamespaces
 from webhook.admission.queue.gates import GateError
 from webhook.admission.queue.queue import Queue, QueuePass
@@ -134,7 +134,7 @@ class Scene:
         self.fleet = CountingFleet()
         self.fleet.put(node("node-a", device("GPU-0", index=0), device("GPU-1", index=1)), NOW)
         self.ledger = ContestedLedger(self.fleet, lambda: self.now, Times(timedelta(seconds=90), timedelta(seconds=5)))
-        self.gates, self.heard = FakeGates(), Heard()
+        self.gates, self.heard = FakeGates(), RecordedEvents()
         self.policy = EvidencePolicy(always)
         self.namespaces = WatchedNamespaces(NoNamespaces())
         self.orphans = 0
@@ -395,7 +395,7 @@ async def test_claim_that_no_node_could_serve_blocks_no_other(scene: Scene) -> N
     scene.come("small", 1, seconds=1)
     await scene.queue.step()
     assert scene.opened().keys() == {"small"}
-    assert ("impossible", Reason.NO_MATCHING_DEVICE) in scene.heard.told
+    assert ("impossible", Reason.NO_MATCHING_DEVICE) in scene.heard.recorded
 
 
 async def test_claims_of_another_kind_are_not_blocked(scene: Scene) -> None:
@@ -463,14 +463,14 @@ async def test_waiting_reason_is_reported_only_when_it_changes(scene: Scene) -> 
     scene.come("a", 2, annotations=asked)
     for _ in range(3):
         await scene.queue.step()
-    assert scene.heard.told == [("a", Reason.NO_PROVEN_NODE)]
+    assert scene.heard.recorded == [("a", Reason.NO_PROVEN_NODE)]
     scene.fleet.set_evidence("node-a", builders.evidence("node-a"), scene.now)
     await scene.ledger.reserve(
         ReservationRequest(ReservationId("r1"), "ml", "d1"), [ON_GPU_0], answer_by=NOW + timedelta(seconds=9)
     )
     for _ in range(3):
         await scene.queue.step()
-    assert scene.heard.told == [("a", Reason.NO_PROVEN_NODE), ("a", Reason.NO_FREE_DEVICE)]
+    assert scene.heard.recorded == [("a", Reason.NO_PROVEN_NODE), ("a", Reason.NO_FREE_DEVICE)]
     assert "fewer than 2 free GPUs" in scene.gates.reasons["a"]
 
 
@@ -480,7 +480,7 @@ async def test_gate_of_an_undressed_pod_is_never_opened(scene: Scene) -> None:
     for _ in range(2):
         await scene.queue.step()
     assert scene.opened() == {}
-    assert scene.heard.told == [("bare", Reason.FORGED)]
+    assert scene.heard.recorded == [("bare", Reason.FORGED)]
     assert not scene.ledger.reservations()
 
 
@@ -491,7 +491,7 @@ async def test_pod_whose_record_exceeds_its_request_is_rejected(scene: Scene) ->
     scene.show({**raw, "metadata": {**raw["metadata"], "annotations": forged}})
     await scene.queue.step()
     assert scene.opened() == {}
-    assert scene.heard.told == [("a", Reason.FORGED)]
+    assert scene.heard.recorded == [("a", Reason.FORGED)]
 
 
 @pytest.mark.defect("S1-2")
@@ -501,7 +501,7 @@ async def test_pod_whose_ordinal_is_not_in_the_map_waits_and_is_named(scene: Sce
     gated = waiting(raw, builders.claim(raw), RULES, "because")
     scene.show({**gated, "metadata": {**gated["metadata"], "resourceVersion": "1"}})
     await scene.queue.step()
-    assert scene.heard.told == [("web-7", Reason.NOT_IN_MAP)]
+    assert scene.heard.recorded == [("web-7", Reason.NOT_IN_MAP)]
     assert "ordinal 7" in scene.heard.messages[0]
 
 
@@ -537,7 +537,7 @@ async def test_namespaces_current_policy_is_checked_before_reserving(scene: Scen
         await scene.queue.step()
         assert scene.held() == {}
     assert scene.opened() == {}
-    assert scene.heard.told == [("a", Reason.FORGED), ("b", Reason.FORGED)]
+    assert scene.heard.recorded == [("a", Reason.FORGED), ("b", Reason.FORGED)]
 
 
 async def test_edited_waiting_pod_loses_its_reservation(scene: Scene) -> None:
@@ -550,7 +550,7 @@ async def test_edited_waiting_pod_loses_its_reservation(scene: Scene) -> None:
     await scene.queue.step()
     assert scene.held().keys() == {"uid-b"}
     assert scene.opened().keys() == {"b"}
-    assert ("a", Reason.FORGED) in scene.heard.told
+    assert ("a", Reason.FORGED) in scene.heard.recorded
 
 
 async def test_new_namespace_policy_releases_the_reservation_of_a_waiting_pod(scene: Scene) -> None:
@@ -574,7 +574,7 @@ async def test_a_gate_that_cannot_be_opened_holds_gpus_until_the_bind_deadline(s
     await scene.queue.step()
     assert scene.held().keys() == {"uid-b"}
     assert scene.opened().keys() == {"b"}
-    assert ("a", Reason.BIND_DEADLINE_PASSED) in scene.heard.told
+    assert ("a", Reason.BIND_DEADLINE_PASSED) in scene.heard.recorded
     await scene.end("b")
     scene.gates.fails = set()
     scene.now += BIND_DEADLINE
@@ -776,7 +776,7 @@ async def test_rejected_pod_is_queued_again_when_its_namespaces_policy_is_restor
     scene.gates.failing = True
     scene.require_hash(HASH)
     await scene.queue.step()
-    assert scene.heard.told == [("a", Reason.FORGED)]
+    assert scene.heard.recorded == [("a", Reason.FORGED)]
     scene.gates.failing = False
     scene.require_hash(None)
     await scene.queue.step()
@@ -801,7 +801,7 @@ async def test_no_gate_opened_event_for_a_deleted_pod(scene: Scene) -> None:
     scene.come("a")
     del scene.gates.pods["a"]
     await scene.queue.step()
-    assert scene.heard.told == []
+    assert scene.heard.recorded == []
     assert "uid-a" not in scene.pods.queue_order
 
 
@@ -935,11 +935,11 @@ async def test_failed_reason_is_written_later(scene: Scene) -> None:
     for _ in range(3):
         await scene.queue.step()
     assert scene.gates.reasons.keys() == {"b"}
-    assert sorted(name for name, _ in scene.heard.told) == ["a", "b"]
+    assert sorted(name for name, _ in scene.heard.recorded) == ["a", "b"]
     scene.gates.failing_writes = set()
     await scene.queue.step()
     assert scene.gates.reasons.keys() == {"a", "b"}
-    assert len(scene.heard.told) == 2
+    assert len(scene.heard.recorded) == 2
 
 
 async def test_no_reason_is_written_after_the_gate_is_open(scene: Scene) -> None:

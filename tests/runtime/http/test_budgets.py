@@ -1,4 +1,4 @@
-"""The budgets: who is refused, who makes room, and that what JSON takes is not underestimated."""
+"""The budgets: which requests and connections are refused or evicted, and how the size of parsed JSON is estimated."""
 
 import asyncio
 import json
@@ -11,23 +11,23 @@ import pytest
 from attrs import define
 
 from webhook.runtime.http.budgets import (
-    LARGEST_MEMORY,
+    MAX_MEMORY,
     MIB,
-    SMALL,
+    SMALL_BODY,
     Budgets,
     OverloadedError,
     RefusedBodyError,
     RequestLimits,
     derived_memory,
-    weight,
+    parsed_size,
 )
 
-# What is read is 2 MiB for small bodies and 8 for large ones, what is parsed 4 and 18.
+# These limits give 2 MiB for reading small bodies and 8 for large ones, 4 and 18 for parsed ones.
 LIMITS = RequestLimits(memory=32 * MIB, reviews=2, connections=2)
 
 
 async def read(budgets: Budgets, size: int, *, forever: bool = False) -> str:
-    """How the reading of a body ends."""
+    """Read a body; "read" or "refused"."""
     with budgets.body() as body:
         try:
             async with body.reading():
@@ -44,11 +44,11 @@ async def settled() -> None:
         await asyncio.sleep(0)
 
 
-async def test_the_oldest_small_body_makes_room() -> None:
+async def test_new_small_body_aborts_the_oldest_when_the_budget_is_used_up() -> None:
     budgets = Budgets(LIMITS)
-    stalled = [asyncio.create_task(read(budgets, SMALL, forever=True)) for _ in range(32)]
+    stalled = [asyncio.create_task(read(budgets, SMALL_BODY, forever=True)) for _ in range(32)]
     await settled()
-    assert await read(budgets, SMALL) == "read"
+    assert await read(budgets, SMALL_BODY) == "read"
     await settled()
     assert [task.done() for task in stalled] == [True] + [False] * 31
     assert stalled[0].result() == "refused"
@@ -56,13 +56,13 @@ async def test_the_oldest_small_body_makes_room() -> None:
         task.cancel()
 
 
-async def test_large_bodies_keep_no_small_one_out_and_a_young_one_makes_no_room() -> None:
+async def test_large_bodies_do_not_block_small_ones_and_are_aborted_only_after_min_age() -> None:
     budgets = Budgets(LIMITS)
     stalled = [asyncio.create_task(read(budgets, 2 * MIB, forever=True)) for _ in range(4)]
     await settled()
     assert await read(budgets, 2 * MIB) == "refused"
-    assert await read(budgets, SMALL) == "read"
-    budgets.large.patience = 0  # as if they had had their time
+    assert await read(budgets, SMALL_BODY) == "read"
+    budgets.large.min_age = 0  # as if they were old enough
     assert await read(budgets, 2 * MIB) == "read"
     for task in stalled:
         task.cancel()
@@ -70,34 +70,34 @@ async def test_large_bodies_keep_no_small_one_out_and_a_young_one_makes_no_room(
     assert (budgets.large.used, budgets.small.used) == (0, 0)
 
 
-async def test_a_body_that_grows_beyond_small_is_counted_with_the_large() -> None:
+async def test_body_that_outgrows_the_small_limit_moves_to_the_large_budget() -> None:
     budgets = Budgets(LIMITS)
     with budgets.body() as body:
-        body.add(SMALL)
-        assert (budgets.small.used, budgets.large.used) == (SMALL, 0)
+        body.add(SMALL_BODY)
+        assert (budgets.small.used, budgets.large.used) == (SMALL_BODY, 0)
         body.add(1)
-        assert (budgets.small.used, budgets.large.used) == (0, SMALL + 1)
+        assert (budgets.small.used, budgets.large.used) == (0, SMALL_BODY + 1)
     assert budgets.large.used == 0
 
 
-async def test_a_body_for_which_there_is_never_room_is_413() -> None:
+async def test_body_larger_than_its_budget_is_refused_with_413() -> None:
     budgets = Budgets(LIMITS)
     with budgets.body() as body, pytest.raises(RefusedBodyError) as refused:
         body.expect(9 * MIB)
     assert refused.value.code == 413
-    deep = b"[" * SMALL
+    deep = b"[" * SMALL_BODY
     with budgets.body() as body, pytest.raises(RefusedBodyError) as refused:
-        await body.read(deep, weight(deep))
+        await body.wait_to_parse(deep, parsed_size(deep))
     assert refused.value.code == 413
 
 
-async def test_who_finds_no_room_waits_for_one_to_end() -> None:
+async def test_parsing_waits_until_another_body_releases_memory() -> None:
     budgets = Budgets(LIMITS)
     first, second = budgets.body(), budgets.body()
-    with second as waiting:
+    with second as other:
         with first as held:
-            await held.read(b"x", 3 * MIB)
-            reading = asyncio.create_task(waiting.read(b"x", 3 * MIB))
+            await held.wait_to_parse(b"x", 3 * MIB)
+            reading = asyncio.create_task(other.wait_to_parse(b"x", 3 * MIB))
             await settled()
             assert not reading.done()
         await reading
@@ -105,7 +105,7 @@ async def test_who_finds_no_room_waits_for_one_to_end() -> None:
     assert budgets.parsed_small.used == 0
 
 
-def test_places_for_bindings_are_not_taken_by_others() -> None:
+def test_reserved_reviews_are_not_available_to_others() -> None:
     budgets = Budgets(LIMITS)
     with budgets.review() as one, budgets.review() as two, budgets.review() as three, budgets.review(1) as binding:
         assert (one, two, three, binding) == (True, True, False, True)
@@ -116,16 +116,16 @@ def test_places_for_bindings_are_not_taken_by_others() -> None:
 
 @define(eq=False)
 class Peer:
-    """A connection."""
+    """A `PeerConnection` with fixed values."""
 
-    waits_since: float | None
+    waiting_since: float | None
     is_idle: bool = True
-    is_proven: bool = True
-    is_dismissed: bool = False
+    has_completed_request: bool = True
+    is_evicted: bool = False
     began: float = 0.0
 
-    def dismiss(self) -> None:
-        self.is_dismissed = True
+    def evict(self) -> None:
+        self.is_evicted = True
 
 
 NOW = 10.0
@@ -135,75 +135,82 @@ def idle(since: float) -> Peer:
     return Peer(since)
 
 
-def silent(since: float) -> Peer:
-    """It has asked nothing since it came."""
-    return Peer(since, is_proven=False)
+def no_request_yet(since: float) -> Peer:
+    """Connected, but no request has begun."""
+    return Peer(since, has_completed_request=False)
 
 
-def owing(since: float, *, is_proven: bool = False) -> Peer:
-    """It has sent a part of a request."""
-    return Peer(since, is_idle=False, is_proven=is_proven)
+def sending_request(since: float, *, has_completed_request: bool = False) -> Peer:
+    """A part of a request has arrived."""
+    return Peer(since, is_idle=False, has_completed_request=has_completed_request)
 
 
-def waiting() -> Peer:
-    """For our answer."""
+def awaiting_answer() -> Peer:
+    """A later request; the peer waits for the answer."""
     return Peer(None, is_idle=False)
 
 
-def asking(since: float) -> Peer:
-    """For our first answer, or to be read."""
-    return Peer(None, is_idle=False, is_proven=False, began=since)
+def new_request(since: float) -> Peer:
+    """The first request; it has not been read or answered yet."""
+    return Peer(None, is_idle=False, has_completed_request=False, began=since)
 
 
 @pytest.mark.parametrize(
-    ("peers", "dismissed"),
+    ("peers", "evicted"),
     [
-        ([idle(1), silent(9.9)], 1),
+        ([idle(1), no_request_yet(9.9)], 1),
         ([idle(2), idle(1)], 1),
-        ([waiting(), idle(2)], 1),
-        ([idle(1), owing(9.9)], 1),
-        ([silent(9), owing(8.9)], 1),
-        ([owing(8.9), silent(8.8)], 1),
-        ([idle(1), owing(8, is_proven=True)], 1),
-        ([owing(8.1, is_proven=True), idle(9)], 1),
-        ([owing(9.8, is_proven=True), owing(9.7, is_proven=True), waiting()], 1),
-        ([waiting(), waiting()], None),
-        ([idle(1), asking(9.5)], None),
-        ([idle(1), asking(8.5)], 0),
-        ([silent(9), asking(9.5)], 0),
+        ([awaiting_answer(), idle(2)], 1),
+        ([idle(1), sending_request(9.9)], 1),
+        ([no_request_yet(9), sending_request(8.9)], 1),
+        ([sending_request(8.9), no_request_yet(8.8)], 1),
+        ([idle(1), sending_request(8, has_completed_request=True)], 1),
+        ([sending_request(8.1, has_completed_request=True), idle(9)], 1),
+        (
+            [
+                sending_request(9.8, has_completed_request=True),
+                sending_request(9.7, has_completed_request=True),
+                awaiting_answer(),
+            ],
+            1,
+        ),
+        ([awaiting_answer(), awaiting_answer()], None),
+        ([idle(1), new_request(9.5)], None),
+        ([idle(1), new_request(8.5)], 0),
+        ([no_request_yet(9), new_request(9.5)], 0),
     ],
     ids=[
-        "who never asked",
-        "who is idle for longest",
-        "who is idle",
-        "who has sent half a request rather than who is proven",
-        "who has sent half a request for longer than another is silent",
-        "who is silent for longer than another has sent half a request",
-        "who owes for two seconds rather than who is idle",
-        "who is idle rather than who is sending",
-        "who is sending for longest",
-        "nobody",
-        "none while a connection is new and its request not read",
-        "an idle one when that connection is new no more",
-        "a silent one before one that has just asked",
+        "no request yet before idle",
+        "longest idle first",
+        "idle before awaiting an answer",
+        "incomplete first request before idle",
+        "incomplete request waits longer than no request",
+        "no request waits longer than incomplete request",
+        "incomplete later request after two seconds before idle",
+        "idle before incomplete later request of less than two seconds",
+        "longest incomplete later request",
+        "none if all await an answer",
+        "none while a new connection's request is unread",
+        "idle once that connection is older",
+        "no request yet before new request",
     ],
 )
-def test_a_connection_that_waits_for_its_peer_is_closed_for_a_new_one(peers: list[Peer], dismissed: int | None) -> None:
+def test_connection_with_the_lowest_rank_is_evicted_for_a_new_one(peers: list[Peer], evicted: int | None) -> None:
     budgets = Budgets(RequestLimits(connections=len(peers)))
     budgets.connections = dict.fromkeys(peers)
-    assert budgets.has_room_for_connection(NOW) is (dismissed is not None)
-    assert [peer.is_dismissed for peer in peers] == [number == dismissed for number in range(len(peers))]
+    assert budgets.make_room_for_connection(NOW) is (evicted is not None)
+    assert [peer.is_evicted for peer in peers] == [number == evicted for number in range(len(peers))]
 
 
-def test_the_last_places_are_for_probes() -> None:
+def test_last_connections_are_reserved_for_probes() -> None:
     budgets = Budgets(RequestLimits(connections=8))
-    budgets.connections = dict.fromkeys(waiting() for _ in range(6))
-    assert not budgets.has_room_for_connection(NOW)
+    budgets.connections = dict.fromkeys(awaiting_answer() for _ in range(6))
+    assert not budgets.make_room_for_connection(NOW)
     for _ in range(2):
-        assert budgets.has_room_for_connection(NOW, is_probe=True)
-        budgets.connections[waiting()] = None
-    assert not budgets.has_room_for_connection(NOW, is_probe=True)
-    assert [RequestLimits(connections=number).reserve for number in (2, 64, 768)] == [0, 16, 16]
+        assert budgets.make_room_for_connection(NOW, is_probe=True)
+        budgets.connections[awaiting_answer()] = None
+    assert not budgets.make_room_for_connection(NOW, is_probe=True)
+    assert [RequestLimits(connections=number).probe_connections for number in (2, 64, 768)] == [0, 16, 16]
 
 
 SHAPES = {
@@ -222,7 +229,7 @@ SHAPES = {
 
 
 def size_of(value: Any, seen: set[int]) -> int:
-    """Bytes of an object and of all within it, the collector's headers included."""
+    """Bytes of an object and everything in it, including the headers of the garbage collector."""
     if id(value) in seen:
         return 0
     seen.add(id(value))
@@ -232,21 +239,21 @@ def size_of(value: Any, seen: set[int]) -> int:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_what_json_takes_is_not_underestimated(shape: str) -> None:
+def test_parsed_size_is_an_upper_bound(shape: str) -> None:
     body = SHAPES[shape]
-    assert size_of(msgspec.json.decode(body), set()) <= weight(body) < 120 * len(body)
+    assert size_of(msgspec.json.decode(body), set()) <= parsed_size(body) < 120 * len(body)
 
 
 @pytest.mark.parametrize(
     ("written", "memory"),
-    [("max\n", LARGEST_MEMORY), (f"{512 * MIB}\n", 128 * MIB), (f"{300 * MIB}", 75 * MIB), (f"{64 * MIB}", 64 * MIB)],
+    [("max\n", MAX_MEMORY), (f"{512 * MIB}\n", 128 * MIB), (f"{300 * MIB}", 75 * MIB), (f"{64 * MIB}", 64 * MIB)],
 )
-def test_memory_is_derived_from_the_containers_limit(tmp_path: Path, written: str, memory: int) -> None:
+def test_default_memory_is_derived_from_the_container_limit(tmp_path: Path, written: str, memory: int) -> None:
     (tmp_path / "memory.max").write_text(written)
     assert derived_memory(tmp_path / "memory.max") == memory
-    assert derived_memory(tmp_path / "nowhere") == LARGEST_MEMORY
+    assert derived_memory(tmp_path / "nowhere") == MAX_MEMORY
 
 
-def test_what_is_set_counts() -> None:
-    assert RequestLimits.chosen(10, 20, 30) == RequestLimits(10 * MIB, 20, 30)
-    assert RequestLimits.chosen(0, 0, 0).reviews == 512
+def test_limits_come_from_the_settings() -> None:
+    assert RequestLimits.from_settings(10, 20, 30) == RequestLimits(10 * MIB, 20, 30)
+    assert RequestLimits.from_settings(0, 0, 0).reviews == 512

@@ -1,4 +1,4 @@
-"""Real sockets, real TLS, both event loops. Every test also holds that the loop had nothing to complain about."""
+"""Tests with real sockets, real TLS and both event loops. Every test also checks that the loop reported no error."""
 
 import asyncio
 import gc
@@ -38,31 +38,31 @@ Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 LoopFactory = Callable[[], asyncio.AbstractEventLoop]
 
 
-def on_both_loops(story: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[LoopFactory], None]:
+def on_both_loops(scenario: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[LoopFactory], None]:
     @pytest.mark.parametrize("loop_factory", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
     def test(loop_factory: LoopFactory) -> None:
         complaints: list[dict[str, Any]] = []
 
-        async def told() -> None:
+        async def run() -> None:
             asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
             with capture_logs():
-                await asyncio.wait_for(story(), LONG)
-            gc.collect()  # what is left open says so now
+                await asyncio.wait_for(scenario(), LONG)
+            gc.collect()  # reports unclosed resources
 
         with asyncio.Runner(debug=False, loop_factory=loop_factory) as runner:
-            runner.run(told())
+            runner.run(run())
         assert complaints == []
 
-    test.__name__, test.__doc__ = story.__name__, story.__doc__
+    test.__name__, test.__doc__ = scenario.__name__, scenario.__doc__
     return test
 
 
 @define
 class App:
-    """An app whose slow answers wait until they are let go."""
+    """An app whose slow answers wait for `gate`."""
 
     gate: asyncio.Event = field(factory=asyncio.Event)
-    begun: asyncio.Semaphore = field(factory=lambda: asyncio.Semaphore(0))
+    started: asyncio.Semaphore = field(factory=lambda: asyncio.Semaphore(0))
     outcomes: list[str] = field(factory=list)
 
     @property
@@ -81,17 +81,17 @@ class App:
         return Response(await request.body())
 
     async def slow(self, request: Request) -> Response:
-        self.begun.release()
+        self.started.release()
         await self.gate.wait()
         self.outcomes.append("answered")
         return PlainTextResponse("at last")
 
     async def refuse(self, request: Request) -> Response:
-        """Answers without a look at the body."""
+        """Answers without reading the body."""
         return JSONResponse({"error": "too big"}, status_code=413)
 
     async def patient(self, request: Request) -> Response:
-        self.begun.release()
+        self.started.release()
         try:
             await request.body()
         except Exception as error:
@@ -180,25 +180,25 @@ async def ask(streams: Streams, sent: bytes) -> tuple[int, dict[str, str], bytes
 
 
 async def is_closed(reader: asyncio.StreamReader) -> bool:
-    """Waits for the end; whatever came before it is an answer that should not be."""
+    """Whether the connection is closed without any data before the end."""
     try:
         return await reader.read() == b""
     except OSError:
         return True
 
 
-async def until(is_so: Callable[[], bool]) -> None:
-    while not is_so():  # noqa: ASYNC110 - nobody announces it
+async def wait_until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110 - there is no event for it
         await asyncio.sleep(0.005)
 
 
-def deaf(port: int) -> ssl.SSLSocket:
-    """A TLS peer that answers nothing after its handshake, which is still to do."""
+def silent_peer(port: int) -> ssl.SSLSocket:
+    """A TLS peer that sends nothing. Its handshake is not done yet."""
     return H1().wrap_socket(socket.create_connection((HOST, port)), server_hostname=HOST, do_handshake_on_connect=False)
 
 
 class RawH2:
-    """The frames of an HTTP/2 client that need not behave, and what it gets for them."""
+    """An HTTP/2 client that can violate the protocol, at the level of frames."""
 
     def __init__(self) -> None:
         self._h2 = H2Connection(H2Configuration(client_side=True, validate_outbound_headers=False))
@@ -208,10 +208,10 @@ class RawH2:
         self.hello = self._h2.data_to_send()
         self._unsent = self.hello
 
-    def request(self, method: str, path: str | None = None, *, is_whole: bool = True) -> bytes:
+    def request(self, method: str, path: str | None = None, *, ends_stream: bool = True) -> bytes:
         headers = [(":method", method), (":authority", HOST)]
         headers += [] if path is None else [(":scheme", "https"), (":path", path)]
-        self._h2.send_headers(self._h2.get_next_available_stream_id(), headers, end_stream=is_whole)
+        self._h2.send_headers(self._h2.get_next_available_stream_id(), headers, end_stream=ends_stream)
         sent, self._unsent = self._unsent + self._h2.data_to_send(), b""
         return sent
 
@@ -244,19 +244,19 @@ async def all_frames(reader: asyncio.StreamReader) -> list[Frame]:
 
 
 async def wait_closed(reader: asyncio.StreamReader) -> None:
-    """Whatever comes before the end, a TLS alert for instance."""
+    """Read until the end; other data, such as a TLS alert, may come before."""
     with suppress(OSError):
         await reader.read()
 
 
 async def seconds(awaitable: Awaitable[object]) -> float:
-    begun = asyncio.get_running_loop().time()
+    started = asyncio.get_running_loop().time()
     await awaitable
-    return asyncio.get_running_loop().time() - begun
+    return asyncio.get_running_loop().time() - started
 
 
 @on_both_loops
-async def test_a_port_is_picked_when_0_is_asked_for_and_the_url_reaches_it() -> None:
+async def test_port_0_picks_a_free_port_and_the_url_has_it() -> None:
     async with listening(App()) as tls, listening(App(), tls=False) as plain:
         assert (tls.url, plain.url) == (f"https://127.0.0.1:{tls.port}", f"http://127.0.0.1:{plain.port}")
         async with httpx.AsyncClient(verify=H1()) as client:
@@ -275,12 +275,12 @@ async def test_a_port_is_picked_when_0_is_asked_for_and_the_url_reaches_it() -> 
         ("gpuwarden.example", "http://gpuwarden.example:8080"),
     ],
 )
-def test_the_url_reaches_it_from_this_machine(host: str, url: str) -> None:
+def test_url_reaches_the_listener_from_this_machine(host: str, url: str) -> None:
     assert Listener(PlainTextResponse(), host=host, port=8080).url == url
 
 
 @on_both_loops
-async def test_a_port_in_use_is_an_error_of_start() -> None:
+async def test_start_on_a_used_port_raises() -> None:
     async with listening(App(), tls=False) as first:
         second = Listener(PlainTextResponse(), host=HOST, port=first.port)
         with pytest.raises(OSError, match="address already in use"):
@@ -321,15 +321,15 @@ async def test_one_http2_connection_carries_any_number_of_requests() -> None:
 async def test_250_streams_may_be_open_at_once() -> None:
     app = App()
     async with listening(app) as listener, H2Client(HOST, listener.port, H2()) as client:
-        asked = [asyncio.create_task(client.get("/slow")) for _ in range(250)]
-        for _ in asked:
-            await app.begun.acquire()
+        requests = [asyncio.create_task(client.get("/slow")) for _ in range(250)]
+        for _ in requests:
+            await app.started.acquire()
         app.gate.set()
-        assert {one.status for one in await asyncio.gather(*asked)} == {200}
+        assert {one.status for one in await asyncio.gather(*requests)} == {200}
 
 
 @on_both_loops
-async def test_a_pipelined_request_waits_its_turn() -> None:
+async def test_pipelined_requests_are_answered_in_order() -> None:
     async with listening(App(), tls=False) as listener, connected(listener) as streams:
         assert (await ask(streams, request("/echo", b"one") + request("/echo", b"two")))[2] == b"one"
         assert (await answer(streams[0]))[2] == b"two"
@@ -340,12 +340,12 @@ async def test_a_pipelined_request_waits_its_turn() -> None:
 
 @pytest.mark.parametrize("path", ["/echo", "/refuse", "/nowhere"])
 @pytest.mark.parametrize("loop_factory", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
-def test_a_big_body_is_answered_and_the_connection_lives_on(path: str, loop_factory: LoopFactory) -> None:
-    """Also when the app does not read it; on HTTP/2 the other requests go on meanwhile."""
+def test_large_body_is_answered_and_the_connection_stays_open(path: str, loop_factory: LoopFactory) -> None:
+    """Also if the app does not read the body. On HTTP/2 other requests continue meanwhile."""
     expected = {"/echo": 200, "/refuse": 413, "/nowhere": 404}[path]
     big = b"x" * 8_000_000
 
-    async def story() -> None:
+    async def scenario() -> None:
         app = App()
         async with listening(app) as listener:
             async with connected(listener, H1()) as streams:
@@ -357,36 +357,36 @@ def test_a_big_body_is_answered_and_the_connection_lives_on(path: str, loop_fact
                 app.gate.set()
                 assert (statuses, (await slow).body, client.goaways) == ([expected] * 3, b"at last", 0)
 
-    on_both_loops(story)(loop_factory)
+    on_both_loops(scenario)(loop_factory)
 
 
 @on_both_loops
-async def test_a_peer_that_owes_a_body_makes_room_and_one_that_waits_for_its_answer_does_not() -> None:
+async def test_connection_with_an_incomplete_body_is_evicted_before_one_that_waits_for_its_answer() -> None:
     app = App()
     async with (
         listening(app, budgets=Budgets(RequestLimits(connections=3))) as listener,
-        connected(listener, H1()) as asking,
-        connected(listener, H1()) as owing,
-        connected(listener, H2()) as owing_on_http2,
+        connected(listener, H1()) as waiting,
+        connected(listener, H1()) as incomplete,
+        connected(listener, H2()) as incomplete_http2,
         AsyncExitStack() as later,
     ):
-        asking[1].write(request("/slow", b"whole"))
-        await app.begun.acquire()
-        owing[1].write(request("/patient", b"x" * 100)[:-50])
-        await app.begun.acquire()
-        owing_on_http2[1].write(RawH2().request("POST", "/patient", is_whole=False))
-        await app.begun.acquire()
-        for stalled in (owing, owing_on_http2):
+        waiting[1].write(request("/slow", b"whole"))
+        await app.started.acquire()
+        incomplete[1].write(request("/patient", b"x" * 100)[:-50])
+        await app.started.acquire()
+        incomplete_http2[1].write(RawH2().request("POST", "/patient", ends_stream=False))
+        await app.started.acquire()
+        for stalled in (incomplete, incomplete_http2):
             new = await later.enter_async_context(connected(listener, H1()))
             assert (await ask(new, request("/echo", b"here")))[2] == b"here"
             await wait_closed(stalled[0])
         app.gate.set()
-        assert (await answer(asking[0]))[0] == 200
+        assert (await answer(waiting[0]))[0] == 200
         assert app.outcomes == ["ClientDisconnect", "ClientDisconnect", "answered"]
 
 
 @on_both_loops
-async def test_idle_peers_that_have_asked_outlive_those_that_send_half_a_request() -> None:
+async def test_connection_with_an_incomplete_request_is_evicted_before_an_idle_one() -> None:
     app = App()
     async with (
         listening(app, budgets=Budgets(RequestLimits(connections=3))) as listener,
@@ -398,7 +398,7 @@ async def test_idle_peers_that_have_asked_outlive_those_that_send_half_a_request
         for _ in range(6):
             reader, writer = await stalled.enter_async_context(connected(listener, H1()))
             writer.write(request("/patient", b"x" * 100)[:-50])
-            await app.begun.acquire()
+            await app.started.acquire()
             peers.append(reader)
         for reader in peers[:4]:
             await wait_closed(reader)
@@ -406,7 +406,7 @@ async def test_idle_peers_that_have_asked_outlive_those_that_send_half_a_request
 
 
 @on_both_loops
-async def test_probes_are_answered_while_all_other_places_are_taken() -> None:
+async def test_probes_are_answered_when_the_connection_limit_is_reached() -> None:
     app, budgets = App(), Budgets(RequestLimits(connections=4))
     async with (
         listening(app, budgets=budgets) as listener,
@@ -417,7 +417,7 @@ async def test_probes_are_answered_while_all_other_places_are_taken() -> None:
     ):
         for _, writer in (one, two, three):
             writer.write(RawH2().request("GET", "/slow"))
-            await app.begun.acquire()
+            await app.started.acquire()
         with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
             async with connected(listener, H1()) as refused:
                 await ask(refused, request("/echo"))
@@ -427,18 +427,18 @@ async def test_probes_are_answered_while_all_other_places_are_taken() -> None:
 
 
 @on_both_loops
-async def test_no_answer_begins_before_the_body_has_ended() -> None:
-    """curl and Go stop sending when they see the status, and Hypercorn takes that badly."""
+async def test_http2_answer_starts_after_the_request_body_has_ended() -> None:
+    """curl and Go stop sending when they see the status, which Hypercorn treats as a broken connection."""
     async with listening(App()) as listener, connected(listener, H2()) as (reader, writer):
         peer = RawH2()
-        writer.write(peer.request("POST", "/refuse", is_whole=False) + peer.request("POST", "/refuse"))
+        writer.write(peer.request("POST", "/refuse", ends_stream=False) + peer.request("POST", "/refuse"))
         assert (await peer.frames_until(reader, HeadersFrame))[HeadersFrame] == [3]
         writer.write(peer.data(1, b"the rest", is_last=True))
         assert (await peer.frames_until(reader, HeadersFrame))[HeadersFrame] == [1]
 
 
 @on_both_loops
-async def test_a_body_that_does_not_come_in_time_is_given_up() -> None:
+async def test_incomplete_body_is_answered_500_after_the_deadline() -> None:
     app = App()
     deadlines = Deadlines(body=0.2)
     async with listening(app, deadlines=deadlines) as listener, connected(listener, H1()) as (reader, writer):
@@ -449,12 +449,12 @@ async def test_a_body_that_does_not_come_in_time_is_given_up() -> None:
 
 
 @on_both_loops
-async def test_a_body_given_up_costs_an_http2_peer_that_stream_only() -> None:
+async def test_incomplete_http2_body_resets_only_its_stream_after_the_deadline() -> None:
     app = App()
     deadlines = Deadlines(body=0.2)
     async with listening(app, deadlines=deadlines) as listener, connected(listener, H2()) as (reader, writer):
         peer = RawH2()
-        writer.write(peer.request("POST", "/patient", is_whole=False))
+        writer.write(peer.request("POST", "/patient", ends_stream=False))
         assert await peer.frames_until(reader, RstStreamFrame) == {HeadersFrame: [1], RstStreamFrame: [1]}
         writer.write(peer.data(1, b"too late") + peer.request("GET", "/nowhere"))
         assert (await peer.frames_until(reader, HeadersFrame))[HeadersFrame] == [3]
@@ -462,21 +462,21 @@ async def test_a_body_given_up_costs_an_http2_peer_that_stream_only() -> None:
 
 
 @on_both_loops
-async def test_an_answer_that_breaks_off_ends_its_stream_only() -> None:
+async def test_failed_answer_resets_only_its_stream() -> None:
     async with (
         listening(App()) as listener,
         connected(listener, H1()) as streams,
         H2Client(HOST, listener.port, H2()) as client,
     ):
         streams[1].write(request("/breaks", method="GET"))
-        assert (await streams[0].read()).endswith(b"half\r\n")  # and not the empty chunk of a whole answer
+        assert (await streams[0].read()).endswith(b"half\r\n")  # without the empty chunk that ends a complete answer
         with pytest.raises(LostError, match="INTERNAL_ERROR"):
             await client.get("/breaks")
         assert (await client.post("/echo", b"hello")).body == b"hello"
 
 
 @on_both_loops
-async def test_a_failing_app_is_a_500_and_one_line_in_the_log() -> None:
+async def test_app_error_is_answered_500_and_logged_once() -> None:
     async def broken(scope: object, receive: object, send: object) -> None:
         raise ValueError("broken")
 
@@ -499,28 +499,28 @@ def test_default_deadlines_outlast_the_api_server_and_cut_off_slow_peers() -> No
 
 
 @on_both_loops
-async def test_a_dripping_request_is_cut_off_while_another_is_answered_at_once() -> None:
+async def test_slow_headers_close_the_connection_and_do_not_delay_others() -> None:
     async with (
         listening(App(), deadlines=Deadlines(headers=0.3)) as listener,
         connected(listener, H1()) as (reader, writer),
         connected(listener, H1()) as other,
     ):
-        dripping = asyncio.create_task(drip(writer))
+        sending = asyncio.create_task(send_slowly(writer))
         took = asyncio.create_task(seconds(is_closed(reader)))
         await ask(other, request("/echo", b"hello"))
         assert not took.done()
         assert 0.2 < await took < 2
-        dripping.cancel()
+        sending.cancel()
 
 
-async def drip(writer: asyncio.StreamWriter) -> None:
+async def send_slowly(writer: asyncio.StreamWriter) -> None:
     for byte in request("/echo", b"never"):
         writer.write(bytes([byte]))
         await asyncio.sleep(0.02)
 
 
 @on_both_loops
-async def test_later_requests_may_not_drip_either() -> None:
+async def test_slow_headers_of_a_later_request_close_the_connection() -> None:
     async with listening(App(), deadlines=Deadlines(headers=0.3)) as listener, connected(listener, H1()) as streams:
         await ask(streams, request("/echo", b"hello"))
         streams[1].write(b"POST /echo HT")
@@ -528,8 +528,8 @@ async def test_later_requests_may_not_drip_either() -> None:
 
 
 @on_both_loops
-async def test_a_connection_kept_for_later_outlives_the_deadline_for_headers() -> None:
-    """Go's client dials more connections than it needs at once."""
+async def test_connection_without_a_request_outlives_the_deadline_for_headers() -> None:
+    """Go's client opens more connections than it uses at first."""
     deadlines = Deadlines(headers=0.1)
     async with (
         listening(App(), deadlines=deadlines) as listener,
@@ -542,7 +542,7 @@ async def test_a_connection_kept_for_later_outlives_the_deadline_for_headers() -
 
 
 @on_both_loops
-async def test_an_idle_connection_is_closed_in_the_end() -> None:
+async def test_idle_connection_is_closed_after_keep_alive() -> None:
     async with (
         listening(App(), deadlines=Deadlines(keep_alive=0.2)) as listener,
         connected(listener, H1()) as (reader, _),
@@ -555,17 +555,17 @@ async def test_an_idle_connection_is_closed_in_the_end() -> None:
 
 
 @on_both_loops
-async def test_a_request_longer_than_the_idle_time_is_answered() -> None:
+async def test_request_that_takes_longer_than_keep_alive_is_answered() -> None:
     app = App()
     async with (
         listening(app, deadlines=Deadlines(keep_alive=0.1, headers=0.1)) as listener,
         connected(listener, H1()) as streams,
         H2Client(HOST, listener.port, H2()) as client,
     ):
-        asked = [asyncio.create_task(ask(streams, request("/slow"))), asyncio.create_task(client.get("/slow"))]
+        requests = [asyncio.create_task(ask(streams, request("/slow"))), asyncio.create_task(client.get("/slow"))]
         await asyncio.sleep(0.3)
         app.gate.set()
-        assert [one[0] for one in await asyncio.gather(*asked)] == [200, 200]
+        assert [one[0] for one in await asyncio.gather(*requests)] == [200, 200]
 
 
 @pytest.mark.parametrize(
@@ -574,19 +574,19 @@ async def test_a_request_longer_than_the_idle_time_is_answered() -> None:
     ids=["silence", "plain-http", "broken-hello", "garbage"],
 )
 @pytest.mark.parametrize("loop_factory", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
-def test_what_is_no_tls_is_closed_and_delays_nobody(
+def test_failed_handshake_is_closed_and_delays_no_other_connection(
     sent: bytes, loop_factory: LoopFactory, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         async with listening(App(), deadlines=Deadlines(handshake=0.5)) as listener, connected(listener) as wrong:
             wrong[1].write(sent)
             closed = asyncio.create_task(wait_closed(wrong[0]))
             async with connected(listener, H1()) as streams:
                 await ask(streams, request("/echo", b"hello"))
-            assert sent or not closed.done()  # silence is waited for, but not by others
+            assert sent or not closed.done()  # only a silent peer is waited for
             await asyncio.wait_for(closed, 2)
 
-    on_both_loops(story)(loop_factory)
+    on_both_loops(scenario)(loop_factory)
     assert caplog.records == []
 
 
@@ -599,19 +599,19 @@ def test_what_is_no_tls_is_closed_and_delays_nobody(
     ],
     ids=["garbage", "huge-header", "bad-length"],
 )
-async def test_what_is_no_http_is_refused(sent: bytes, status: int) -> None:
+async def test_malformed_http1_is_refused(sent: bytes, status: int) -> None:
     async with listening(App(), tls=False) as listener, connected(listener) as streams:
         assert (await ask(streams, sent))[0] == status
         assert await is_closed(streams[0])
 
 
 @on_both_loops
-async def test_malformed_http2_costs_its_own_connection_only() -> None:
+async def test_malformed_http2_closes_only_its_connection() -> None:
     async with listening(App()) as listener, H2Client(HOST, listener.port, H2()) as client:
         for sent in (
             b"nonsense where the preface should be",
             RawH2().hello + b"\0\0\1\0\0\0\0\0\0x",  # DATA on stream 0
-            RawH2().request("CONNECT"),  # no path: Hypercorn itself trips over it
+            RawH2().request("CONNECT"),  # without a path Hypercorn itself fails
         ):
             async with connected(listener, H2()) as (reader, writer):
                 writer.write(sent)
@@ -620,7 +620,7 @@ async def test_malformed_http2_costs_its_own_connection_only() -> None:
 
 
 @on_both_loops
-async def test_a_peer_that_does_not_read_its_answer_is_cut_off() -> None:
+async def test_peer_that_does_not_read_its_answer_is_aborted() -> None:
     async with listening(App(), tls=False, deadlines=Deadlines(write=0.2)) as listener:
         with socket.socket() as peer:
             peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -628,20 +628,20 @@ async def test_a_peer_that_does_not_read_its_answer_is_cut_off() -> None:
             loop = asyncio.get_running_loop()
             await loop.sock_connect(peer, (HOST, listener.port))
             await loop.sock_sendall(peer, request("/big/2000000", method="GET") * 8)
-            await until(lambda: listener.connections == 0)
+            await wait_until(lambda: listener.connections == 0)
 
 
 @on_both_loops
-async def test_a_peer_that_vanishes_leaves_nothing_behind() -> None:
+async def test_connection_reset_leaves_no_connection_and_the_request_completes() -> None:
     app = App()
     async with listening(app, tls=False) as listener:
         async with connected(listener) as (_, writer):
             writer.write(request("/slow"))
-            await app.begun.acquire()
+            await app.started.acquire()
             peer = writer.get_extra_info("socket")
             peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # close with a reset
         app.gate.set()
-        await until(lambda: listener.connections == 0)
+        await wait_until(lambda: listener.connections == 0)
         assert app.outcomes == ["answered"]  # what a request writes may matter to others
 
 
@@ -649,7 +649,7 @@ async def test_a_peer_that_vanishes_leaves_nothing_behind() -> None:
 
 
 @on_both_loops
-async def test_stop_answers_what_is_in_flight_and_lets_nobody_in() -> None:
+async def test_stop_answers_running_requests_and_refuses_connections() -> None:
     app = App()
     async with (
         listening(app) as listener,
@@ -659,7 +659,7 @@ async def test_stop_answers_what_is_in_flight_and_lets_nobody_in() -> None:
         h1 = asyncio.create_task(ask(streams, request("/slow")))
         h2 = [asyncio.create_task(client.get("/slow")) for _ in range(20)]
         for _ in range(21):
-            await app.begun.acquire()
+            await app.started.acquire()
         stopping = asyncio.create_task(listener.stop(10))
         await asyncio.sleep(0.2)
         with pytest.raises(ConnectionRefusedError):
@@ -674,7 +674,7 @@ async def test_stop_answers_what_is_in_flight_and_lets_nobody_in() -> None:
 
 
 @on_both_loops
-async def test_stop_finishes_a_big_answer() -> None:
+async def test_stop_completes_a_large_answer() -> None:
     async with listening(App()) as listener, H2Client(HOST, listener.port, H2()) as client:
         big = asyncio.create_task(client.get("/big/2000000"))
         await client.post("/echo", b"")
@@ -684,8 +684,8 @@ async def test_stop_finishes_a_big_answer() -> None:
 
 
 @on_both_loops
-async def test_stop_waits_for_a_peer_that_is_slow_to_read_its_answer() -> None:
-    """All of it has left the app, and Hypercorn has not sent the last frame yet."""
+async def test_stop_waits_for_a_peer_that_reads_slowly() -> None:
+    """The app has sent the whole answer, but Hypercorn has not sent the last frame yet."""
     async with listening(App()) as listener, connected(listener, H2()) as (reader, writer):
         writer.write(RawH2().request("GET", "/big/16000000"))
         await reader.readexactly(9)
@@ -698,7 +698,7 @@ async def test_stop_waits_for_a_peer_that_is_slow_to_read_its_answer() -> None:
 
 
 @on_both_loops
-async def test_a_request_on_its_way_when_the_drain_begins_is_answered() -> None:
+async def test_request_sent_when_the_drain_begins_is_answered() -> None:
     async with listening(App()) as listener, connected(listener, H1()) as streams:
         await ask(streams, request("/echo", b"hello"))
         stopping = asyncio.create_task(listener.stop(10))
@@ -709,8 +709,8 @@ async def test_a_request_on_its_way_when_the_drain_begins_is_answered() -> None:
 
 
 @on_both_loops
-async def test_a_request_that_comes_well_into_the_drain_on_an_idle_connection_is_answered() -> None:
-    """The API server learns only from an answer that it should close, and repeats no POST that we have hung up on."""
+async def test_request_during_the_drain_on_an_idle_connection_is_answered() -> None:
+    """Only an answer tells the API server to close. It does not retry a POST on a closed connection."""
     async with listening(App()) as listener, connected(listener, H1()) as streams:
         await ask(streams, request("/echo", b"hello"))
         stopping = asyncio.create_task(listener.stop(10))
@@ -721,17 +721,17 @@ async def test_a_request_that_comes_well_into_the_drain_on_an_idle_connection_is
 
 
 @on_both_loops
-async def test_an_http2_peer_that_goes_on_in_a_drain_is_sent_away_and_answered() -> None:
+async def test_http2_peer_that_sends_requests_during_the_drain_gets_goaway_and_answers() -> None:
     app = App()
     async with listening(app) as listener, connected(listener, H2()) as (reader, writer):
         peer = RawH2()
         writer.write(peer.request("GET", "/slow"))
-        await app.begun.acquire()
+        await app.started.acquire()
         stopping = asyncio.create_task(listener.stop(10))
         await asyncio.sleep(0.2)
         writer.write(peer.request("GET", "/slow") + peer.request("GET", "/slow"))
         for _ in range(2):
-            await app.begun.acquire()
+            await app.started.acquire()
         app.gate.set()
         frames = await all_frames(reader)
         assert [frame.last_stream_id for frame in frames if isinstance(frame, GoAwayFrame)] == [2**31 - 1, 5]
@@ -741,8 +741,8 @@ async def test_an_http2_peer_that_goes_on_in_a_drain_is_sent_away_and_answered()
 
 
 @on_both_loops
-async def test_peers_that_are_idle_do_not_hold_up_the_drain() -> None:
-    """Among them some that have read nothing for a while and will not answer close_notify."""
+async def test_idle_connections_do_not_delay_the_drain() -> None:
+    """One of them reads nothing and does not answer close_notify."""
     async with (
         listening(App()) as listener,
         connected(listener, H1()) as h1,
@@ -751,67 +751,67 @@ async def test_peers_that_are_idle_do_not_hold_up_the_drain() -> None:
     ):
         await ask(h1, request("/echo", b""))
         await client.post("/echo", b"")
-        with deaf(listener.port) as peer:
+        with silent_peer(listener.port) as peer:
             await asyncio.to_thread(peer.do_handshake)
-            await until(lambda: listener.connections == 4)
+            await wait_until(lambda: listener.connections == 4)
             assert await seconds(listener.stop(20)) < 6
 
 
 @on_both_loops
-async def test_a_peer_whose_client_reset_its_last_request_is_idle() -> None:
+async def test_connection_is_idle_after_the_client_reset_its_last_stream() -> None:
     app = App()
     async with listening(app) as listener, H2Client(HOST, listener.port, H2()) as client:
-        asked = asyncio.create_task(client.get("/slow"))
-        await app.begun.acquire()
+        requests = asyncio.create_task(client.get("/slow"))
+        await app.started.acquire()
         await client.give_up()
         with pytest.raises(LostError):
-            await asked
+            await requests
         app.gate.set()
         assert await seconds(listener.stop(20)) < 2
 
 
 @on_both_loops
-async def test_a_peer_that_leaves_before_its_answer_leaves_no_connection() -> None:
+async def test_peer_that_disconnects_before_its_answer_leaves_no_connection() -> None:
     app = App()
     budgets = Budgets()
     async with listening(app, budgets=budgets) as listener:
-        for protocol, content in ((H1(), request("/slow")), (H2(), half_a_request())):
+        for protocol, content in ((H1(), request("/slow")), (H2(), request_without_body())):
             async with connected(listener, protocol) as (_, writer):
                 writer.write(content)
-                await app.begun.acquire()
+                await app.started.acquire()
                 writer.transport.abort()
         app.gate.set()
-        await until(lambda: not budgets.connections and not listener.connections)
+        await wait_until(lambda: not budgets.connections and not listener.connections)
 
 
 @on_both_loops
-async def test_a_peer_that_takes_no_answer_makes_room_for_others() -> None:
+async def test_http2_peer_that_grants_no_window_is_evicted() -> None:
     windowless = H2Connection(H2Configuration(client_side=True))
     windowless.local_settings = Settings(client=True, initial_values={SettingCodes.INITIAL_WINDOW_SIZE: 0})
     windowless.initiate_connection()
-    words = {":method": "GET", ":path": "/big/10", ":scheme": "https", ":authority": HOST}
-    windowless.send_headers(1, list(words.items()), end_stream=True)
+    headers = {":method": "GET", ":path": "/big/10", ":scheme": "https", ":authority": HOST}
+    windowless.send_headers(1, list(headers.items()), end_stream=True)
     budgets = Budgets(RequestLimits(connections=1))
     async with listening(App(), budgets=budgets) as listener, connected(listener, H2()) as (reader, writer):
         writer.write(windowless.data_to_send())
-        await until(lambda: any(one.waits_since is not None and not one.is_idle for one in budgets.connections))
+        await wait_until(lambda: any(one.waiting_since is not None and not one.is_idle for one in budgets.connections))
         async with connected(listener, H1()) as streams:
             assert (await ask(streams, request("/echo", b"here")))[2] == b"here"
         await wait_closed(reader)
 
 
-def half_a_request() -> bytes:
-    """The body is announced, and does not come."""
+def request_without_body() -> bytes:
+    """Headers that declare a body, which is never sent."""
     connection = H2Connection(H2Configuration(client_side=True))
     connection.initiate_connection()
-    words = {":method": "POST", ":path": "/patient", ":scheme": "https", ":authority": HOST, "content-length": "10"}
-    connection.send_headers(1, list(words.items()))
+    headers = {":method": "POST", ":path": "/patient", ":scheme": "https", ":authority": HOST, "content-length": "10"}
+    connection.send_headers(1, list(headers.items()))
     return connection.data_to_send()
 
 
 @on_both_loops
-async def test_a_connection_that_has_not_begun_is_closed_for_another() -> None:
-    """All that come in one turn of the loop are accepted before any of them is read."""
+async def test_accepted_connection_without_a_request_is_evicted() -> None:
+    """All connections of one loop iteration are accepted before any is read."""
     limits = RequestLimits(connections=4)
     async with listening(App(), tls=False, budgets=Budgets(limits)) as listener, AsyncExitStack() as stack:
         await asyncio.gather(*(stack.enter_async_context(connected(listener)) for _ in range(12)))
@@ -820,25 +820,25 @@ async def test_a_connection_that_has_not_begun_is_closed_for_another() -> None:
 
 
 @on_both_loops
-async def test_after_the_grace_what_is_left_is_cut() -> None:
+async def test_running_requests_are_aborted_after_the_grace_period() -> None:
     app = App()
     async with (
         listening(app) as listener,
         connected(listener, H1()) as streams,
         H2Client(HOST, listener.port, H2()) as client,
     ):
-        asked = [asyncio.create_task(ask(streams, request("/slow"))), asyncio.create_task(client.get("/slow"))]
-        for _ in asked:
-            await app.begun.acquire()
+        requests = [asyncio.create_task(ask(streams, request("/slow"))), asyncio.create_task(client.get("/slow"))]
+        for _ in requests:
+            await app.started.acquire()
         assert await listener.stop(0.2) == 2
-        assert [type(one) for one in await asyncio.gather(*asked, return_exceptions=True)] != [tuple, Answer]
+        assert [type(one) for one in await asyncio.gather(*requests, return_exceptions=True)] != [tuple, Answer]
         assert app.outcomes == []
 
 
 @on_both_loops
-async def test_a_handshake_that_outlasts_the_drain_leads_nowhere() -> None:
+async def test_handshake_that_completes_after_the_drain_is_closed() -> None:
     async with listening(App()) as listener:
-        with deaf(listener.port) as peer:
+        with silent_peer(listener.port) as peer:
             async with connected(listener, H1()) as streams:  # accepted after it
                 await ask(streams, request("/echo", b""))
             assert await seconds(listener.stop(20)) < 2

@@ -1,4 +1,4 @@
-"""Real files, real handshakes: in memory where the certificate is the point, over a socket where the connection is."""
+"""Tests with real files and real handshakes, in memory or over a socket."""
 
 import asyncio
 import os
@@ -25,7 +25,7 @@ CA = trustme.CA()
 
 
 def handshake(server: ssl.SSLContext, client: ssl.SSLContext, name: str = "localhost") -> ssl.SSLObject:
-    """Two ends shake hands in memory; returns the client's end. Raises what the client or the server raises."""
+    """A handshake in memory. Returns the client's side, and raises errors of both sides."""
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     near = client.wrap_bio(to_client, to_server, server_hostname=name)
     far = server.wrap_bio(to_server, to_client, server_side=True)
@@ -79,10 +79,14 @@ class Files:
         self.cert.write_bytes(pair.cert_chain_pems[0].bytes())
         self.key.write_bytes(pair.private_key_pem.bytes())
 
-    def source(self, *, client_ca: bool = False, demands_client: bool = True) -> CertificateSource:
+    def source(self, *, client_ca: bool = False, requires_client_certificate: bool = True) -> CertificateSource:
         ca = self.client_ca if client_ca else None
         return CertificateSource(
-            self.cert, self.key, client_ca=ca, demands_client=demands_client, clock=lambda: self.now
+            self.cert,
+            self.key,
+            client_ca=ca,
+            requires_client_certificate=requires_client_certificate,
+            clock=lambda: self.now,
         )
 
 
@@ -103,24 +107,24 @@ def dev(tmp_path_factory: pytest.TempPathFactory) -> DevCertificates:
 
 
 @pytest.mark.parametrize("name", ["localhost", "127.0.0.1", "::1"])
-def test_a_strict_client_accepts_the_development_certificate_for_every_name(dev: DevCertificates, name: str) -> None:
+def test_strict_client_accepts_the_development_certificate_for_every_name(dev: DevCertificates, name: str) -> None:
     source = CertificateSource(dev.cert, dev.key, clock=utc_now)
     assert handshake(source.context, strict_client(dev.ca_cert), name).version() == "TLSv1.3"
 
 
-def test_a_strict_client_refuses_it_for_another_name(dev: DevCertificates) -> None:
+def test_strict_client_refuses_the_development_certificate_for_another_name(dev: DevCertificates) -> None:
     source = CertificateSource(dev.cert, dev.key, clock=utc_now)
     with pytest.raises(ssl.SSLCertVerificationError, match="Hostname mismatch"):
         handshake(source.context, strict_client(dev.ca_cert), "example.com")
 
 
-def test_the_names_are_the_callers_choice(tmp_path: Path) -> None:
+def test_development_certificate_has_the_given_names(tmp_path: Path) -> None:
     made = make_dev_certificates(tmp_path, now=NOW, names=["gpuwarden.example", "10.0.0.7"])
     source = CertificateSource(made.cert, made.key, clock=utc_now)
     assert handshake(source.context, strict_client(made.ca_cert), "10.0.0.7").version() == "TLSv1.3"
 
 
-def test_keys_are_for_their_owner_only_and_nothing_else_is_left_behind(dev: DevCertificates) -> None:
+def test_only_the_owner_can_read_keys_and_no_temporary_files_remain(dev: DevCertificates) -> None:
     modes = {path.name: S_IMODE(path.stat().st_mode) for path in dev.key.parent.iterdir() if path.name != ".lock"}
     assert modes == {"ca.crt": 0o644, "ca.key": 0o600, "tls.crt": 0o644, "tls.key": 0o600}
 
@@ -135,7 +139,9 @@ def test_keys_are_for_their_owner_only_and_nothing_else_is_left_behind(dev: DevC
     ],
     ids=["at-once", "a-third-left", "leaf-near-its-end", "ca-near-its-end"],
 )
-def test_only_what_nears_its_end_is_made_anew(tmp_path: Path, later: timedelta, changed: set[str]) -> None:
+def test_certificates_are_renewed_in_the_last_third_of_their_life(
+    tmp_path: Path, later: timedelta, changed: set[str]
+) -> None:
     make_dev_certificates(tmp_path, now=NOW)
     before = contents(tmp_path)
     make_dev_certificates(tmp_path, now=NOW + later)
@@ -143,7 +149,7 @@ def test_only_what_nears_its_end_is_made_anew(tmp_path: Path, later: timedelta, 
     assert {name for name in after if after[name] != before[name]} == changed
 
 
-def test_other_names_need_another_leaf_but_no_other_ca(tmp_path: Path) -> None:
+def test_other_names_give_a_new_leaf_of_the_same_ca(tmp_path: Path) -> None:
     before = make_dev_certificates(tmp_path, now=NOW)
     ca, leaf = before.ca_cert.read_bytes(), before.cert.read_bytes()
     make_dev_certificates(tmp_path, now=NOW, names=["localhost"])
@@ -152,7 +158,7 @@ def test_other_names_need_another_leaf_but_no_other_ca(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["ca.crt", "ca.key", "tls.crt", "tls.key"])
 @pytest.mark.parametrize("damage", [b"", b"no certificate", None], ids=["empty", "garbage", "missing"])
-def test_what_is_damaged_is_made_anew(tmp_path: Path, name: str, damage: bytes | None) -> None:
+def test_damaged_files_are_replaced(tmp_path: Path, name: str, damage: bytes | None) -> None:
     made = make_dev_certificates(tmp_path, now=NOW)
     (tmp_path / name).unlink() if damage is None else (tmp_path / name).write_bytes(damage)
     make_dev_certificates(tmp_path, now=NOW)
@@ -160,7 +166,7 @@ def test_what_is_damaged_is_made_anew(tmp_path: Path, name: str, damage: bytes |
     assert handshake(source.context, strict_client(made.ca_cert)).version() == "TLSv1.3"
 
 
-def test_many_that_start_at_once_agree(tmp_path: Path) -> None:
+def test_concurrent_starts_create_one_certificate(tmp_path: Path) -> None:
     def start(_: int) -> tuple[bytes, bytes, bytes]:
         made = make_dev_certificates(tmp_path / "dev", now=NOW)
         return made.ca_cert.read_bytes(), made.cert.read_bytes(), made.key.read_bytes()
@@ -169,12 +175,12 @@ def test_many_that_start_at_once_agree(tmp_path: Path) -> None:
         assert len(set(pool.map(start, range(8)))) == 1
 
 
-def test_a_pair_is_served_until_its_files_change(files: Files) -> None:
+def test_unchanged_files_are_not_reloaded(files: Files) -> None:
     source = files.source()
     assert (source.reload(), serial_seen(source)) == (Reload.UNCHANGED, serial_of(files.cert))
 
 
-def test_a_new_pair_is_served_once_it_is_there(files: Files) -> None:
+def test_new_pair_is_served_after_reload(files: Files) -> None:
     source = files.source()
     until = NOW + timedelta(days=3)
     files.write(issued(until=until))
@@ -183,15 +189,15 @@ def test_a_new_pair_is_served_once_it_is_there(files: Files) -> None:
     assert source.reload() is Reload.UNCHANGED
 
 
-def test_the_same_content_written_again_is_no_change(files: Files) -> None:
+def test_rewritten_files_with_equal_content_are_unchanged(files: Files) -> None:
     source = files.source()
     files.cert.write_bytes(files.cert.read_bytes())
     os.utime(files.cert, (0, 0))
     assert source.reload() is Reload.UNCHANGED
 
 
-def test_a_symlink_swap_is_seen(tmp_path: Path) -> None:
-    """As Kubernetes does it: the files stay, what `..data` points to changes."""
+def test_replaced_symlink_is_reloaded(tmp_path: Path) -> None:
+    """Kubernetes updates mounted secrets like this: only the target of `..data` changes."""
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
     one, two = Files(tmp_path / "one"), Files(tmp_path / "two")
@@ -205,7 +211,7 @@ def test_a_symlink_swap_is_seen(tmp_path: Path) -> None:
 
 
 class SwappedWhileRead(type(Path())):  # type: ignore[misc]
-    """A certificate's path behind a symlink that is swapped right after the certificate was read for the first time."""
+    """A path behind a symlink that is replaced right after the first read of the certificate."""
 
     swap: Callable[[], object] | None = None
 
@@ -217,7 +223,7 @@ class SwappedWhileRead(type(Path())):  # type: ignore[misc]
         return content
 
 
-def test_a_symlink_swap_between_the_two_files_is_no_bad_pair(tmp_path: Path) -> None:
+def test_symlink_replaced_between_two_reads_gives_a_consistent_pair(tmp_path: Path) -> None:
     for name in ("old", "new"):
         (tmp_path / name).mkdir()
         pair = issued()
@@ -239,7 +245,7 @@ def test_a_symlink_swap_between_the_two_files_is_no_bad_pair(tmp_path: Path) -> 
     [(trustme.KeyType.RSA, trustme.KeyType.ECDSA), (trustme.KeyType.ECDSA, trustme.KeyType.RSA)],
     ids=["rsa-to-ec", "ec-to-rsa"],
 )
-def test_a_pair_of_another_kind_replaces_the_old_one_wholly(
+def test_pair_with_another_key_type_replaces_the_old_one(
     files: Files, before: trustme.KeyType, after: trustme.KeyType, version: ssl.TLSVersion
 ) -> None:
     files.write(issued(key_type=before))
@@ -264,7 +270,7 @@ def garbage_key(files: Files) -> None:
     files.key.write_bytes(b"-----BEGIN PRIVATE KEY-----\nnonsense\n-----END PRIVATE KEY-----\n")
 
 
-def locked_key(files: Files) -> None:
+def encrypted_key(files: Files) -> None:
     key = serialization.load_pem_private_key(files.key.read_bytes(), None)
     lock = serialization.BestAvailableEncryption(b"secret")
     files.key.write_bytes(key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, lock))
@@ -279,12 +285,12 @@ def too_early(files: Files) -> None:
 
 
 BAD = pytest.mark.parametrize(
-    ("spoil", "problem"),
+    ("corrupt", "problem"),
     [
         (mismatched, "tls.key is not the key of the certificate in"),
         (half_written, "tls.crt holds no certificate"),
         (garbage_key, "tls.key holds no private key"),
-        (locked_key, "tls.key holds no private key in PEM without a password"),
+        (encrypted_key, "tls.key holds no private key in PEM without a password"),
         (lambda files: files.key.write_bytes(b""), "tls.key holds no private key"),
         (lambda files: files.cert.unlink(), "tls.crt cannot be read: No such file or directory"),
         (expired, f"tls.crt expired on {NOW.isoformat()}"),
@@ -294,7 +300,7 @@ BAD = pytest.mark.parametrize(
         "mismatched",
         "half-written",
         "garbage-key",
-        "locked-key",
+        "encrypted-key",
         "empty-key",
         "missing",
         "expired-on-the-second",
@@ -304,12 +310,12 @@ BAD = pytest.mark.parametrize(
 
 
 @BAD
-def test_a_bad_pair_leaves_the_old_one_in_place_and_is_told_once(
-    files: Files, spoil: Callable[[Files], None], problem: str
+def test_invalid_pair_is_refused_once_and_the_old_one_stays(
+    files: Files, corrupt: Callable[[Files], None], problem: str
 ) -> None:
     source = files.source()
     good, until = serial_of(files.cert), source.not_after
-    spoil(files)
+    corrupt(files)
     assert [source.reload() for _ in range(3)] == [Reload.REFUSED, Reload.UNCHANGED, Reload.UNCHANGED]
     assert problem in source.problem
     assert (serial_seen(source), source.not_after) == (good, until)
@@ -318,13 +324,13 @@ def test_a_bad_pair_leaves_the_old_one_in_place_and_is_told_once(
 
 
 @BAD
-def test_a_source_does_not_start_with_a_bad_pair(files: Files, spoil: Callable[[Files], None], problem: str) -> None:
-    spoil(files)
+def test_source_with_an_invalid_pair_raises(files: Files, corrupt: Callable[[Files], None], problem: str) -> None:
+    corrupt(files)
     with pytest.raises(BadCertificateError, match=problem.replace("+", r"\+")):
         files.source()
 
 
-def test_each_bad_content_is_told_by_itself(files: Files) -> None:
+def test_each_invalid_content_is_refused(files: Files) -> None:
     source = files.source()
     mismatched(files)
     first = source.reload()
@@ -332,7 +338,7 @@ def test_each_bad_content_is_told_by_itself(files: Files) -> None:
     assert (first, source.reload()) == (Reload.REFUSED, Reload.REFUSED)
 
 
-def test_the_old_content_put_back_ends_the_problem(files: Files) -> None:
+def test_restored_content_clears_the_problem(files: Files) -> None:
     source, good = files.source(), files.cert.read_bytes()
     mismatched(files)
     source.reload()
@@ -340,7 +346,7 @@ def test_the_old_content_put_back_ends_the_problem(files: Files) -> None:
     assert (source.reload(), source.problem) == (Reload.UNCHANGED, "")
 
 
-def test_a_pair_that_came_too_early_is_served_when_its_time_has_come(files: Files) -> None:
+def test_pair_that_is_not_yet_valid_is_served_when_it_becomes_valid(files: Files) -> None:
     source = files.source()
     too_early(files)
     assert source.reload() is Reload.REFUSED
@@ -348,33 +354,33 @@ def test_a_pair_that_came_too_early_is_served_when_its_time_has_come(files: File
     assert source.reload() is Reload.RELOADED
 
 
-def test_a_client_must_show_a_certificate_of_the_client_ca(files: Files) -> None:
+def test_required_client_certificate_must_be_signed_by_the_client_ca(files: Files) -> None:
     other = trustme.CA()
     CA.cert_pem.write_to_path(files.client_ca)
     source = files.source(client_ca=True)
-    known, stranger, nobody = client_of(CA), client_of(CA), client_of(CA)
+    known, foreign, without_certificate = client_of(CA), client_of(CA), client_of(CA)
     CA.issue_cert("client").configure_cert(known)
-    other.issue_cert("client").configure_cert(stranger)
+    other.issue_cert("client").configure_cert(foreign)
     assert handshake(source.context, known).version() == "TLSv1.3"
     with pytest.raises(ssl.SSLCertVerificationError, match="unable to get local issuer"):
-        handshake(source.context, stranger)
+        handshake(source.context, foreign)
     with pytest.raises(ssl.SSLError, match="PEER_DID_NOT_RETURN_A_CERTIFICATE"):
-        handshake(source.context, nobody)
+        handshake(source.context, without_certificate)
 
 
-def test_a_client_may_show_a_certificate_of_the_client_ca_and_no_other(files: Files) -> None:
+def test_optional_client_certificate_must_be_signed_by_the_client_ca(files: Files) -> None:
     CA.cert_pem.write_to_path(files.client_ca)
-    source = files.source(client_ca=True, demands_client=False)
-    known, stranger, nobody = client_of(CA), client_of(CA), client_of(CA)
+    source = files.source(client_ca=True, requires_client_certificate=False)
+    known, foreign, without_certificate = client_of(CA), client_of(CA), client_of(CA)
     CA.issue_cert("client").configure_cert(known)
-    trustme.CA().issue_cert("client").configure_cert(stranger)
-    for client in (known, nobody):
+    trustme.CA().issue_cert("client").configure_cert(foreign)
+    for client in (known, without_certificate):
         assert handshake(source.context, client).version() == "TLSv1.3"
     with pytest.raises(ssl.SSLCertVerificationError, match="unable to get local issuer"):
-        handshake(source.context, stranger)
+        handshake(source.context, foreign)
 
 
-def test_a_new_client_ca_is_asked_for_as_soon_as_it_is_there(files: Files) -> None:
+def test_new_client_ca_applies_after_reload(files: Files) -> None:
     other = trustme.CA()
     CA.cert_pem.write_to_path(files.client_ca)
     source = files.source(client_ca=True)
@@ -389,7 +395,7 @@ def test_a_new_client_ca_is_asked_for_as_soon_as_it_is_there(files: Files) -> No
 
 
 @pytest.mark.parametrize("content", [b"", b"no certificate", b"\xff"], ids=["empty", "garbage", "binary"])
-def test_a_bad_client_ca_is_refused(files: Files, content: bytes) -> None:
+def test_invalid_client_ca_is_refused(files: Files, content: bytes) -> None:
     CA.cert_pem.write_to_path(files.client_ca)
     source = files.source(client_ca=True)
     files.client_ca.write_bytes(content)
@@ -397,21 +403,21 @@ def test_a_bad_client_ca_is_refused(files: Files, content: bytes) -> None:
     assert "client-ca.crt holds no CA certificate" in source.problem
 
 
-def test_http2_is_offered_first_and_tls_is_new_enough(files: Files) -> None:
+def test_http2_is_preferred_and_tls_is_1_2_or_later(files: Files) -> None:
     source, client = files.source(), client_of(CA)
     client.set_alpn_protocols(["http/1.1", "h2"])
     assert handshake(source.context, client).selected_alpn_protocol() == "h2"
     assert source.context.minimum_version is ssl.TLSVersion.TLSv1_2
 
 
-async def test_the_watch_tells_of_changes_and_of_nothing_else(files: Files) -> None:
+async def test_watch_reports_changes_only(files: Files) -> None:
     steps: list[Callable[[], None]] = [
         lambda: None,
         lambda: files.write(issued()),
         lambda: mismatched(files),
         lambda: None,
     ]
-    told: list[Reload] = []
+    outcomes: list[Reload] = []
     slept: list[float] = []
 
     async def sleep(seconds: float) -> None:
@@ -421,12 +427,12 @@ async def test_the_watch_tells_of_changes_and_of_nothing_else(files: Files) -> N
         steps.pop(0)()
 
     with pytest.raises(asyncio.CancelledError):
-        await files.source().watch(told.append, sleep=sleep)
-    assert told == [Reload.RELOADED, Reload.REFUSED]
+        await files.source().watch(outcomes.append, sleep=sleep)
+    assert outcomes == [Reload.RELOADED, Reload.REFUSED]
     assert slept == [1.0] * 5
 
 
-async def test_old_connections_live_on_when_new_ones_get_the_new_certificate(files: Files) -> None:
+async def test_open_connections_survive_a_reload(files: Files) -> None:
     source = files.source()
     listener = Listener(PlainTextResponse("ok"), host="127.0.0.1", port=0, ssl_context=source.context)
     await listener.start()

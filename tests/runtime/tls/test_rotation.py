@@ -1,4 +1,4 @@
-"""Our own CA and certificate over time: whoever stops where, what is served is trusted."""
+"""The rotation of the self-managed CA and certificate: a served certificate is always trusted."""
 
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
@@ -20,9 +20,9 @@ from webhook.runtime.tls.rotation import (
     PublishBundle,
     RotationRules,
     WriteSecret,
-    data_of,
+    decode_state,
+    encode_state,
     next_step,
-    state_in,
 )
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
@@ -46,8 +46,8 @@ def is_signed_by(leaf: KeyPair, ca: x509.Certificate) -> bool:
 
 
 @define
-class Place:
-    """A Secret, webhook configurations, and the time. One actor, who may stop after any step."""
+class Setup:
+    """A Secret, webhook configurations and the time, with one process that may stop after any step."""
 
     now: datetime = START
     state: CertificateState | None = None
@@ -59,8 +59,8 @@ class Place:
             case None:
                 return None
             case WriteSecret(state, why):
-                self.state = state_in(data_of(state))
-                assert self.state == state  # nothing is lost on the way
+                self.state = decode_state(encode_state(state))
+                assert self.state == state  # encoding loses nothing
                 return why
             case PublishBundle(bundle):
                 self.bundles = [bundle for _ in self.bundles]
@@ -70,123 +70,128 @@ class Place:
         return list(iter(self.step, None))
 
     @property
-    def there(self) -> CertificateState:
+    def current(self) -> CertificateState:
         assert self.state is not None
         return self.state
 
     @property
     def leaf(self) -> KeyPair:
-        assert self.there.leaf is not None
-        return self.there.leaf
+        assert self.current.leaf is not None
+        return self.current.leaf
 
 
-def test_at_first_there_is_a_certificate_and_it_is_trusted() -> None:
-    place = Place()
-    assert place.all_steps() == ["begun", "published"]
-    assert all(is_trusted(place.leaf, bundle) for bundle in place.bundles)
-    names = place.leaf.cert.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+def test_first_steps_create_a_trusted_certificate() -> None:
+    setup = Setup()
+    assert setup.all_steps() == ["created", "published"]
+    assert all(is_trusted(setup.leaf, bundle) for bundle in setup.bundles)
+    names = setup.leaf.cert.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     assert names.get_values_for_type(x509.DNSName) == list(NAMES)
-    assert place.leaf.end == START + 90 * DAY
-    assert place.all_steps() == []
+    assert setup.leaf.end == START + 90 * DAY
+    assert setup.all_steps() == []
 
 
-def test_a_configuration_that_comes_later_or_is_tampered_with_gets_the_bundle() -> None:
-    place = Place(bundles=[])
-    assert place.all_steps() == ["begun"]
-    place.bundles = [b"", b"something else"]
-    assert place.all_steps() == ["published"]
-    assert place.bundles == [place.there.bundle] * 2
+def test_new_or_changed_configuration_gets_the_bundle() -> None:
+    setup = Setup(bundles=[])
+    assert setup.all_steps() == ["created"]
+    setup.bundles = [b"", b"something else"]
+    assert setup.all_steps() == ["published"]
+    assert setup.bundles == [setup.current.bundle] * 2
 
 
-def test_a_certificate_is_renewed_in_time_and_its_ca_stays() -> None:
-    place = Place()
-    place.all_steps()
-    first = place.there
-    place.now = START + 75 * DAY - timedelta(seconds=1)
-    assert place.all_steps() == []
-    place.now += timedelta(seconds=1)
-    assert place.all_steps() == ["a new certificate"]
-    assert place.there.bundle == first.bundle
-    assert place.leaf.end == START + 165 * DAY
+def test_certificate_is_renewed_before_it_expires_with_the_same_ca() -> None:
+    setup = Setup()
+    setup.all_steps()
+    first = setup.current
+    setup.now = START + 75 * DAY - timedelta(seconds=1)
+    assert setup.all_steps() == []
+    setup.now += timedelta(seconds=1)
+    assert setup.all_steps() == ["issued a new certificate"]
+    assert setup.current.bundle == first.bundle
+    assert setup.leaf.end == START + 165 * DAY
 
 
-def test_a_certificate_for_other_names_is_replaced_at_once() -> None:
-    place = Place()
-    place.all_steps()
+def test_certificate_for_other_names_is_replaced_at_once() -> None:
+    setup = Setup()
+    setup.all_steps()
     other = evolve(RULES, names=(*NAMES, "10.0.0.1"))
-    step = next_step(place.state, place.bundles, other, START)
+    step = next_step(setup.state, setup.bundles, other, START)
     assert isinstance(step, WriteSecret)
-    assert step.why == "a new certificate"
+    assert step.why == "issued a new certificate"
 
 
-def test_a_ca_is_trusted_before_it_signs_and_as_long_as_a_leaf_of_its_may_be_served() -> None:
-    place = Place()
-    place.all_steps()
-    old, place.now = place.there, START + 261 * DAY
+def test_ca_is_trusted_before_it_signs_and_until_its_last_leaf_expires() -> None:
+    setup = Setup()
+    setup.all_steps()
+    old, setup.now = setup.current, START + 261 * DAY
     assert old.signing is not None
-    # The old one goes on signing while the new one waits.
-    done = place.all_steps()
-    assert done == ["a new CA is announced", "published", "the new CA has been announced", "a new certificate"]
-    old_leaf = place.leaf
+    # The old CA signs while the next one waits.
+    done = setup.all_steps()
+    assert done == ["created the next CA", "published", "all bundles contain the next CA", "issued a new certificate"]
+    old_leaf = setup.leaf
     assert is_signed_by(old_leaf, old.signing.cert)
-    place.now += RULES.settle - timedelta(seconds=1)
-    assert place.all_steps() == []
-    place.now += timedelta(seconds=1)
-    assert place.all_steps() == ["the new CA signs"]
-    assert not is_signed_by(place.leaf, old.signing.cert)
-    assert all(is_trusted(one, bundle) for one in (old_leaf, place.leaf) for bundle in place.bundles)
-    place.now = old_leaf.end - timedelta(seconds=1)
-    assert "an old CA is trusted no more" not in place.all_steps()
-    assert all(is_trusted(old_leaf, bundle) for bundle in place.bundles)
-    place.now = old_leaf.end
-    assert place.all_steps() == ["an old CA is trusted no more", "published"]
-    assert not any(is_trusted(old_leaf, bundle) for bundle in place.bundles)
+    setup.now += RULES.settle - timedelta(seconds=1)
+    assert setup.all_steps() == []
+    setup.now += timedelta(seconds=1)
+    assert setup.all_steps() == ["the next CA signs now"]
+    assert not is_signed_by(setup.leaf, old.signing.cert)
+    assert all(is_trusted(one, bundle) for one in (old_leaf, setup.leaf) for bundle in setup.bundles)
+    setup.now = old_leaf.end - timedelta(seconds=1)
+    assert "removed an old CA" not in setup.all_steps()
+    assert all(is_trusted(old_leaf, bundle) for bundle in setup.bundles)
+    setup.now = old_leaf.end
+    assert setup.all_steps() == ["removed an old CA", "published"]
+    assert not any(is_trusted(old_leaf, bundle) for bundle in setup.bundles)
 
 
-def test_an_announcement_that_was_taken_back_waits_anew() -> None:
-    place = Place()
-    place.all_steps()
-    place.now = START + 270 * DAY
-    place.all_steps()
-    place.now += RULES.settle
-    place.bundles[1] = b""  # somebody applies an old manifest
-    assert place.all_steps() == ["an announcement was taken back", "published", "the new CA has been announced"]
-    place.now += RULES.settle
-    assert place.all_steps() == ["the new CA signs"]
+def test_next_ca_waits_again_after_it_was_removed_from_a_configuration() -> None:
+    setup = Setup()
+    setup.all_steps()
+    setup.now = START + 270 * DAY
+    setup.all_steps()
+    setup.now += RULES.settle
+    setup.bundles[1] = b""  # an old manifest is applied
+    assert setup.all_steps() == ["the next CA is missing in a bundle", "published", "all bundles contain the next CA"]
+    setup.now += RULES.settle
+    assert setup.all_steps() == ["the next CA signs now"]
 
 
-def test_who_comes_back_after_years_begins_again() -> None:
-    place = Place()
-    place.all_steps()
-    place.now = START + 1000 * DAY
-    place.all_steps()
-    place.now += RULES.settle
-    place.all_steps()
-    assert place.leaf.end > place.now
-    assert all(is_trusted(place.leaf, bundle) for bundle in place.bundles)
+def test_rotation_recovers_after_all_certificates_have_expired() -> None:
+    setup = Setup()
+    setup.all_steps()
+    setup.now = START + 1000 * DAY
+    setup.all_steps()
+    setup.now += RULES.settle
+    setup.all_steps()
+    assert setup.leaf.end > setup.now
+    assert all(is_trusted(setup.leaf, bundle) for bundle in setup.bundles)
 
 
-def test_somebody_elses_ca_stays_trusted_while_its_certificate_may_be_served() -> None:
+def test_foreign_ca_stays_trusted_while_its_certificate_may_be_served() -> None:
     ca = new_ca("theirs", (START - BACKDATED, START + 3650 * DAY))
     leaf = new_leaf(ca, "theirs", NAMES, (START, START + 90 * DAY))
-    place = Place(bundles=[ca.cert_pem, ca.cert_pem])
-    assert place.all_steps() == ["begun", "published", "the new CA has been announced"]
-    assert place.there.leaf is None  # nobody serves with ours before it is trusted
-    place.now += RULES.settle
-    assert place.all_steps() == ["the new CA signs"]
-    assert all(is_trusted(one, bundle) for one in (leaf, place.leaf) for bundle in place.bundles)
-    place.now = leaf.end
-    assert "an old CA is trusted no more" in place.all_steps()
+    setup = Setup(bundles=[ca.cert_pem, ca.cert_pem])
+    assert setup.all_steps() == ["created", "published", "all bundles contain the next CA"]
+    assert setup.current.leaf is None  # our certificate is not served before its CA is trusted
+    setup.now += RULES.settle
+    assert setup.all_steps() == ["the next CA signs now"]
+    assert all(is_trusted(one, bundle) for one in (leaf, setup.leaf) for bundle in setup.bundles)
+    setup.now = leaf.end
+    assert "removed an old CA" in setup.all_steps()
 
 
-def test_what_is_kept_is_read_again() -> None:
+def test_encoded_state_is_decoded_unchanged() -> None:
     ca, other = (new_ca("one", (START, START + DAY)) for _ in range(2))
     whole = CertificateState(
         ca, new_leaf(ca, "leaf", NAMES, (START, START + DAY)), NextCa(other, START), (PreviousCa(ca.cert, START),)
     )
-    for state in (whole, evolve(whole, coming=None), evolve(whole, signing=None, leaf=None), evolve(whole, leaving=())):
-        assert state_in(data_of(state)) == state
-    assert state_in({"tls.crt": b"", "tls.key": b""}) is None
+    for state in (
+        whole,
+        evolve(whole, next_ca=None),
+        evolve(whole, signing=None, leaf=None),
+        evolve(whole, previous_cas=()),
+    ):
+        assert decode_state(encode_state(state)) == state
+    assert decode_state({"tls.crt": b"", "tls.key": b""}) is None
 
 
 @pytest.mark.parametrize(
@@ -195,19 +200,18 @@ def test_what_is_kept_is_read_again() -> None:
     + [{name: b"x"} for name in ("tls.crt", "tls.key", "signing-ca.crt", "signing-ca.key", "coming-ca.key")],
     ids=lambda change: ",".join(change),
 )
-def test_what_somebody_else_wrote_is_refused(change: dict[str, bytes]) -> None:
-    place = Place()
-    place.all_steps()
+def test_malformed_state_is_refused(change: dict[str, bytes]) -> None:
+    setup = Setup()
+    setup.all_steps()
     with pytest.raises(BadStateError):
-        state_in({**data_of(place.there), **change})
+        decode_state({**encode_state(setup.current), **change})
 
 
-# Several at once, each interrupted anywhere for any time. A new CA is due after ten days, and a leaf lasts ninety.
+# Several processes at once, each interrupted at any step for any time. A new CA is due after ten days; a leaf is valid
+# for ninety.
 OFTEN = RotationRules(
     names=NAMES, leaf_life=90 * DAY, renew_before=60 * DAY, ca_life=160 * DAY, settle=timedelta(minutes=1)
 )
-
-Look = tuple[tuple[int, ...], tuple[bytes, ...], int, CertificateState | None]
 
 
 @frozen
@@ -218,19 +222,19 @@ class Written:
 
 
 @define
-class World:
-    """The API server's side: versions, and all that was ever served or trusted."""
+class Cluster:
+    """The objects of the API server with their versions, and all certificates that were served or trusted."""
 
     now: datetime = START
     version: int = 0
     state: CertificateState | None = None
     configurations: list[tuple[int, bytes]] = field(factory=lambda: [(0, b""), (0, b"")])
     leaves: list[Written] = field(factory=list)
-    # By configuration: since when which bundle.
+    # For each configuration its bundles, with the time of each write.
     history: list[list[tuple[datetime, bytes]]] = field(factory=lambda: [[], []])
 
     def actor(self) -> Iterator[None]:
-        """Somebody who looks and acts; he can be left alone for ever at each `yield`."""
+        """One process. It can be interrupted forever at each `yield`."""
         while True:
             seen = [self.configurations[0]]
             yield
@@ -268,7 +272,7 @@ class World:
         self.check()
 
     def check(self) -> None:
-        """What any replica may be serving is trusted by any API server, however late each hears of news."""
+        """Each API server trusts the certificate that any replica may serve, however late each sees changes."""
         for one in self.leaves:
             if one.leaf.end <= self.now:
                 continue
@@ -276,42 +280,44 @@ class World:
                 since = one.at - OFTEN.settle + timedelta(seconds=1)
                 before = [b for at, b in bundles if at <= since][-1:]
                 lately = [b for at, b in bundles if at > since]
-                if not one.is_first:  # at first nobody serves anything, and nobody is trusted
+                if not one.is_first:  # at first no certificate is served
                     assert before, "served before it was trusted"
                 assert all(is_trusted(one.leaf, bundle) for bundle in (*before, *lately))
 
 
-moves = st.lists(
+actions = st.lists(
     st.one_of(
         st.tuples(st.just("act"), st.integers(0, 2), st.integers(1, 60)),
-        st.tuples(st.just("die"), st.integers(0, 2), st.just(0)),
+        st.tuples(st.just("crash"), st.integers(0, 2), st.just(0)),
         st.tuples(st.just("wait"), st.sampled_from([1, 50, 61, 86400 * 11, 86400 * 30]), st.just(0)),
     ),
     max_size=60,
 )
 
 
-@given(moves)
+@given(actions)
 @settings(deadline=None)
-def test_whoever_stops_wherever_what_is_served_is_trusted(todo: list[tuple[str, int, int]]) -> None:
-    world = World()
-    make: Callable[[], Iterator[None]] = world.actor
-    actors = [make() for _ in range(3)]
-    for _ in range(20):  # installed, and then anything may happen
+def test_served_certificates_are_trusted_when_actors_stop_after_any_step(
+    chosen_actions: list[tuple[str, int, int]],
+) -> None:
+    cluster = Cluster()
+    new_actor: Callable[[], Iterator[None]] = cluster.actor
+    actors = [new_actor() for _ in range(3)]
+    for _ in range(20):  # the installation completes first
         next(actors[0])
-    assert all(world.history)
-    world.now += OFTEN.settle
-    for move, what, times in todo:
-        if move == "wait":
-            world.now += timedelta(seconds=what)
-        elif move == "die":
-            actors[what] = make()
+    assert all(cluster.history)
+    cluster.now += OFTEN.settle
+    for action, number, times in chosen_actions:
+        if action == "wait":
+            cluster.now += timedelta(seconds=number)
+        elif action == "crash":
+            actors[number] = new_actor()
         else:
             for _ in range(times):
-                next(actors[what])
-    world.check()
-    for _ in range(100):  # whoever is left brings it to an end
+                next(actors[number])
+    cluster.check()
+    for _ in range(100):  # the remaining actors complete all steps
         next(actors[0])
         next(actors[1])
-    assert world.state is not None
-    assert {bundle for _, bundle in world.configurations} == {world.state.bundle}
+    assert cluster.state is not None
+    assert {bundle for _, bundle in cluster.configurations} == {cluster.state.bundle}

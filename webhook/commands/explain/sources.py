@@ -18,7 +18,7 @@ from webhook.core.errors import GpuwardenError
 from webhook.core.raw import Raw
 from webhook.runtime.clock import utc_now
 from webhook.runtime.settings import Settings
-from webhook.runtime.tls.certificate_source import trusting
+from webhook.runtime.tls.certificate_source import client_context
 
 # The API server gives a webhook 10 seconds; a scorer may use most of them.
 SERVER_TIMEOUT: Final = httpx.Timeout(30.0)
@@ -101,7 +101,7 @@ def answer_in(content: bytes, url: str) -> Raw:
 @asynccontextmanager
 async def server_source(url: str, ca: Path | None, credentials: Credentials) -> AsyncIterator[Source]:
     headers = {} if credentials.token is None else {"Authorization": f"Bearer {credentials.token}"}
-    context = presenting(trusting(ca), credentials)
+    context = presenting(client_context(ca), credentials)
     async with httpx.AsyncClient(verify=context, timeout=SERVER_TIMEOUT, trust_env=False, headers=headers) as client:
         yield ServerSource(url, client)
 

@@ -13,7 +13,7 @@ from webhook.evidence import EvidenceUnavailableError
 from webhook.evidence.jwt.jwt_bundle import MAX_DOCUMENT, BadBundleError, JwtBundle, parse_bundle
 from webhook.evidence.jwt.jwt_workload_api import JwtWorkloadApi
 from webhook.evidence.spire.spiffe_tls import context_towards
-from webhook.runtime.tls.certificate_source import BadRootsError, trusting
+from webhook.runtime.tls.certificate_source import BadRootsError, client_context
 from webhook.runtime.tls.certificates import certificate_in, certificates_in
 
 TIMEOUT: Final = httpx.Timeout(5.0)
@@ -72,13 +72,13 @@ class WebTrust:
 
     def __init__(self, roots: Path | None) -> None:
         self._roots = roots
-        self._context = trusting(roots)
+        self._context = client_context(roots)
 
     async def context(self) -> ssl.SSLContext:
         """A context with the file's current content, or the previous one while the file cannot be read."""
         if self._roots is not None:
             with suppress(BadRootsError):
-                self._context = trusting(self._roots)
+                self._context = client_context(self._roots)
         return self._context
 
     def learn(self, bundle: JwtBundle) -> None:

@@ -1,1 +1,1 @@
-"""The listeners."""
+"""HTTP listeners, their connections and the budgets that they share."""

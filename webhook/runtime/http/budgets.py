@@ -1,7 +1,7 @@
-"""What all requests of a process may take together: memory for bodies, reviews at once, connections.
+"""The budgets that all requests of a process share: memory for bodies, concurrent reviews, connections.
 
-A small body has a share of its own, so that large ones never keep it out. Whoever is refused is told so at once and
-may come again.
+Small bodies have a budget of their own, so that large bodies never block them. A request without a budget is refused
+at once, and the client may retry.
 """
 
 import asyncio
@@ -16,21 +16,21 @@ from attrs import define, field, frozen
 from webhook.core.errors import GpuwardenError
 
 MIB: Final = 2**20
-SMALL: Final = 2**16  # bytes; reviews of pods without long annotations have less than a quarter of it
-STALLED_AFTER: Final = 2.0  # seconds after which a large body, or a connection that owes one, makes room for others
-NEW: Final = 1.0  # seconds in which a request that was sent at once is read
-RESERVE: Final = 16  # places for connections to the listener that probes ask
-PATIENCE: Final = 1.0  # seconds that a body which has been read waits for its turn
-# What a JSON value takes as a Python object, at most, by the character that it begins with; and each one's place in the
-# list or dict that it is in. Characters within texts count too: a text full of brackets is overestimated.
-WEIGHTS: Final = ((b"[", 112), (b"{", 208), (b'"', 32), (b",", 40))
+SMALL_BODY: Final = 2**16  # bytes; reviews of pods without long annotations are less than a quarter of this
+STALLED_AFTER: Final = 2.0  # seconds after which an incomplete large body, or its connection, is dropped for others
+READ_GRACE: Final = 1.0  # seconds in which a request that was sent at once is read
+PROBE_CONNECTIONS: Final = 16  # connections that only the listener for probes may use
+PARSE_WAIT: Final = 1.0  # seconds that a complete body waits for memory to be parsed
+# The maximum size of a JSON value as a Python object, by its first character, including its reference in the containing
+# list or dict. Characters in strings count too, so a string full of brackets is overestimated.
+PARSED_SIZES: Final = ((b"[", 112), (b"{", 208), (b'"', 32), (b",", 40))
 
-LARGEST_MEMORY: Final = 128 * MIB
+MAX_MEMORY: Final = 128 * MIB
 CGROUP_LIMIT: Final = Path("/sys/fs/cgroup/memory.max")
 
 
 class RefusedBodyError(GpuwardenError):
-    """The body cannot be taken; `code` is the HTTP status that says so."""
+    """The body is refused. `code` is the HTTP status of the answer."""
 
     def __init__(self, code: int, text: str) -> None:
         super().__init__(text)
@@ -38,35 +38,35 @@ class RefusedBodyError(GpuwardenError):
 
 
 class OverloadedError(RefusedBodyError):
-    """There is no room for it now."""
+    """The budget is used up. The client may retry."""
 
     def __init__(self) -> None:
-        super().__init__(503, "too much is asked of this server at this moment")
+        super().__init__(503, "the server is overloaded, try again")
 
 
-def weight(body: bytes) -> int:
-    """How many bytes the body takes once it is parsed, at most."""
-    return len(body) + sum(body.count(sign) * cost for sign, cost in WEIGHTS)
+def parsed_size(body: bytes) -> int:
+    """An upper bound for the memory of the parsed body, in bytes."""
+    return len(body) + sum(body.count(sign) * cost for sign, cost in PARSED_SIZES)
 
 
 @frozen
 class RequestLimits:
-    """How much there may be of each."""
+    """The sizes of the budgets."""
 
-    memory: int = LARGEST_MEMORY  # bytes
+    memory: int = MAX_MEMORY  # bytes
     reviews: int = 512
     connections: int = 768
 
     @property
-    def reserve(self) -> int:
-        """How many of the connections are for probes alone."""
-        return min(RESERVE, self.connections // 4)
+    def probe_connections(self) -> int:
+        """How many connections only probes may use."""
+        return min(PROBE_CONNECTIONS, self.connections // 4)
 
     @classmethod
-    def chosen(
+    def from_settings(
         cls, memory_mib: int, reviews: int, connections: int, cgroup_limit: Path = CGROUP_LIMIT
     ) -> "RequestLimits":
-        """What was set; 0 stands for what suits this process."""
+        """The values of the settings. 0 stands for a default that suits this process."""
         default = cls()
         return cls(
             memory_mib * MIB or derived_memory(cgroup_limit),
@@ -76,55 +76,57 @@ class RequestLimits:
 
 
 def derived_memory(cgroup_limit: Path) -> int:
-    """A quarter of what the container may have, but room for large reviews, and at most what 512 MiB allow."""
+    """A quarter of the container's memory limit, but at least enough for large reviews, and at most a quarter of
+    512 MiB."""
     try:
         allowed = int(cgroup_limit.read_text())
     except (OSError, ValueError):  # no limit, or no cgroup
-        return LARGEST_MEMORY
-    return max(LARGEST_MEMORY // 2, min(LARGEST_MEMORY, allowed // 4))
+        return MAX_MEMORY
+    return max(MAX_MEMORY // 2, min(MAX_MEMORY, allowed // 4))
 
 
 @define(eq=False)
-class Share:
-    """Bytes that bodies may have together while they are read; the oldest makes room once it has had its time."""
+class ReadBudget:
+    """Bytes that bodies may use together while they are read. If the budget is used up, the oldest body is aborted once
+    it is older than `min_age` seconds."""
 
     limit: int
-    patience: float
+    min_age: float
     used: int = 0
-    under_way: dict["Body", None] = field(factory=dict)  # in the order of their beginning
+    bodies: dict["BodyUsage", None] = field(factory=dict)  # the oldest first
 
-    def take(self, body: "Body", size: int, now: float) -> None:
+    def acquire(self, body: "BodyUsage", size: int, now: float) -> None:
         if size > self.limit:
-            raise RefusedBodyError(413, f"there is never room for a body of {size} bytes here: at most {self.limit}")
+            raise RefusedBodyError(413, f"the body has {size} bytes or more, the limit is {self.limit}")
         while self.used + size > self.limit:
-            oldest = next(iter(self.under_way), None)
-            if oldest is None or oldest is body or now - oldest.began < self.patience:
+            oldest = next(iter(self.bodies), None)
+            if oldest is None or oldest is body or now - oldest.began < self.min_age:
                 raise OverloadedError
-            oldest.give_way()
+            oldest.abort()
         self.used += size
-        self.under_way[body] = None
+        self.bodies[body] = None
 
-    def give_back(self, body: "Body", size: int) -> None:
+    def release(self, body: "BodyUsage", size: int) -> None:
         self.used -= size
-        self.under_way.pop(body, None)
+        self.bodies.pop(body, None)
 
 
 @define(eq=False)
-class MemoryBudget:
-    """Bytes that parsed bodies may take together; who finds no room waits for the next one to end."""
+class ParseBudget:
+    """Bytes that parsed bodies may use together. `acquire` waits until other requests have released enough."""
 
     limit: int
     used: int = 0
     _waiting: list[asyncio.Future[None]] = field(factory=list)
 
-    async def take(self, size: int) -> None:
+    async def acquire(self, size: int) -> None:
         while self.used + size > self.limit:
             waiting = asyncio.get_running_loop().create_future()
             self._waiting.append(waiting)
             await waiting
         self.used += size
 
-    def give_back(self, size: int) -> None:
+    def release(self, size: int) -> None:
         self.used -= size
         waiting, self._waiting = self._waiting, []
         for one in waiting:
@@ -132,86 +134,87 @@ class MemoryBudget:
                 one.set_result(None)
 
 
-class Connected(Protocol):
-    """A connection, as far as it matters here."""
+class PeerConnection(Protocol):
+    """The state of a connection that decides whether it is evicted."""
 
     @property
     def is_idle(self) -> bool:
-        """No request of it has begun, or all are answered."""
+        """No request has begun, or all requests are answered."""
 
     @property
-    def is_proven(self) -> bool:
-        """A whole request has come over it, and the peer has taken the answer."""
+    def has_completed_request(self) -> bool:
+        """The peer has sent a whole request and received its answer."""
 
     @property
     def began(self) -> float:
-        """When it was accepted."""
+        """When the connection was accepted."""
 
     @property
-    def waits_since(self) -> float | None:
-        """Since when it is idle, owes the rest of a request that has begun, or does not take an answer. None: it waits
-        for us."""
+    def waiting_since(self) -> float | None:
+        """Since when the server waits for the peer: the connection is idle, a request is incomplete, or the peer does
+        not read an answer. None: the peer waits for the server."""
 
-    def dismiss(self) -> None:
-        """Close it, at once if it owes the rest of a request."""
+    def evict(self) -> None:
+        """Close the connection; at once if a request is incomplete."""
 
 
-def turn_to_go(one: Connected, now: float) -> tuple[int, float] | None:
-    """The connection with the least is closed for a new one; None: it is not closed.
+def eviction_rank(one: PeerConnection, now: float) -> tuple[int, float] | None:
+    """The connection with the lowest rank is closed for a new one. None: the connection is not closed.
 
-    First go connections that have sent no whole request yet and those that owe the rest of one for long, so that who
-    stalls does not drive out who keeps a connection for later; then idle ones; at last those that are sending. A peer
-    that sends its request at once is never the one that has waited for longest.
+    The first group is connections without a complete request yet, and those whose request is incomplete for
+    `STALLED_AFTER`. So a peer that stalls does not displace a peer that keeps a connection for later. The second group
+    is idle connections, the last those that send a request. Within a group the longest wait comes first, so a peer that
+    sends its request at once is not evicted.
     """
-    since = one.waits_since
+    since = one.waiting_since
     if since is None:
         return None
-    if not one.is_proven or (not one.is_idle and now - since >= STALLED_AFTER):
+    if not one.has_completed_request or (not one.is_idle and now - since >= STALLED_AFTER):
         return 0, since
     return (1 if one.is_idle else 2), since
 
 
 class Budgets:
-    """The budgets of a process. All listeners share them."""
+    """The budgets of a process, shared by all listeners."""
 
     def __init__(self, limits: RequestLimits | None = None) -> None:
         self.limits = limits or RequestLimits()
         memory = self.limits.memory
-        # While they are read, and once they are parsed.
-        self.small, self.parsed_small = Share(memory // 16, 0), MemoryBudget(memory // 8)
-        self.large, self.parsed_large = Share(memory // 4, STALLED_AFTER), MemoryBudget(memory * 9 // 16)
-        self.turn = asyncio.Lock()
+        # Each size class has a budget for reading and one for parsed bodies.
+        self.small, self.parsed_small = ReadBudget(memory // 16, 0), ParseBudget(memory // 8)
+        self.large, self.parsed_large = ReadBudget(memory // 4, STALLED_AFTER), ParseBudget(memory * 9 // 16)
+        self.large_body_lock = asyncio.Lock()
         self.reviews = 0
-        self.connections: dict[Connected, None] = {}
+        self.connections: dict[PeerConnection, None] = {}
 
     @contextmanager
-    def body(self) -> Iterator["Body"]:
-        """One body, from its first byte until what was made of it is not needed any more."""
-        body = Body(self, asyncio.get_running_loop().time())
+    def body(self) -> Iterator["BodyUsage"]:
+        """The usage of one body, from its first byte until the parsed body is no longer needed."""
+        body = BodyUsage(self, asyncio.get_running_loop().time())
         try:
             yield body
         finally:
             body.end()
 
-    def has_room_for_connection(self, now: float, *, is_probe: bool = False) -> bool:
-        """Where all places are taken a connection that waits for its peer is closed for a new one (`turn_to_go`). False
-        if none does. The last places are for probes."""
-        if len(self.connections) < self.limits.connections - (0 if is_probe else self.limits.reserve):
+    def make_room_for_connection(self, now: float, *, is_probe: bool = False) -> bool:
+        """Whether a new connection may be accepted. If the limit is reached, the connection with the lowest
+        `eviction_rank` is closed. The last `probe_connections` are for probes only."""
+        if len(self.connections) < self.limits.connections - (0 if is_probe else self.limits.probe_connections):
             return True
-        turns = ((turn, one) for one in self.connections if (turn := turn_to_go(one, now)) is not None)
-        found = min(turns, key=lambda pair: pair[0], default=None)
+        ranks = ((rank, one) for one in self.connections if (rank := eviction_rank(one, now)) is not None)
+        found = min(ranks, key=lambda pair: pair[0], default=None)
         if found is None:
             return False
         (rank, _), first = found
-        if rank > 0 and any(not one.is_proven and now - one.began < NEW for one in self.connections):
-            return False  # one of those is to go, once its request has been looked at
-        first.dismiss()
+        if rank > 0 and any(not one.has_completed_request and now - one.began < READ_GRACE for one in self.connections):
+            return False  # a new connection is evicted instead, after its request has been read
+        first.evict()
         self.connections.pop(first, None)
         return True
 
     @contextmanager
     def review(self, reserve: int = 0) -> Iterator[bool]:
-        """Whether there is a place for one review more; `reserve` places are for those that say so alone."""
+        """Whether one more review may run. `reserve` extends the limit for reviews that others must not block."""
         if self.reviews >= self.limits.reviews + reserve:
             yield False
             return
@@ -222,78 +225,79 @@ class Budgets:
             self.reviews -= 1
 
 
-class Body:
-    """What one body takes of the budgets."""
+class BodyUsage:
+    """What one body uses of the budgets."""
 
     def __init__(self, budgets: Budgets, began: float) -> None:
         self._budgets = budgets
         self.began = began
-        self._share = budgets.small
-        self._taken = 0
+        self._budget = budgets.small
+        self._acquired = 0
         self._size = 0
         self._needed = 0
-        self._room: MemoryBudget | None = None
+        self._parse_budget: ParseBudget | None = None
         self._reading: asyncio.Timeout | None = None
-        self._has_given_way = False
+        self._is_aborted = False
 
     def expect(self, size: int) -> None:
-        """Take room for a body whose size was told; OverloadedError if there is none."""
-        self._grow(max(size - self._taken, 0))
+        """Acquire memory for the declared size. Raises OverloadedError."""
+        self._grow(max(size - self._acquired, 0))
 
     def add(self, size: int) -> None:
-        """So much more of it is here."""
+        """Account for `size` more received bytes. Raises OverloadedError."""
         self._size += size
-        self._grow(max(self._size - self._taken, 0))
+        self._grow(max(self._size - self._acquired, 0))
 
     def _grow(self, size: int) -> None:
-        if self._has_given_way:
+        if self._is_aborted:
             raise OverloadedError
-        if self._share is self._budgets.small and self._taken + size > SMALL:
-            size += self._taken
-            self._leave()
-            self._share = self._budgets.large
+        if self._budget is self._budgets.small and self._acquired + size > SMALL_BODY:
+            size += self._acquired
+            self._release()
+            self._budget = self._budgets.large
         if size:
-            self._share.take(self, size, asyncio.get_running_loop().time())
-            self._taken += size
+            self._budget.acquire(self, size, asyncio.get_running_loop().time())
+            self._acquired += size
 
-    def _leave(self) -> None:
-        self._share.give_back(self, self._taken)
-        self._taken = 0
+    def _release(self) -> None:
+        self._budget.release(self, self._acquired)
+        self._acquired = 0
 
-    def give_way(self) -> None:
-        """Somebody else needs the room."""
-        self._has_given_way = True
-        self._leave()
+    def abort(self) -> None:
+        """Stop reading: a new body needs the memory."""
+        self._is_aborted = True
+        self._release()
         if self._reading is not None:
             self._reading.reschedule(asyncio.get_running_loop().time())
 
     def reading(self) -> asyncio.Timeout:
-        """Within this, and in nothing else, it is read."""
+        """The context in which the body is read. `abort` ends it with TimeoutError."""
         self._reading = asyncio.timeout(None)
         return self._reading
 
-    async def read(self, body: bytes, needed: int) -> None:
-        """All of it is here: wait for room for the `needed` bytes of what is made of it, large ones one at a time."""
+    async def wait_to_parse(self, body: bytes, needed: int) -> None:
+        """Wait until the complete body may be parsed, which needs `needed` bytes. Large bodies take turns.
+        Raises OverloadedError."""
         self._reading = None
         budgets = self._budgets
-        is_small = len(body) <= SMALL
-        room = budgets.parsed_small if is_small else budgets.parsed_large
-        if needed > room.limit:
-            raise RefusedBodyError(413, f"the body would take {needed} bytes in memory, more than {room.limit}")
+        is_small = len(body) <= SMALL_BODY
+        budget = budgets.parsed_small if is_small else budgets.parsed_large
+        if needed > budget.limit:
+            raise RefusedBodyError(413, f"the parsed body needs {needed} bytes of memory, the limit is {budget.limit}")
         try:
-            async with asyncio.timeout(PATIENCE):
-                await room.take(needed)
-                self._room, self._needed = room, needed
+            async with asyncio.timeout(PARSE_WAIT):
+                await budget.acquire(needed)
+                self._parse_budget, self._needed = budget, needed
                 if not is_small:
-                    async with budgets.turn:
+                    async with budgets.large_body_lock:
                         await asyncio.sleep(0)
         except TimeoutError:
             raise OverloadedError from None
-        self._leave()
+        self._release()
 
     def end(self) -> None:
-        """Nothing of it is needed any more."""
-        self._leave()
-        if self._room is not None:
-            self._room.give_back(self._needed)
-            self._room = None
+        """Release everything."""
+        self._release()
+        if self._parse_budget is not None:
+            self._parse_budget.release(self._needed)
+            self._parse_budget = None

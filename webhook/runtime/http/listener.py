@@ -1,6 +1,6 @@
-"""A listener: one port, with a certificate that can change, and a drain.
+"""A listener: one port with a TLS certificate that can be renewed, and a drain.
 
-Several of them live in one process and one life cycle; the ASGI lifespan is the server's business, not theirs.
+A process has several listeners. They do not handle the ASGI lifespan: the server does.
 """
 
 import asyncio
@@ -20,17 +20,17 @@ from hypercorn.typing import ASGIFramework
 from webhook.runtime.http.budgets import Budgets
 from webhook.runtime.http.connection import DEADLINES, Connection, Deadlines, HypercornSettings
 
-# Bytes that the kernel takes ahead of us on a connection (it doubles the number), and that a reader takes ahead of the
-# protocol. TLS copies what is there twice: with the kernel's own sizes 300 peers that send on and on take 300 MiB.
+# Bytes of a connection that the kernel buffers (it doubles the number) and that a reader buffers. TLS copies them
+# twice: with the kernel's default sizes 300 peers that send without end use 300 MiB.
 RECEIVE_BUFFER = 2**15
 READ_AHEAD = 2**14
-# The parts of a connection refer to each other, so only the garbage collector frees them. It counts objects, not the
-# 256 KiB that TLS has for each: left to itself it lets a flood of connections take 500 MiB in half a minute.
+# The objects of a connection form cycles, so only the garbage collector frees them. It counts objects, not the 256 KiB
+# that TLS needs for each connection: on its own it lets a flood of connections use 500 MiB in half a minute.
 COLLECT_EVERY = 100
 
 
 class Listener:
-    """One port: `start`, then `stop`. TLS if it is given a context, which the caller may change while it runs."""
+    """One port: `start`, then `stop`. With a context it uses TLS; the caller may change the context while it runs."""
 
     def __init__(
         self,
@@ -51,24 +51,24 @@ class Listener:
         self._budgets = budgets or Budgets()
         self._is_for_probes = is_for_probes
         self._server: asyncio.Server
-        self.port = port  # once it listens, the one it listens on
+        self.port = port  # after `start` the port that it listens on
         self._open: dict[asyncio.Task[None], Connection] = {}
         self._is_stopped = False
         self._closed = 0
 
     @property
     def connections(self) -> int:
-        """How many peers are connected, handshake done."""
+        """The number of connections with a completed handshake."""
         return len(self._open)
 
     @property
     def url(self) -> str:
-        """A URL that reaches it from this machine, also when it listens on every address."""
+        """A URL that reaches the listener from this machine, also when it listens on all addresses."""
         scheme = "http" if self._ssl_context is None else "https"
         return f"{scheme}://{_reachable(self._host)}:{self.port}"
 
     async def start(self) -> None:
-        """Listen; an OSError says why not."""
+        """Start listening. Raises OSError."""
         listen = partial(asyncio.start_server, self._accept, self._host, self.port, backlog=1024, limit=READ_AHEAD)
         if self._ssl_context is None:
             self._server = await listen()
@@ -84,9 +84,9 @@ class Listener:
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def stop(self, grace: float) -> int:
-        """Stop listening, answer what has been asked, and close; after `grace` seconds cut what is left.
+        """Stop listening, answer all requests and close the connections; after `grace` seconds abort the rest.
 
-        Says how many connections had to be cut.
+        Returns the number of aborted connections.
         """
         self._settings.is_draining = True
         self._server.close()
@@ -94,16 +94,16 @@ class Listener:
             connection.drain()
         await self._wait_for_end(grace)
         self._is_stopped = True
-        cut = list(self._open)
-        for task in cut:
+        aborted = list(self._open)
+        for task in aborted:
             task.cancel()
         await self._wait_for_end(self._deadlines.close)
-        return len(cut)
+        return len(aborted)
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        # Its handshake took longer than the drain, or there are as many as there may be.
+        # The handshake took longer than the drain, or the connection limit is reached.
         now = asyncio.get_running_loop().time()
-        if self._is_stopped or not self._budgets.has_room_for_connection(now, is_probe=self._is_for_probes):
+        if self._is_stopped or not self._budgets.make_room_for_connection(now, is_probe=self._is_for_probes):
             writer.transport.abort()
             self._count_closed()
             return

@@ -1,1 +1,1 @@
-"""Certificates."""
+"""TLS certificates: loading, issuing and rotation."""

@@ -1,6 +1,6 @@
-"""The live certificate of a TLS listener, renewed without a restart; and whom a caller trusts.
+"""The TLS certificate of a listener, which is reloaded without a restart, and the TLS context of clients.
 
-Nothing here logs, counts or knows the time: outcomes are values, the clock is given.
+This module does not log or count: it returns outcomes as values.
 """
 
 import asyncio
@@ -22,24 +22,24 @@ from cryptography.hazmat.primitives import serialization
 from webhook.core.errors import GpuwardenError
 from webhook.runtime.tls.certificates import certificates_in
 
-CLOCK_SKEW = timedelta(minutes=5)  # an issuer's clock may be this far ahead of ours
+CLOCK_SKEW = timedelta(minutes=5)  # how far an issuer's clock may be ahead of ours
 CIPHERS = "ECDHE+AESGCM:ECDHE+CHACHA20"  # forward secret and authenticated; RFC 9113 forbids the rest with TLS 1.2
 ALPN = ("h2", "http/1.1")
-# In a request's scope where the peer has shown a certificate of the client CA.
-CERTIFICATE = "gpuwarden.client_certificate"
-LOOKS = 3  # files that never stay the same for two looks are judged as they were found last
+# Key in the scope of a request whose peer has a certificate signed by the client CA.
+CLIENT_CERTIFICATE = "gpuwarden.client_certificate"
+MAX_READS = 3  # if the files differ in every two consecutive reads, the last read counts
 
 
 class BadCertificateError(GpuwardenError):
-    """The certificate files cannot be served with; the message says which and why."""
+    """The certificate files are invalid. The message names the file and the reason."""
 
 
 class BadRootsError(GpuwardenError):
-    """The file of CAs cannot be used."""
+    """The CA file is invalid."""
 
 
-def trusting(roots: Path | None) -> ssl.SSLContext:
-    """For a call to an ordinary name: by the CAs of that file, else by the system's."""
+def client_context(roots: Path | None) -> ssl.SSLContext:
+    """A TLS context that trusts the CAs in the file, or without a file the system's CAs. Raises BadRootsError."""
     try:
         return ssl.create_default_context(cafile=None if roots is None else str(roots))
     except (ssl.SSLError, OSError) as exc:
@@ -47,7 +47,7 @@ def trusting(roots: Path | None) -> ssl.SSLContext:
 
 
 class Reload(StrEnum):
-    """What a look at the certificate files led to."""
+    """The outcome of `reload`."""
 
     UNCHANGED = "unchanged"
     RELOADED = "reloaded"
@@ -56,7 +56,7 @@ class Reload(StrEnum):
 
 @frozen
 class _Files:
-    """What the files held when they were read."""
+    """The content of the files."""
 
     cert: bytes
     key: bytes
@@ -64,14 +64,14 @@ class _Files:
 
     @property
     def digest(self) -> str:
-        """Two readings can be compared without keeping the key in memory."""
+        """A hash of all files, so that reads can be compared without keeping the key in memory."""
         parts = (self.cert, self.key, b"" if self.client_ca is None else self.client_ca)
         return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
 
 
 @frozen
-class _Serving:
-    """A pair in use."""
+class _LoadedPair:
+    """The certificate in use."""
 
     context: ssl.SSLContext
     not_after: datetime
@@ -79,12 +79,12 @@ class _Serving:
 
 
 class CertificateSource:
-    """The certificate of one listener, renewed without a restart: the listener keeps `context` for good.
+    """The certificate of one listener, reloaded without a restart. The listener keeps `context` permanently.
 
-    A pair that has changed is loaded into a context of its own. Only one that holds together takes over, whole and
-    with a single assignment: every handshake asks the listener's context, which hands it on to the newest one.
-    (Loading into the listener's context instead would leave it without a key for a moment, and after a change from
-    RSA to EC it would keep serving the old certificate to clients that prefer it.) Open connections live on.
+    A changed pair is loaded into a new context. If it is valid, it replaces the old one with a single assignment: in
+    each handshake the listener's context switches to the newest context. Loading into the listener's own context would
+    leave it without a key for a moment, and after a change from RSA to EC it would still serve the old certificate to
+    clients that prefer RSA. Open connections are not affected.
     """
 
     def __init__(
@@ -93,46 +93,46 @@ class CertificateSource:
         key: Path,
         *,
         client_ca: Path | None = None,
-        demands_client: bool = True,
+        requires_client_certificate: bool = True,
         clock: Callable[[], datetime],
     ) -> None:
-        """With `client_ca` a peer has to show a certificate; without `demands_client` it may.
+        """With `client_ca` a peer must present a certificate; without `requires_client_certificate` it is optional.
 
-        Raises BadCertificateError: a listener that cannot serve does not start.
+        Raises BadCertificateError, so that the listener does not start.
         """
         self._cert, self._key, self._client_ca = cert, key, client_ca
-        self._client = ssl.CERT_REQUIRED if demands_client else ssl.CERT_OPTIONAL
+        self._client = ssl.CERT_REQUIRED if requires_client_certificate else ssl.CERT_OPTIONAL
         self._clock = clock
-        self._refused: tuple[str, str] | None = None  # digest and problem, once told
-        self._serving = self._load(self._read())
+        self._refused: tuple[str, str] | None = None  # digest and problem that `reload` has returned
+        self._loaded = self._load(self._read())
         self.context = _server_context(self._client if client_ca is not None else ssl.CERT_NONE)
-        self.context.sni_callback = self._hand_over
+        self.context.sni_callback = self._switch_context
 
     @property
     def not_after(self) -> datetime:
-        """Until when the certificate in use is valid."""
-        return self._serving.not_after
+        """The end of validity of the certificate in use."""
+        return self._loaded.not_after
 
     @property
     def problem(self) -> str:
-        """What is wrong with the files, as of the last look; empty if nothing is."""
+        """Why the last `reload` refused the files; empty if it did not."""
         return self._refused[1] if self._refused else ""
 
     def reload(self) -> Reload:
-        """Look at the files, and serve what they hold if it is new and good; may be called from any thread.
+        """Read the files and serve the certificate if it is new and valid. May be called from any thread.
 
-        A bad pair is told once: it is tried again at every look (its time may only have to come), but answered
-        `UNCHANGED` until its content, or what is wrong with it, changes.
+        An invalid pair is tried again at every call, because it may only become valid later. It is reported as
+        `REFUSED` once, and then as `UNCHANGED` until the content or the problem changes.
         """
         try:
             files = self._read()
         except BadCertificateError as error:
             return self._refuse("", str(error))
-        if files.digest == self._serving.digest:
+        if files.digest == self._loaded.digest:
             self._refused = None
             return Reload.UNCHANGED
         try:
-            self._serving = self._load(files)
+            self._loaded = self._load(files)
         except BadCertificateError as error:
             return self._refuse(files.digest, str(error))
         self._refused = None
@@ -140,34 +140,34 @@ class CertificateSource:
 
     async def watch(
         self,
-        tell: Callable[[Reload], None],
+        report: Callable[[Reload], None],
         *,
         every: timedelta = timedelta(seconds=1),
         sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
     ) -> None:
-        """Look again and again until cancelled; `tell` hears of everything but `UNCHANGED`.
+        """Reload periodically until cancelled. `report` receives all outcomes but `UNCHANGED`.
 
-        A second is soon enough and costs three small reads. Content is compared, not times: Kubernetes swaps a
-        secret by a symlink, and the files behind it may be older than those before.
+        The default of one second costs three small reads. The content is compared, not the modification time:
+        Kubernetes updates a mounted secret by replacing a symlink, and the new files may be older.
         """
         while True:
             await sleep(every.total_seconds())
-            outcome = await asyncio.to_thread(self.reload)  # the disk may be slow, and handshakes must not wait for it
+            outcome = await asyncio.to_thread(self.reload)  # a slow disk must not delay handshakes
             if outcome is not Reload.UNCHANGED:
-                tell(outcome)
+                report(outcome)
 
     def _refuse(self, digest: str, problem: str) -> Reload:
-        is_told = self._refused == (digest, problem)
+        is_repeated = self._refused == (digest, problem)
         self._refused = (digest, problem)
-        return Reload.UNCHANGED if is_told else Reload.REFUSED
+        return Reload.UNCHANGED if is_repeated else Reload.REFUSED
 
-    def _hand_over(self, handshake: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
-        handshake.context = self._serving.context
+    def _switch_context(self, handshake: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
+        handshake.context = self._loaded.context
 
     def _read(self) -> _Files:
-        """The files of one moment: they are changed together, and may change between one and the next of them."""
+        """A consistent read of all files: they may be replaced between two reads."""
         found = self._read_once()
-        for _ in range(LOOKS):
+        for _ in range(MAX_READS):
             before, found = found, self._read_once()
             if found == before:
                 break
@@ -177,7 +177,7 @@ class CertificateSource:
         client_ca = None if self._client_ca is None else _read_file(self._client_ca)
         return _Files(_read_file(self._cert), _read_file(self._key), client_ca)
 
-    def _load(self, files: _Files) -> _Serving:
+    def _load(self, files: _Files) -> _LoadedPair:
         leaf = self._checked_leaf(files)
         context = _server_context(self._client if files.client_ca is not None else ssl.CERT_NONE)
         try:
@@ -186,10 +186,10 @@ class CertificateSource:
                 # An empty password: without one OpenSSL would ask for it on the terminal.
                 context.load_cert_chain(cert, key, password="")
         except (ssl.SSLError, ValueError) as error:
-            raise BadCertificateError(f"{self._cert} and {self._key} cannot be served with: {error}") from error
+            raise BadCertificateError(f"{self._cert} and {self._key} cannot be loaded: {error}") from error
         if files.client_ca is not None:
             self._trust(context, files.client_ca)
-        return _Serving(context, leaf.not_valid_after_utc, files.digest)
+        return _LoadedPair(context, leaf.not_valid_after_utc, files.digest)
 
     def _checked_leaf(self, files: _Files) -> x509.Certificate:
         try:
@@ -224,7 +224,8 @@ def _server_context(client: ssl.VerifyMode) -> ssl.SSLContext:
     context.set_alpn_protocols(ALPN)
     if client is not ssl.CERT_NONE:
         context.verify_mode = client
-        # A resumed session shows no certificate: without tickets a CA taken off the file is out at the next connection.
+        # A resumed session presents no certificate. Without tickets, removing a CA from the file takes effect at the
+        # next connection.
         context.options |= ssl.OP_NO_TICKET
         context.num_tickets = 0
     return context
@@ -239,8 +240,8 @@ def _read_file(path: Path) -> bytes:
 
 @contextmanager
 def _as_file(content: bytes) -> Iterator[str]:
-    """A path to content that was read before: the ssl module loads pairs from paths only, and what was checked
-    must be what is loaded. In memory where the system can: a container's file system is often read-only."""
+    """A path to the content. The ssl module loads pairs only from paths, and must load the content that was checked.
+    The file is in memory if the system supports it: a container's file system is often read-only."""
     if not hasattr(os, "memfd_create"):
         with tempfile.NamedTemporaryFile() as file:
             file.write(content)

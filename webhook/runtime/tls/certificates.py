@@ -1,4 +1,4 @@
-"""Certificates that others write: whatever is wrong with one is a ValueError."""
+"""Parsing of certificates. All errors are ValueErrors."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,5 +20,5 @@ def certificates_in(pem: bytes) -> list[x509.Certificate]:
 def _value_errors() -> Iterator[None]:
     try:
         yield
-    except x509.InvalidVersion as exc:  # it is no ValueError in the library
+    except x509.InvalidVersion as exc:  # not a ValueError in the library
         raise ValueError(f"a certificate of an unknown version: {exc}") from exc

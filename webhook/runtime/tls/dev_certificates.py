@@ -1,4 +1,4 @@
-"""The development certificates: a CA and a server certificate that `make run` serves with."""
+"""The development certificates: a CA and a server certificate that `make run` uses."""
 
 import fcntl
 import os
@@ -13,12 +13,12 @@ from attrs import frozen
 from webhook.runtime.tls.issuing import BACKDATED, KeyPair, new_ca, new_leaf, pair_in, serves
 
 CA_LIFE = timedelta(days=730)
-LEAF_LIFE = timedelta(days=90)  # a third of the CA's life is more than this: a leaf never outlives its CA
+LEAF_LIFE = timedelta(days=90)  # less than a third of the CA's life, so that a leaf never outlives its CA
 
 
 @frozen
 class DevCertificates:
-    """Where the development certificates are; clients trust `ca_cert`."""
+    """The paths of the development certificates. Clients trust `ca_cert`."""
 
     ca_cert: Path
     cert: Path
@@ -26,7 +26,7 @@ class DevCertificates:
 
 
 def is_young(pair: KeyPair, now: datetime) -> bool:
-    """Whether more than a third of its life is left."""
+    """Whether more than a third of the certificate's life is left."""
     begin = pair.cert.not_valid_before_utc
     return begin <= now and pair.end - now > (pair.end - begin) / 3
 
@@ -34,13 +34,13 @@ def is_young(pair: KeyPair, now: datetime) -> bool:
 def make_dev_certificates(
     directory: Path, *, now: datetime, names: Sequence[str] = ("localhost", "127.0.0.1", "::1")
 ) -> DevCertificates:
-    """A development CA and a server certificate in `directory`, made anew only where the old ones do not do.
+    """Create a development CA and a server certificate in `directory`, unless they exist and are still suitable.
 
-    The directory is ours: whatever else bears our file names there is replaced. The CA's key stays beside it so that
-    a new server certificate needs no new trust; that is why it is for development only.
+    Other files with these names are replaced. The CA's key is stored beside the certificate, so that clients need not
+    trust a new CA for a new server certificate. Therefore it is for development only.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    with _locked(directory / ".lock"):  # two servers may be started at once
+    with _locked(directory / ".lock"):  # two servers may start at the same time
         ca = _load_pair(directory / "ca.crt", directory / "ca.key")
         if ca is None or not is_young(ca, now):
             ca = new_ca("development CA", (now - BACKDATED, now + CA_LIFE))
@@ -56,11 +56,11 @@ def make_dev_certificates(
 def _locked(path: Path) -> Iterator[None]:
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        yield  # closing the file lets go of the lock
+        yield  # closing the file releases the lock
 
 
 def _load_pair(cert_path: Path, key_path: Path) -> KeyPair | None:
-    """The pair in these files, or None if it is missing, damaged or not a pair: then it is made anew."""
+    """The pair in these files, or None if it is missing or invalid."""
     try:
         return pair_in(cert_path.read_bytes(), key_path.read_bytes())
     except FileNotFoundError:
@@ -73,7 +73,7 @@ def _store_pair(pair: KeyPair, cert_path: Path, key_path: Path) -> None:
 
 
 def _write_atomically(path: Path, content: bytes, *, mode: int) -> None:
-    """A reader sees the old content or the new, never half of it; a key is never readable by others."""
+    """Replace the file: a reader sees the old content or the new. Other users can never read a key."""
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # created 0600
     try:
         with os.fdopen(descriptor, "wb") as file:

@@ -1,4 +1,4 @@
-"""A certificate authority of our own and what it signs: keys and certificates as values, no files and no clock."""
+"""Issuing of CAs and server certificates, as values without files and clock."""
 
 from collections.abc import Sequence
 from datetime import datetime, timedelta
@@ -20,7 +20,7 @@ Span = tuple[datetime, datetime]
 
 @frozen
 class KeyPair:
-    """A certificate and its key: the one that it names, so the certificate says which pair it is."""
+    """A certificate and its private key. Two pairs with the same certificate are equal."""
 
     cert: x509.Certificate
     key: ec.EllipticCurvePrivateKey = field(eq=False, repr=False)
@@ -41,7 +41,7 @@ class KeyPair:
 
 
 def pair_in(cert_pem: bytes, key_pem: bytes) -> KeyPair | None:
-    """The pair, or None if something else is there."""
+    """The pair, or None if it is invalid."""
     try:
         cert = certificates_in(cert_pem)[0]
         key = serialization.load_pem_private_key(key_pem, password=None)
@@ -54,8 +54,8 @@ def pair_in(cert_pem: bytes, key_pem: bytes) -> KeyPair | None:
 
 def new_ca(title: str, span: Span) -> KeyPair:
     key = ec.generate_private_key(ec.SECP256R1())
-    # The serial number in the name: after a renewal a client that knows only the old CA says "unknown issuer",
-    # which is clearer than a bad signature by a CA of the same name.
+    # The name contains the serial number, so that a client that only has the old CA reports "unknown issuer" after a
+    # renewal. With equal names it would report a bad signature.
     serial = x509.random_serial_number()
     name = named(f"{title} {serial:x}"[:40])
     builder = begun(key.public_key(), name, name, span, serial)
@@ -84,13 +84,13 @@ def new_leaf(ca: KeyPair, title: str, names: Sequence[str], span: Span) -> KeyPa
 
 
 def serves(cert: x509.Certificate, ca: x509.Certificate, names: Sequence[str]) -> bool:
-    """Whether that CA signed it, for exactly these names."""
+    """Whether the CA has signed the certificate, for exactly these names."""
     try:
         cert.verify_directly_issued_by(ca)
-        held = cert.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        found = cert.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except (ValueError, TypeError, InvalidSignature, x509.ExtensionNotFound):
         return False
-    return set(held) == set(general_names(names))
+    return set(found) == set(general_names(names))
 
 
 def general_names(names: Sequence[str]) -> list[x509.GeneralName]:
@@ -108,7 +108,7 @@ def named(common_name: str) -> x509.Name:
     return x509.Name(
         [
             x509.NameAttribute(NameOID.ORGANIZATION_NAME, "gpuwarden"),
-            x509.NameAttribute(NameOID.COMMON_NAME, common_name[:64]),  # X.520 has room for no more
+            x509.NameAttribute(NameOID.COMMON_NAME, common_name[:64]),  # the maximum in X.520
         ]
     )
 

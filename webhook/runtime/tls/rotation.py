@@ -1,8 +1,8 @@
-"""What is due next with a CA and a certificate of our own: what is, and the time, go in; one step comes out.
+"""The rotation of the self-managed CA and certificate: `next_step` maps the current state and the time to one step.
 
-A step is one write, and after each of them everything is consistent: a leaf that is served is signed by a CA that
-every webhook configuration has named for a while, and a CA is taken back only when no leaf of its can be served any
-more. So whoever stops after any step, and whoever goes on from there, leaves no review unanswered.
+A step is one write, and the state is consistent after each step. A served leaf is signed by a CA that all webhook
+configurations have contained for some time. A CA is removed only when none of its leaves can be served. So a process
+can stop after any step and another one can continue, without unanswered reviews.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,37 +19,37 @@ from webhook.runtime.tls.certificates import certificates_in
 from webhook.runtime.tls.issuing import BACKDATED, KeyPair, new_ca, new_leaf, pair_in, serves
 
 CERT, KEY, BUNDLE = "tls.crt", "tls.key", "ca.crt"
-SIGNING, COMING, REST = "signing-ca", "coming-ca", "rotation.json"
+SIGNING, NEXT, TIMES = "signing-ca", "coming-ca", "rotation.json"
 
 
 class BadStateError(GpuwardenError):
-    """What is kept cannot be read as what we write."""
+    """The stored state is malformed."""
 
 
 @frozen
 class RotationRules:
-    """How long things last."""
+    """The names of the certificate and the lifetimes."""
 
     names: tuple[str, ...]
     leaf_life: timedelta
     renew_before: timedelta
     ca_life: timedelta
-    # How long all API servers may take to hear of a changed configuration.
+    # How long all API servers may take to see a changed configuration.
     settle: timedelta
 
 
 @frozen
 class NextCa:
-    """A CA that signs nothing yet: first everybody has to trust it."""
+    """A CA that does not sign yet: all API servers must trust it first."""
 
     pair: KeyPair
-    # Since when every configuration has named it.
+    # Since when all configurations contain it.
     announced: datetime | None = None
 
 
 @frozen
 class PreviousCa:
-    """A CA that signs nothing any more, trusted until its last leaf has ended."""
+    """A CA that no longer signs. It stays trusted until its last leaf expires."""
 
     cert: x509.Certificate
     until: datetime
@@ -57,29 +57,30 @@ class PreviousCa:
 
 @frozen
 class CertificateState:
-    """What is kept. Where somebody else's CA was trusted at the beginning, there is no leaf until ours is too."""
+    """The stored state. If the configurations contained a foreign CA at the beginning, there is no leaf until all of
+    them contain our CA too."""
 
     signing: KeyPair | None = None
     leaf: KeyPair | None = None
-    coming: NextCa | None = None
-    leaving: tuple[PreviousCa, ...] = ()
+    next_ca: NextCa | None = None
+    previous_cas: tuple[PreviousCa, ...] = ()
 
     @property
-    def coming_pair(self) -> KeyPair | None:
-        return None if self.coming is None else self.coming.pair
+    def next_pair(self) -> KeyPair | None:
+        return None if self.next_ca is None else self.next_ca.pair
 
     @property
     def bundle(self) -> bytes:
-        """All CAs that clients have to trust, in PEM: the oldest first, so that it changes only with what is in it."""
-        trusted = {one.cert for one in (self.signing, self.coming_pair) if one is not None}
-        trusted |= {one.cert for one in self.leaving}
+        """All CAs that clients must trust, in PEM. The oldest comes first, so that equal sets give equal bundles."""
+        trusted = {one.cert for one in (self.signing, self.next_pair) if one is not None}
+        trusted |= {one.cert for one in self.previous_cas}
         in_order = sorted(trusted, key=lambda cert: (cert.not_valid_before_utc, cert.serial_number))
         return b"".join(cert.public_bytes(serialization.Encoding.PEM) for cert in in_order)
 
 
 @frozen
 class WriteSecret:
-    """Write this state, if nobody has written another one since."""
+    """Write this state, unless it has changed since it was read."""
 
     state: CertificateState
     why: str
@@ -87,7 +88,7 @@ class WriteSecret:
 
 @frozen
 class PublishBundle:
-    """Write this bundle into every configuration, if it is as it was seen."""
+    """Write this bundle into every configuration, unless the configuration has changed since it was read."""
 
     bundle: bytes
 
@@ -98,143 +99,146 @@ Step = WriteSecret | PublishBundle
 def next_step(
     state: CertificateState | None, published: Sequence[bytes], rules: RotationRules, now: datetime
 ) -> Step | None:
-    """None: for this moment all is done. `published` is what the configurations say, which was read before the state:
-    so nobody can write an older bundle over a newer one."""
+    """The step that is due now; None if there is none. `published` is the bundles of the configurations. They must be
+    read before the state, so that an older bundle never overwrites a newer one."""
     if state is None:
-        return WriteSecret(begun(published, rules, now), "begun")
+        return WriteSecret(initial_state(published, rules, now), "created")
     if any(bundle != state.bundle for bundle in published):
-        return publishing(state)
-    return rotating(state, rules, now) or renewing(state, rules, now) or dropping(state, now)
+        return publish_step(state)
+    return rotation_step(state, rules, now) or renewal_step(state, rules, now) or removal_step(state, now)
 
 
-def begun(published: Sequence[bytes], rules: RotationRules, now: datetime) -> CertificateState:
-    """CAs of somebody else stay trusted as long as a leaf of theirs might last, and ours is announced beside them."""
+def initial_state(published: Sequence[bytes], rules: RotationRules, now: datetime) -> CertificateState:
+    """The first state. Foreign CAs stay trusted as long as one of their leaves might be valid."""
     ca = new_ca("admission CA", (now - BACKDATED, now + rules.ca_life))
-    found = {cert for bundle in published for cert in readable_certificates(bundle) if cert.not_valid_after_utc > now}
+    found = {cert for bundle in published for cert in parse_certificates(bundle) if cert.not_valid_after_utc > now}
     if found:
         until = now + rules.leaf_life
-        leaving = tuple(PreviousCa(cert, min(until, cert.not_valid_after_utc)) for cert in found)
-        return CertificateState(coming=NextCa(ca), leaving=leaving)
-    return CertificateState(signing=ca, leaf=leaf_of(ca, rules, now))
+        previous_cas = tuple(PreviousCa(cert, min(until, cert.not_valid_after_utc)) for cert in found)
+        return CertificateState(next_ca=NextCa(ca), previous_cas=previous_cas)
+    return CertificateState(signing=ca, leaf=issue_leaf(ca, rules, now))
 
 
-def publishing(state: CertificateState) -> Step:
-    """A CA that was announced and is missing again begins its wait anew."""
-    coming = state.coming
-    if coming is not None and coming.announced is not None:
-        return WriteSecret(evolve(state, coming=NextCa(coming.pair)), "an announcement was taken back")
+def publish_step(state: CertificateState) -> Step:
+    """If a configuration has lost the next CA, the wait for `settle` starts again."""
+    next_ca = state.next_ca
+    if next_ca is not None and next_ca.announced is not None:
+        return WriteSecret(evolve(state, next_ca=NextCa(next_ca.pair)), "the next CA is missing in a bundle")
     return PublishBundle(state.bundle)
 
 
-def rotating(state: CertificateState, rules: RotationRules, now: datetime) -> Step | None:
-    coming, signing = state.coming, state.signing
-    if coming is None:
+def rotation_step(state: CertificateState, rules: RotationRules, now: datetime) -> Step | None:
+    next_ca, signing = state.next_ca, state.signing
+    if next_ca is None:
         if signing is not None and now + rules.leaf_life + rules.renew_before <= signing.end:
             return None
         ca = new_ca("admission CA", (now - BACKDATED, now + rules.ca_life))
-        return WriteSecret(evolve(state, coming=NextCa(ca)), "a new CA is announced")
-    if coming.announced is None:
-        return WriteSecret(evolve(state, coming=evolve(coming, announced=now)), "the new CA has been announced")
-    if now < coming.announced + rules.settle:
+        return WriteSecret(evolve(state, next_ca=NextCa(ca)), "created the next CA")
+    if next_ca.announced is None:
+        return WriteSecret(evolve(state, next_ca=evolve(next_ca, announced=now)), "all bundles contain the next CA")
+    if now < next_ca.announced + rules.settle:
         return None
-    return WriteSecret(promoted(state, coming.pair, rules, now), "the new CA signs")
+    return WriteSecret(promote(state, next_ca.pair, rules, now), "the next CA signs now")
 
 
-def promoted(state: CertificateState, ca: KeyPair, rules: RotationRules, now: datetime) -> CertificateState:
-    """The newest leaf ends last, for none outlives its CA."""
+def promote(state: CertificateState, ca: KeyPair, rules: RotationRules, now: datetime) -> CertificateState:
+    """The state in which the next CA signs. The old CA stays trusted until its newest leaf expires. No leaf outlives
+    its CA."""
     gone = () if state.signing is None or state.leaf is None else (PreviousCa(state.signing.cert, state.leaf.end),)
-    return CertificateState(signing=ca, leaf=leaf_of(ca, rules, now), leaving=(*gone, *state.leaving))
+    return CertificateState(signing=ca, leaf=issue_leaf(ca, rules, now), previous_cas=(*gone, *state.previous_cas))
 
 
-def renewing(state: CertificateState, rules: RotationRules, now: datetime) -> Step | None:
+def renewal_step(state: CertificateState, rules: RotationRules, now: datetime) -> Step | None:
     signing, leaf = state.signing, state.leaf
     if signing is None or signing.end <= now:
         return None
     is_wrong = leaf is None or not serves(leaf.cert, signing.cert, rules.names)
-    # One that would last no longer is of no use: its CA ends then, and the next one is on its way.
+    # A leaf that already ends with its CA is not renewed: a new one would not last longer, and the next CA follows.
     is_old = leaf is not None and leaf.end - now <= rules.renew_before and leaf.end < signing.end
     if not (is_wrong or is_old):
         return None
-    return WriteSecret(evolve(state, leaf=leaf_of(signing, rules, now)), "a new certificate")
+    return WriteSecret(evolve(state, leaf=issue_leaf(signing, rules, now)), "issued a new certificate")
 
 
-def dropping(state: CertificateState, now: datetime) -> Step | None:
-    left = tuple(one for one in state.leaving if one.until > now)
-    if len(left) == len(state.leaving):
+def removal_step(state: CertificateState, now: datetime) -> Step | None:
+    kept = tuple(one for one in state.previous_cas if one.until > now)
+    if len(kept) == len(state.previous_cas):
         return None
-    return WriteSecret(evolve(state, leaving=left), "an old CA is trusted no more")
+    return WriteSecret(evolve(state, previous_cas=kept), "removed an old CA")
 
 
-def leaf_of(ca: KeyPair, rules: RotationRules, now: datetime) -> KeyPair:
-    return new_leaf(ca, longest(rules.names), rules.names, (now - BACKDATED, now + rules.leaf_life))
+def issue_leaf(ca: KeyPair, rules: RotationRules, now: datetime) -> KeyPair:
+    return new_leaf(ca, subject_name(rules.names), rules.names, (now - BACKDATED, now + rules.leaf_life))
 
 
-def longest(names: Iterable[str]) -> str:
-    """For the subject, which nobody verifies and people read: the fullest name that there is room for."""
+def subject_name(names: Iterable[str]) -> str:
+    """The longest name that fits into the subject, which only people read."""
     return max((name for name in names if len(name) <= 64), key=len, default="gpuwarden")
 
 
-def readable_certificates(pem: bytes) -> list[x509.Certificate]:
+def parse_certificates(pem: bytes) -> list[x509.Certificate]:
     try:
         return certificates_in(pem)
     except ValueError:
         return []
 
 
-# How it is kept: the data of a Secret, or files.
+# The stored form: the data of a Secret, or files.
 
 
-class WaitUntil(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What is neither a certificate nor a key."""
+class StoredTimes(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The part of the state that is neither a certificate nor a key."""
 
     announced: datetime | None = None
-    leaving: tuple["Left", ...] = ()
+    previous_cas: tuple["StoredCa", ...] = msgspec.field(default=(), name="leaving")
 
 
-class Left(msgspec.Struct, frozen=True):
+class StoredCa(msgspec.Struct, frozen=True):
     cert: str
     until: datetime
 
 
-# Everything that is ever written; what a state has not is taken away.
-NAMES: Final = (CERT, KEY, BUNDLE, *(f"{ca}.{part}" for ca in (SIGNING, COMING) for part in ("crt", "key")), REST)
+# All keys that `encode_state` can write. A key that the current state does not need is deleted.
+DATA_KEYS: Final = (CERT, KEY, BUNDLE, *(f"{ca}.{part}" for ca in (SIGNING, NEXT) for part in ("crt", "key")), TIMES)
 
 
-def data_of(state: CertificateState) -> dict[str, bytes]:
-    pairs = {SIGNING: state.signing, COMING: state.coming_pair}
+def encode_state(state: CertificateState) -> dict[str, bytes]:
+    pairs = {SIGNING: state.signing, NEXT: state.next_pair}
     data = {BUNDLE: state.bundle}
     for name, pair in pairs.items():
         if pair is not None:
             data |= {f"{name}.crt": pair.cert_pem, f"{name}.key": pair.key_pem}
     if state.leaf is not None:
         data |= {CERT: state.leaf.cert_pem, KEY: state.leaf.key_pem}
-    left = tuple(Left(one.cert.public_bytes(serialization.Encoding.PEM).decode(), one.until) for one in state.leaving)
-    rest = WaitUntil(state.coming.announced if state.coming else None, left)
-    return {**data, REST: msgspec.json.encode(rest)}
+    stored = tuple(
+        StoredCa(ca.cert.public_bytes(serialization.Encoding.PEM).decode(), ca.until) for ca in state.previous_cas
+    )
+    times = StoredTimes(state.next_ca.announced if state.next_ca else None, stored)
+    return {**data, TIMES: msgspec.json.encode(times)}
 
 
-def state_in(data: Mapping[str, bytes]) -> CertificateState | None:
-    """None where nothing has been written by us yet."""
-    if REST not in data:
+def decode_state(data: Mapping[str, bytes]) -> CertificateState | None:
+    """The state in the data, or None if it has not been written yet. Raises BadStateError."""
+    if TIMES not in data:
         return None
     try:
-        rest = msgspec.json.decode(data[REST], type=WaitUntil)
-        leaving = tuple(PreviousCa(certificates_in(one.cert.encode())[0], one.until) for one in rest.leaving)
+        times = msgspec.json.decode(data[TIMES], type=StoredTimes)
+        previous_cas = tuple(PreviousCa(certificates_in(one.cert.encode())[0], one.until) for one in times.previous_cas)
     except (msgspec.DecodeError, ValueError) as exc:
-        raise BadStateError(f"{REST} is not what was written there") from exc
-    coming = pair_at(data, f"{COMING}.crt", f"{COMING}.key")
+        raise BadStateError(f"{TIMES} is malformed") from exc
+    next_ca = read_pair(data, f"{NEXT}.crt", f"{NEXT}.key")
     return CertificateState(
-        signing=pair_at(data, f"{SIGNING}.crt", f"{SIGNING}.key"),
-        leaf=pair_at(data, CERT, KEY),
-        coming=None if coming is None else NextCa(coming, rest.announced),
-        leaving=leaving,
+        signing=read_pair(data, f"{SIGNING}.crt", f"{SIGNING}.key"),
+        leaf=read_pair(data, CERT, KEY),
+        next_ca=None if next_ca is None else NextCa(next_ca, times.announced),
+        previous_cas=previous_cas,
     )
 
 
-def pair_at(data: Mapping[str, bytes], cert: str, key: str) -> KeyPair | None:
+def read_pair(data: Mapping[str, bytes], cert: str, key: str) -> KeyPair | None:
     if not data.get(cert) and not data.get(key):
         return None
     pair = pair_in(data.get(cert, b""), data.get(key, b""))
     if pair is None:
-        raise BadStateError(f"{cert} and {key} are no pair")
+        raise BadStateError(f"{cert} and {key} are not a certificate and its key")
     return pair
