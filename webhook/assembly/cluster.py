@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 
 import structlog
-from attrs import evolve
+from attrs import evolve, frozen
 
 from webhook.admission.api_namespaces import ApiNamespaces
 from webhook.admission.cluster_fleet import ClusterFleet, GpuNodesListener, NodesListener
@@ -15,7 +15,7 @@ from webhook.admission.namespaces import WatchedNamespaces
 from webhook.admission.parts import Parts
 from webhook.admission.placement_maps import MapNamespaceListener, MappedStatefulSets
 from webhook.admission.queue.waiting_pods import WaitingPods
-from webhook.assembly.parts import assembled, hinting_of, times_of
+from webhook.assembly.parts import FleetParts, assembled, hinting_of, limits_of, times_of
 from webhook.core import keys
 from webhook.core.evidence import Evidence
 from webhook.core.fleet import SPREAD, Fleet
@@ -60,35 +60,53 @@ log = structlog.get_logger(__name__)
 PATIENCE = BACKOFF.longest.total_seconds()
 
 
+@frozen
+class ClusterParts:
+    """The fleet of a cluster, with reservations in its GPUNode objects."""
+
+    fleet: Fleet
+    ledger: ClusterLedger
+    fleet_source: "ClusterFleetSource"
+    metrics: Metrics
+    namespaces: WatchedNamespaces
+
+    @classmethod
+    def of(cls, settings: Settings, clock: Clock, api: ApiClient, pods: ApiPods) -> "ClusterParts":
+        fleet = Fleet(turn=random.randrange(SPREAD))  # noqa: S311 - only to keep out of step
+        ledger = ClusterLedger(fleet, ApiGpuNodes(api), pods, clock, times_of(settings))
+        namespaces = WatchedNamespaces(ApiNamespaces(api))
+        fleet_source = ClusterFleetSource(
+            api,
+            fleet,
+            ledger,
+            written_by_hand(settings.node_hash_map if StaticEvidence.name in settings.evidence else {}),
+            clock,
+            namespaces,
+            asked=settings.evidence,
+            skew=settings.clock_skew,
+            max_age=settings.max_evidence_age,
+            opt_in=settings.opt_in_label,
+        )
+        return cls(fleet, ledger, fleet_source, Metrics(), namespaces)
+
+    @property
+    def parts(self) -> FleetParts:
+        return FleetParts(self.fleet, self.ledger, self.fleet_source, self.metrics)
+
+
 def clustered(settings: Settings, clock: Clock, api: ApiClient, pods: ApiPods) -> Parts:
-    """Any number of processes put together like this may serve one cluster."""
+    """A server in a cluster. Any number of them may serve the same cluster."""
     if settings.inventory is not None:
         log.warning(
             "the inventory file is not read: nodes and devices come from the cluster, where reconcile writes them"
         )
-    fleet, metrics = Fleet(turn=random.randrange(SPREAD)), Metrics()  # noqa: S311 - only to keep out of step
-    ledger = ClusterLedger(fleet, ApiGpuNodes(api), pods, clock, times_of(settings))
-    own = written_by_hand(settings.node_hash_map if StaticEvidence.name in settings.evidence else {})
-    namespaces = WatchedNamespaces(ApiNamespaces(api))
-    asked, skew, max_age = settings.evidence, settings.clock_skew, settings.max_evidence_age
-    fleet_source = ClusterFleetSource(
-        api,
-        fleet,
-        ledger,
-        own,
-        clock,
-        namespaces,
-        asked=asked,
-        skew=skew,
-        max_age=max_age,
-        opt_in=settings.opt_in_label,
-    )
-    parts = assembled(settings, clock, fleet, metrics, ledger, fleet_source, pods, namespaces)
+    found = ClusterParts.of(settings, clock, api, pods)
+    parts = assembled(settings, clock, found.parts, pods, found.namespaces, limits_of(settings))
     waiting = WaitingPods(parts.rules.claims, parts.rules.dress, lines=parts.reserver.lines)
-    fleet_source.also(Watch(api, PODS_PATH, waiting, only={"labelSelector": keys.QUEUED_LABEL}))
+    found.fleet_source.also(Watch(api, PODS_PATH, waiting, only={"labelSelector": keys.QUEUED_LABEL}))
     proofs = ClusterProofs(ApiObjects(api, NODE_EVIDENCES), ApiNodeCreationTimes(api), settings.clock_skew)
-    reports = EndReports(ledger, settings.clock_skew)
-    attestation = attestation_of(settings, proofs, clock, metrics, marks_of(settings, api), reports)
+    reports = EndReports(found.ledger, settings.clock_skew)
+    attestation = attestation_of(settings, proofs, clock, found.metrics, marks_of(settings, api), reports)
     return evolve(parts, attestation=attestation, hinting=hinting_in(settings, parts, api))
 
 

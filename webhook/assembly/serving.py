@@ -8,7 +8,7 @@ import structlog
 from attrs import frozen
 
 from webhook.admission.parts import Parts
-from webhook.assembly.parts import embedded
+from webhook.assembly.parts import FleetParts, LocalFleet, embedded, policy_of, show_fleet
 from webhook.ledger.pods import PodFacts
 from webhook.runtime.clock import utc_now
 from webhook.runtime.settings import Settings
@@ -65,3 +65,24 @@ async def assembled(settings: Settings) -> AsyncIterator[Assembly]:
             return
         prepare = partial(ensure_binding_ends, ApiObjects(api, BINDING_ENDS))
         yield Assembly(parts, pods, callers, ApiBindings(api), prepare)
+
+
+@asynccontextmanager
+async def watched_fleet(settings: Settings) -> AsyncIterator[FleetParts]:
+    """The fleet alone, for a process that decides nothing: of the cluster, or else of the inventory file."""
+    if settings.is_embedded:
+        parts = LocalFleet.of(settings, utc_now).parts
+        show_fleet(parts, policy_of(settings), utc_now)
+        yield parts
+        return
+    from webhook.assembly.cluster import ClusterParts
+    from webhook.kube.client import connected
+    from webhook.ledger.api_pods import ApiPods
+
+    async with await connected(settings) as api:
+        if settings.keeps_in_cluster:
+            parts = ClusterParts.of(settings, utc_now, api, ApiPods(api)).parts
+        else:
+            parts = LocalFleet.of(settings, utc_now).parts
+        show_fleet(parts, policy_of(settings), utc_now)
+        yield parts

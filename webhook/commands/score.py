@@ -160,12 +160,12 @@ def app_of(fleet: Fleet, priorities: Mapping[str, float], health: Health, metric
 
 async def score(settings: Settings) -> None:
     """Until SIGTERM or SIGINT."""
-    from webhook.assembly.serving import assembled
+    from webhook.assembly.serving import watched_fleet
 
     configure_logging(settings.log_level)
     stop = stop_signal()
-    async with assembled(settings) as assembly:
-        parts, health = assembly.parts, Health()
+    async with watched_fleet(settings) as parts:
+        health = Health()
         app = app_of(parts.fleet, settings.tenant_priorities, health, parts.metrics)
         listener = Listener(app, host=settings.host, port=settings.ui_port)
         await listener.start()

@@ -5,7 +5,6 @@ import gc
 import sys
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import AsyncExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import structlog
 
 from webhook.admission.explanation import Explainer
 from webhook.admission.reviewer import Reviewer
-from webhook.assembly.parts import counts
+from webhook.assembly.parts import fleet_counts
 from webhook.assembly.serving import Assembly, assembled
 from webhook.runtime.clock import utc_now
 from webhook.runtime.http.budgets import Budgets, RequestLimits
@@ -105,7 +104,7 @@ class Server:
             outdated=lambda: parts.fleet_source.outdated,
             lapses=parts.lapses,
             gate=gate,
-            count=partial(counts, parts),
+            count=lambda: fleet_counts(parts.fleet, parts.ledger, parts.reserver.policy, parts.clock()),
         )
         explain = Explain(Explainer(parts, reviewer), health, gate)
         if not settings.is_embedded:

@@ -13,7 +13,7 @@ from attrs import field, frozen
 from webhook.admission.explanation import CannotExplainError, Explainer
 from webhook.admission.parts import Parts
 from webhook.admission.reviewer import Reviewer
-from webhook.assembly.parts import embedded
+from webhook.assembly.parts import embedded_dry_run
 from webhook.core.errors import GpuwardenError
 from webhook.core.raw import Raw
 from webhook.runtime.clock import utc_now
@@ -118,7 +118,7 @@ def presenting(context: ssl.SSLContext, credentials: Credentials) -> ssl.SSLCont
 
 @asynccontextmanager
 async def file_source(settings: Settings) -> AsyncIterator[Source]:
-    parts = embedded(settings, utc_now)
+    parts = embedded_dry_run(settings, utc_now)
     await parts.fleet_source.load()
     async with explaining(f"inventory {settings.inventory_file}", parts) as source:
         yield source
