@@ -75,6 +75,53 @@ def test_options_nobody_knows_are_named_with_the_other_mistakes(capsys: pytest.C
     ]
 
 
+def test_flag_of_another_command_is_refused_with_the_commands_that_take_it(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [
+        "--certs-leaf-life",
+        "1h",
+        "--port=3",
+        "-p",
+        "4",
+        "--smi-file",
+        "f",
+        "--hints",
+        "--once",
+        "--log-level",
+        "x",
+    ]
+    assert run("attest", *words, "astray") == 1
+    assert capsys.readouterr().err.splitlines() == [
+        "usage: gpuwarden attest [options]; gpuwarden attest --help lists them",
+        "gpuwarden attest: --certs-leaf-life is a flag of certs ensure and certs keep, not of attest",
+        "gpuwarden attest: --port is a flag of serve, not of attest",
+        "gpuwarden attest: -p is a flag of serve, not of attest",
+        "gpuwarden attest: --smi-file is a flag of export, not of attest",
+        "gpuwarden attest: there is no option --hints",
+        "gpuwarden attest: there is no option astray",
+        "gpuwarden attest: flag --log-level: 'x' is none of the words; "
+        "allowed: trace, debug, info, warn, error, fatal, report",
+    ]
+
+
+@pytest.mark.parametrize("command", [["export"], ["explain"], ["crds"], ["certs", "keep"]], ids=" ".join)
+def test_flag_of_another_command_is_refused_by_every_kind_of_command(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(*command, "--once", "--orphan-margin", "1s") == (2 if command[0] in ("export", "explain") else 1)
+    err = capsys.readouterr().err
+    assert f"--once is a flag of attest, not of {' '.join(command)}\n" in err
+    assert f"--orphan-margin is a flag of reconcile, not of {' '.join(command)}\n" in err
+
+
+@pytest.mark.parametrize(
+    ("command", "other"),
+    [("attest", "--certs-leaf-life"), ("explain", "--tls-cert"), ("history", "--workers"), ("score", "--nonce-key")],
+)
+def test_help_lists_no_flag_of_another_command(command: str, other: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(command, "--help") == 0
+    assert other not in capsys.readouterr().out
+
+
 def test_config_check_names_every_mistake(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -165,7 +212,7 @@ def test_a_mistake_is_not_lost_in_the_usage(command: list[str], capsys: pytest.C
     assert run(*command, "--port", "x") == 1
     prog = " ".join(["gpuwarden", *command])
     assert capsys.readouterr().err.splitlines() == [
-        f"usage: {prog} [options]; {prog} --help says which",
+        f"usage: {prog} [options]; {prog} --help lists them",
         f"{prog}: flag --port: 'x' is not a port; allowed: 0 to 65535; 0 picks a free one",
     ]
 

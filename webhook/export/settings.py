@@ -41,6 +41,7 @@ from webhook.export.targets import HttpTarget, ObjectTarget, PostgresTarget, is_
 from webhook.runtime.setting_kinds import FILE, HOST, NAMESPACE, TRUTH
 from webhook.runtime.setting_table import (
     EXPORT_PREFIX,
+    Command,
     SettingsError,
     TableReader,
     add_table,
@@ -52,6 +53,9 @@ from webhook.runtime.setting_table import (
 )
 from webhook.runtime.settings import Settings, api_server_of_pod
 
+EXPORT: Final = frozenset({Command.EXPORT})
+BOTH: Final = EXPORT | {Command.HISTORY}
+
 MOUNTED: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
 
@@ -60,12 +64,13 @@ class ExportSettings:
     """What somebody has set, or the default. Secrets that stood in a variable are in it: it is never shown."""
 
     config: Path | None = field(
-        default=None, metadata=declared(FILE, "the YAML file with settings of this table", in_file=False)
+        default=None, metadata=declared(FILE, BOTH, "the YAML file with settings of this table", in_file=False)
     )
     exporter_type: tuple[str, ...] = field(
         default=("stdout",),
         metadata=declared(
             EXPORTER_LIST,
+            EXPORT,
             "where records go, to all of these",
             older_variable="EXPORTER_TYPE",
             older_may_be_empty=True,
@@ -74,13 +79,18 @@ class ExportSettings:
     cluster_name: str | None = field(
         default=None,
         metadata=declared(
-            WORDS, "the cluster's name in every record; needed", older_variable="CLUSTER_NAME", older_may_be_empty=True
+            WORDS,
+            EXPORT,
+            "the cluster's name in every record; needed",
+            older_variable="CLUSTER_NAME",
+            older_may_be_empty=True,
         ),
     )
     namespace: str = field(
         default="gpu-operator",
         metadata=declared(
             NAMESPACE,
+            EXPORT,
             "where the device plugin's pods are",
             short="n",
             older_variable="NAMESPACE",
@@ -90,40 +100,46 @@ class ExportSettings:
     label_selector: str = field(
         default="app=nvidia-device-plugin-daemonset",
         metadata=declared(
-            SELECTOR, "which pods there are asked", older_variable="LABEL_SELECTOR", older_may_be_empty=True
+            SELECTOR, EXPORT, "which pods there are asked", older_variable="LABEL_SELECTOR", older_may_be_empty=True
         ),
     )
     container: str = field(
         default="nvidia-device-plugin",
         metadata=declared(
-            CONTAINER, "the container that nvidia-smi is run in", older_variable="CONTAINER", older_may_be_empty=True
+            CONTAINER,
+            EXPORT,
+            "the container that nvidia-smi is run in",
+            older_variable="CONTAINER",
+            older_may_be_empty=True,
         ),
     )
     workers: int = field(
-        default=16, metadata=declared(WORKERS, "how many pods are read at once", older_variable="WORKERS")
+        default=16, metadata=declared(WORKERS, EXPORT, "how many pods are read at once", older_variable="WORKERS")
     )
     timeout: timedelta = field(
         default=timedelta(seconds=30),
-        metadata=declared(PATIENCE, "how long one pod may take, with its labels", older_variable="TIMEOUT"),
+        metadata=declared(PATIENCE, EXPORT, "how long one pod may take, with its labels", older_variable="TIMEOUT"),
     )
     resync: timedelta = field(
         default=timedelta(0),
         metadata=declared(
             GO_DURATION,
+            EXPORT,
             "how often pods that were read are read again; 0: when something happens",
             older_variable="RESYNC",
         ),
     )
     qps: float = field(
-        default=50.0, metadata=declared(RATE, "requests a second to the API server", older_variable="QPS")
+        default=50.0, metadata=declared(RATE, EXPORT, "requests a second to the API server", older_variable="QPS")
     )
     burst: int = field(
-        default=100, metadata=declared(BURST, "how many of these may come at once", older_variable="BURST")
+        default=100, metadata=declared(BURST, EXPORT, "how many of these may come at once", older_variable="BURST")
     )
     kubeconfig: Path | None = field(
         default=None,
         metadata=declared(
             FILE,
+            EXPORT,
             "the cluster, if not the one whose Pod this is; gpuid's variable counts outside of Pods only",
             older_variable="KUBECONFIG",
             older_is_lenient=True,
@@ -132,123 +148,152 @@ class ExportSettings:
     log_level: str = field(
         default="info",
         metadata=declared(
-            LENIENT_LOG_LEVEL, "what is logged: this and what is graver", short="l", older_variable="LOG_LEVEL"
+            LENIENT_LOG_LEVEL, EXPORT, "what is logged: this and what is graver", short="l", older_variable="LOG_LEVEL"
         ),
     )
     host: str = field(
         default="0.0.0.0",  # noqa: S104 - probes and Prometheus come from elsewhere, and find nothing else there
-        metadata=declared(HOST, "where health and metrics are"),
+        metadata=declared(HOST, EXPORT, "where health and metrics are"),
     )
     server_port: int = field(
-        default=8080, metadata=declared(SERVER_PORT, "at which port", older_variable="SERVER_PORT")
+        default=8080, metadata=declared(SERVER_PORT, EXPORT, "at which port", older_variable="SERVER_PORT")
     )
     leader_election: bool = field(
         default=False,
-        metadata=declared(GO_TRUTH, "whether one of several is elected to work", older_variable="LEADER_ELECTION"),
+        metadata=declared(
+            GO_TRUTH, EXPORT, "whether one of several is elected to work", older_variable="LEADER_ELECTION"
+        ),
     )
     lease_namespace: str = field(
-        default="gpuid", metadata=declared(NAMESPACE, "where its Lease is", older_variable="LEASE_NAMESPACE")
+        default="gpuid", metadata=declared(NAMESPACE, EXPORT, "where its Lease is", older_variable="LEASE_NAMESPACE")
     )
     lease_name: str = field(
-        default="gpuid-leader", metadata=declared(WORDS, "and its name", older_variable="LEASE_NAME")
+        default="gpuid-leader", metadata=declared(WORDS, EXPORT, "and its name", older_variable="LEASE_NAME")
     )
     lease_duration: timedelta = field(
         default=timedelta(seconds=15),
-        metadata=declared(GO_INTERVAL, "how long nobody else may take the Lease", older_variable="LEASE_DURATION"),
+        metadata=declared(
+            GO_INTERVAL, EXPORT, "how long nobody else may take the Lease", older_variable="LEASE_DURATION"
+        ),
     )
     lease_renew_deadline: timedelta = field(
         default=timedelta(seconds=10),
         metadata=declared(
-            GO_INTERVAL, "how long its holder goes on without renewing it", older_variable="LEASE_RENEW_DEADLINE"
+            GO_INTERVAL,
+            EXPORT,
+            "how long its holder goes on without renewing it",
+            older_variable="LEASE_RENEW_DEADLINE",
         ),
     )
     lease_retry_period: timedelta = field(
         default=timedelta(seconds=2),
-        metadata=declared(GO_INTERVAL, "how often it is looked at", older_variable="LEASE_RETRY_PERIOD"),
+        metadata=declared(GO_INTERVAL, EXPORT, "how often it is looked at", older_variable="LEASE_RETRY_PERIOD"),
     )
     pod_name: str = field(
-        default="", metadata=declared(TEXT, "this Pod; needed for an election", older_variable="POD_NAME")
+        default="", metadata=declared(TEXT, EXPORT, "this Pod; needed for an election", older_variable="POD_NAME")
     )
-    pod_namespace: str = field(default="", metadata=declared(TEXT, "its namespace", older_variable="POD_NAMESPACE"))
-    labels: bool = field(default=True, metadata=declared(TRUTH, "whether nodes are labelled with what was read"))
+    pod_namespace: str = field(
+        default="", metadata=declared(TEXT, EXPORT, "its namespace", older_variable="POD_NAMESPACE")
+    )
+    labels: bool = field(
+        default=True, metadata=declared(TRUTH, EXPORT, "whether nodes are labelled with what was read")
+    )
     history: bool = field(
-        default=True, metadata=declared(TRUTH, "whether the beginning and the end of reservations are exported too")
+        default=True,
+        metadata=declared(TRUTH, EXPORT, "whether the beginning and the end of reservations are exported too"),
     )
     outbox: Path | None = field(
         default=None,
-        metadata=declared(DIRECTORY, "directory of what is not stored yet; not set: it is lost when the process ends"),
+        metadata=declared(
+            DIRECTORY, EXPORT, "directory of what is not stored yet; not set: it is lost when the process ends"
+        ),
     )
 
     http_endpoint: str | None = field(
-        default=None, metadata=declared(ENDPOINT, "where http posts records", older_variable="HTTP_ENDPOINT")
+        default=None, metadata=declared(ENDPOINT, EXPORT, "where http posts records", older_variable="HTTP_ENDPOINT")
     )
     http_timeout: timedelta = field(
         default=timedelta(seconds=30),
         metadata=declared(
-            GO_INTERVAL, "how long a post may take", older_variable="HTTP_TIMEOUT", older_is_lenient=True
+            GO_INTERVAL, EXPORT, "how long a post may take", older_variable="HTTP_TIMEOUT", older_is_lenient=True
         ),
     )
     http_auth_token: str | None = field(
         default=None,
-        metadata=declared(TEXT, "its bearer token", older_variable="HTTP_AUTH_TOKEN", in_file=False, is_secret=True),
+        metadata=declared(
+            TEXT, EXPORT, "its bearer token", older_variable="HTTP_AUTH_TOKEN", in_file=False, is_secret=True
+        ),
     )
-    http_auth_token_file: Path | None = field(default=None, metadata=declared(FILE, "a file with it"))
+    http_auth_token_file: Path | None = field(default=None, metadata=declared(FILE, EXPORT, "a file with it"))
     http_token_in_plain: bool = field(
         default=False,
         metadata=declared(
-            TRUTH, "whether the token may go by plain http to other machines: everybody on the way can read it"
+            TRUTH, EXPORT, "whether the token may go by plain http to other machines: everybody on the way can read it"
         ),
     )
     postgres_host: str | None = field(
-        default=None, metadata=declared(TEXT, "the database server", older_variable="POSTGRES_HOST")
+        default=None, metadata=declared(TEXT, BOTH, "the database server", older_variable="POSTGRES_HOST")
     )
     postgres_port: int = field(
         default=5432,
-        metadata=declared(STORE_PORT, "its port", older_variable="POSTGRES_PORT", older_is_lenient=True),
+        metadata=declared(STORE_PORT, BOTH, "its port", older_variable="POSTGRES_PORT", older_is_lenient=True),
     )
-    postgres_db: str | None = field(default=None, metadata=declared(TEXT, "the database", older_variable="POSTGRES_DB"))
-    postgres_user: str | None = field(default=None, metadata=declared(TEXT, "the role", older_variable="POSTGRES_USER"))
+    postgres_db: str | None = field(
+        default=None, metadata=declared(TEXT, BOTH, "the database", older_variable="POSTGRES_DB")
+    )
+    postgres_user: str | None = field(
+        default=None, metadata=declared(TEXT, BOTH, "the role", older_variable="POSTGRES_USER")
+    )
     postgres_password: str | None = field(
         default=None,
-        metadata=declared(TEXT, "its password", older_variable="POSTGRES_PASSWORD", in_file=False, is_secret=True),
+        metadata=declared(
+            TEXT, BOTH, "its password", older_variable="POSTGRES_PASSWORD", in_file=False, is_secret=True
+        ),
     )
-    postgres_password_file: Path | None = field(default=None, metadata=declared(FILE, "a file with it"))
+    postgres_password_file: Path | None = field(default=None, metadata=declared(FILE, BOTH, "a file with it"))
     postgres_sslmode: str = field(
-        default="require", metadata=declared(SSL_MODE, "how it is reached", older_variable="POSTGRES_SSLMODE")
+        default="require", metadata=declared(SSL_MODE, BOTH, "how it is reached", older_variable="POSTGRES_SSLMODE")
     )
     postgres_sslrootcert: str | None = field(
         default=None,
         metadata=declared(
-            ROOT_CERTIFICATES, "whom its certificate has to be from", older_variable="POSTGRES_SSLROOTCERT"
+            ROOT_CERTIFICATES, BOTH, "whom its certificate has to be from", older_variable="POSTGRES_SSLROOTCERT"
         ),
     )
     postgres_table: str = field(
-        default="gpu", metadata=declared(TEXT, "the table of readings", older_variable="POSTGRES_TABLE")
+        default="gpu", metadata=declared(TEXT, BOTH, "the table of readings", older_variable="POSTGRES_TABLE")
     )
     postgres_auto_migrate: bool = field(
         default=False,
-        metadata=declared(MIGRATE, "whether tables are made that are missing", older_variable="POSTGRES_AUTO_MIGRATE"),
+        metadata=declared(
+            MIGRATE, BOTH, "whether tables are made that are missing", older_variable="POSTGRES_AUTO_MIGRATE"
+        ),
     )
     s3_bucket: str | None = field(
         default=None,
         metadata=declared(
-            TEXT, "the bucket, or a URL (s3://, gs://, az://) of another store", older_variable="S3_BUCKET"
+            TEXT, EXPORT, "the bucket, or a URL (s3://, gs://, az://) of another store", older_variable="S3_BUCKET"
         ),
     )
-    s3_prefix: str = field(default="", metadata=declared(TEXT, "what keys begin with", older_variable="S3_PREFIX"))
+    s3_prefix: str = field(
+        default="", metadata=declared(TEXT, EXPORT, "what keys begin with", older_variable="S3_PREFIX")
+    )
     s3_region: str = field(
-        default="us-east-1", metadata=declared(TEXT, "the bucket's region", older_variable="S3_REGION")
+        default="us-east-1", metadata=declared(TEXT, EXPORT, "the bucket's region", older_variable="S3_REGION")
     )
     s3_partition_pattern: str = field(
         default="year=%Y/month=%m/day=%d/hour=%H",
         metadata=declared(
-            PARTITION_PATTERN, "what stands between prefix and name", older_variable="S3_PARTITION_PATTERN"
+            PARTITION_PATTERN, EXPORT, "what stands between prefix and name", older_variable="S3_PARTITION_PATTERN"
         ),
     )
-    s3_format: str = field(default="csv", metadata=declared(OBJECT_FORMAT, "the form of objects"))
-    s3_header: bool = field(default=False, metadata=declared(TRUTH, "whether a CSV object begins with its columns"))
+    s3_format: str = field(default="csv", metadata=declared(OBJECT_FORMAT, EXPORT, "the form of objects"))
+    s3_header: bool = field(
+        default=False, metadata=declared(TRUTH, EXPORT, "whether a CSV object begins with its columns")
+    )
     s3_own_columns: bool = field(
-        default=False, metadata=declared(TRUTH, "whether uuid, minor number and the rest follow the seven columns")
+        default=False,
+        metadata=declared(TRUTH, EXPORT, "whether uuid, minor number and the rest follow the seven columns"),
     )
 
     # By setting: "flag --timeout", "variable TIMEOUT", "key timeout in FILE" or "default".
@@ -330,7 +375,7 @@ class Part:
 
 
 ONE_READING: Final = Part(needs=("cluster_name",))
-HISTORY: Final = Part(NEEDED["postgres"], tuple(one.name for one in TABLE if one.name.startswith("postgres_")))
+HISTORY: Final = Part(NEEDED["postgres"], tuple(one.name for one in TABLE if Command.HISTORY in one.commands))
 
 
 class ExportReader(TableReader):
@@ -412,8 +457,8 @@ class ExportReader(TableReader):
         return values.get(name, next(one.default for one in TABLE if one.name == name))
 
 
-def add_flags(parser: ArgumentParser) -> None:
-    add_table(parser, TABLE)
+def add_flags(parser: ArgumentParser, command: Command | None = None) -> None:
+    add_table(parser, TABLE, command)
 
 
 def load(
@@ -436,8 +481,8 @@ A flag wins over a variable, ours over gpuid's, a variable over the YAML file th
 `GPUWARDEN_EXPORT_CONFIG` names, the file over the default. Secrets have no flag: everybody on the machine could read
 it. All mistakes are named at once, and the exit code is 2.
 
-| flag | variable | YAML key | default | allowed | meaning |
-|---|---|---|---|---|---|
+| flag | variable | YAML key | default | allowed | meaning | commands |
+|---|---|---|---|---|---|---|
 """
 
 

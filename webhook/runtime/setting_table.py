@@ -12,6 +12,7 @@ import re
 from argparse import SUPPRESS, ArgumentParser
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -29,6 +30,26 @@ SERVICE_LINK: Final = re.compile(r"(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_[0-9]+
 SERVICE_LINK_VALUE: Final = re.compile(r"(tcp|udp|sctp)://")
 
 
+class Command(StrEnum):
+    """The commands that read settings, by the words after `gpuwarden`."""
+
+    SERVE = "serve"
+    RECONCILE = "reconcile"
+    BIND = "bind"
+    ATTEST = "attest"
+    EXPORT = "export"
+    HISTORY = "history"
+    SCORE = "score"
+    EXPLAIN = "explain"
+    AUDIT = "audit"
+    RELEASE = "release"
+    CERTS_ENSURE = "certs ensure"
+    CERTS_KEEP = "certs keep"
+
+
+Commands = frozenset[Command]
+
+
 class SettingsError(GpuwardenError):
     """The settings cannot be used; every mistake is named."""
 
@@ -39,6 +60,7 @@ class SettingsError(GpuwardenError):
 
 def declared(
     kind: SettingKind[Any],
+    commands: Commands,
     about: str,
     *,
     short: str | None = None,
@@ -48,14 +70,15 @@ def declared(
     older_is_lenient: bool = False,
     older_may_be_empty: bool = False,
 ) -> dict[str, object]:
-    """What there is to say of a setting.
+    """The metadata of a setting's field.
 
-    An `older_variable` is another system's name, looked at when ours is not set. If that system is lenient, what cannot
-    be read there is passed over and told; if it may be empty there, empty is a value. A secret has no flag: everybody
-    on the machine could read it.
+    `commands` read the setting: they have its flag. An `older_variable` is the name in an older system, read when ours
+    is not set. If that system is lenient, a bad value there is ignored with a note; if it may be empty there, empty is
+    a value. A secret has no flag: everybody on the machine could read it.
     """
     return {
         "kind": kind,
+        "commands": commands,
         "about": about,
         "short": short,
         "older_variable": older_variable,
@@ -73,6 +96,7 @@ class Setting:
     name: str
     default: object
     kind: SettingKind[Any]
+    commands: Commands
     about: str
     short: str | None
     older_variable: str | None
@@ -108,7 +132,7 @@ def settings_of(declaring: type, prefix: str = PREFIX) -> tuple[Setting, ...]:
 
 
 class Retired(NamedTuple):
-    """A flag of an older system that is accepted and does nothing."""
+    """A flag of the older webhook that `serve` accepts; it does nothing."""
 
     name: str
     short: str
@@ -119,10 +143,13 @@ class Retired(NamedTuple):
         return flag_of(self.name)
 
 
-def add_table(parser: ArgumentParser, table: Sequence[Setting], retired: Sequence[Retired] = ()) -> None:
-    """All settings as flags. argparse judges none of them: a `Reader` names all mistakes at once."""
+def add_table(parser: ArgumentParser, table: Sequence[Setting], command: Command | None = None) -> None:
+    """Adds the flags of the settings that the command reads; without a command, of all.
+
+    argparse checks no value: a `TableReader` reports all mistakes at once.
+    """
     for one in table:
-        if one.is_secret:
+        if one.is_secret or not is_read_by(command, one):
             continue
         names = [one.flag, *([f"-{one.short}"] if one.short else [])]
         text = f"{one.about}; {one.kind.allowed.replace('`', '')}"
@@ -131,8 +158,16 @@ def add_table(parser: ArgumentParser, table: Sequence[Setting], retired: Sequenc
         # argparse takes a percent sign in its texts for the start of a format.
         metavar = one.name.rpartition("_")[2].upper()
         parser.add_argument(*names, dest=one.name, metavar=metavar, help=text.replace("%", "%%"))
+
+
+def add_retired(parser: ArgumentParser, retired: Sequence[Retired]) -> None:
     for flag in retired:
         parser.add_argument(flag.flag, f"-{flag.short}", dest=flag.name, help=SUPPRESS)
+
+
+def is_read_by(command: Command | None, one: Setting) -> bool:
+    """Whether the command reads the setting; None stands for all commands together."""
+    return command is None or command in one.commands
 
 
 def process_environment() -> Mapping[str, str]:
@@ -166,8 +201,15 @@ class TableReader:
     prefix = PREFIX
     elsewhere: tuple[str, ...] = ()
 
-    def __init__(self, flags: Mapping[str, object], environ: Mapping[str, str], also: Iterable[str]) -> None:
+    def __init__(
+        self,
+        flags: Mapping[str, object],
+        environ: Mapping[str, str],
+        also: Iterable[str],
+        command: Command | None = None,
+    ) -> None:
         self.flags = flags
+        self._command = command
         self.environ = {name: text for name, text in environ.items() if not is_service_link(name, text)}
         self.mistakes = list(also)
         self.passed_over: list[str] = []
@@ -186,6 +228,10 @@ class TableReader:
 
     def check_together(self, values: Mapping[str, Any]) -> None:
         """What is wrong between settings that are right each for itself."""
+
+    def reads(self, name: str) -> bool:
+        """Whether the command reads the setting: no rule asks for a flag that the command does not have."""
+        return any(one.name == name and is_read_by(self._command, one) for one in self.table)
 
     def sources(self) -> dict[str, str]:
         """By setting, where it comes from."""
@@ -348,5 +394,6 @@ def row(one: Setting) -> str:
         "" if shown in (None, {}) else f"`{in_words(shown)}`",
         one.kind.allowed,
         one.about,
+        ", ".join(command for command in Command if command in one.commands),
     ]
     return "| " + " | ".join(cells) + " |\n"

@@ -67,10 +67,12 @@ from webhook.runtime.setting_kinds import (
 )
 from webhook.runtime.setting_table import (
     EXPORT_PREFIX,
+    Command,
     Retired,
     Setting,
     SettingsError,
     TableReader,
+    add_retired,
     add_table,
     declared,
     flag_of,
@@ -83,6 +85,7 @@ from webhook.runtime.setting_table import (
 __all__ = [
     "RETIRED",
     "SETTINGS",
+    "Command",
     "Setting",
     "Settings",
     "SettingsError",
@@ -94,6 +97,30 @@ __all__ = [
 ]
 
 
+# The commands that read a setting. A test compares each declaration with the source of the commands.
+ALL: Final = frozenset(Command) - {Command.EXPORT, Command.HISTORY}
+SERVE: Final = frozenset({Command.SERVE})
+RECONCILE: Final = frozenset({Command.RECONCILE})
+BIND: Final = frozenset({Command.BIND})
+ATTEST: Final = frozenset({Command.ATTEST})
+SCORE: Final = frozenset({Command.SCORE})
+EXPLAIN: Final = frozenset({Command.EXPLAIN})
+AUDIT: Final = frozenset({Command.AUDIT})
+RELEASE: Final = frozenset({Command.RELEASE})
+CERTS_KEEP: Final = frozenset({Command.CERTS_KEEP})
+CERTS: Final = CERTS_KEEP | {Command.CERTS_ENSURE}
+# Talk to an API server.
+CLUSTER: Final = ALL - ATTEST
+# Have a listener.
+LISTENING: Final = SERVE | RECONCILE | BIND | SCORE | CERTS_KEEP
+# Ask evidence providers, or read an inventory file.
+PROVIDERS: Final = SERVE | RECONCILE | SCORE | EXPLAIN
+# Know which nodes are proven and which GPUs are free.
+FLEET: Final = PROVIDERS | BIND
+# Read the claims of pods, and know what a pod with GPUs looks like.
+PODS: Final = SERVE | RECONCILE | BIND | EXPLAIN | AUDIT
+SCORING: Final = SERVE | EXPLAIN
+
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 # Where nothing is said: the validating review of a pod comes within seconds, and takes an expired hold again.
 CLUSTER_PENDING_DEADLINE: Final = timedelta(seconds=15)
@@ -103,56 +130,65 @@ CLUSTER_PENDING_DEADLINE: Final = timedelta(seconds=15)
 class Settings:
     """What somebody has set, or the default. Files are named, never held: nothing here is a secret."""
 
-    config: Path | None = field(default=None, metadata=declared(FILE, "the YAML file with settings", in_file=False))
+    config: Path | None = field(
+        default=None, metadata=declared(FILE, ALL, "the YAML file with settings", in_file=False)
+    )
 
-    host: str = field(default="127.0.0.1", metadata=declared(HOST, "where all listeners listen"))
+    host: str = field(default="127.0.0.1", metadata=declared(HOST, LISTENING, "where all listeners listen"))
     port: int = field(
-        default=8443, metadata=declared(PORT, "TLS listener: admission, finalize, explain, UI, devices", short="p")
+        default=8443,
+        metadata=declared(PORT, SERVE, "TLS listener: admission, finalize, explain, UI, devices", short="p"),
     )
     ui_port: int = field(
         default=8080,
         metadata=declared(
             PORT,
+            LISTENING,
             "plain listener: health, metrics, numbers of devices; where there is no cluster UI, devices, finalize",
             short="U",
         ),
     )
-    extender_port: int = field(default=8444, metadata=declared(PORT, "extender listener"))
+    extender_port: int = field(default=8444, metadata=declared(PORT, SERVE, "extender listener"))
     # Under the 30 s that Kubernetes gives a Pod to end.
     drain_timeout: timedelta = field(
         default=timedelta(seconds=25),
-        metadata=declared(DURATION, "how long requests in flight may take once a stop is asked for"),
+        metadata=declared(DURATION, LISTENING, "how long requests in flight may take once a stop is asked for"),
     )
 
     max_body_memory: int = field(
         default=0,
         metadata=declared(
             COUNT,
+            SERVE,
             "MiB that bodies under way take together at most, parsed ones included; 0: a quarter of the container's "
             "limit, 64 to 128",
         ),
     )
     max_reviews: int = field(
         default=0,
-        metadata=declared(COUNT, "how many reviews are judged at once, those of Bindings come on top of it; 0: 512"),
+        metadata=declared(
+            COUNT, SERVE, "how many reviews are judged at once, those of Bindings come on top of it; 0: 512"
+        ),
     )
     max_connections: int = field(
         default=0,
         metadata=declared(
             COUNT,
+            SERVE,
             "how many connections there are at once, over all listeners, the last 16 for the plain one; 0: half of the "
             "files that the process may open, at most 768",
         ),
     )
 
     tls_cert: Path | None = field(
-        default=None, metadata=declared(FILE, "certificate chain of the TLS listeners (PEM); with --tls-key")
+        default=None, metadata=declared(FILE, SERVE, "certificate chain of the TLS listeners (PEM); with --tls-key")
     )
-    tls_key: Path | None = field(default=None, metadata=declared(FILE, "its key (PEM); with --tls-cert"))
+    tls_key: Path | None = field(default=None, metadata=declared(FILE, SERVE, "its key (PEM); with --tls-cert"))
     client_ca: Path | None = field(
         default=None,
         metadata=declared(
             FILE,
+            SERVE,
             "CAs of the client certificates that /mutate and /validate demand (PEM); they may sign nothing but the API "
             "server's",
         ),
@@ -160,13 +196,14 @@ class Settings:
     extender_client_ca: Path | None = field(
         default=None,
         metadata=declared(
-            FILE, "CAs of the client certificates that the extender listener demands of every caller (PEM)"
+            FILE, SERVE, "CAs of the client certificates that the extender listener demands of every caller (PEM)"
         ),
     )
     extender_plain_address: str | None = field(
         default=None,
         metadata=declared(
             ADDRESS,
+            SERVE,
             "where /filter and /healthz are in plain HTTP too; not set: nowhere",
             older_variable="BGS_LISTEN_ADDR",
         ),
@@ -175,21 +212,25 @@ class Settings:
         default=False,
         metadata=declared(
             TRUTH,
+            SERVE,
             "that listener may be elsewhere than on loopback: whoever reaches it may ask, and could forge answers",
         ),
     )
     review_token_audience: str | None = field(
         default=None,
-        metadata=declared(AUDIENCE, "/mutate and /validate are for callers with a bearer token of this audience"),
+        metadata=declared(
+            AUDIENCE, SERVE, "/mutate and /validate are for callers with a bearer token of this audience"
+        ),
     )
     review_callers: tuple[str, ...] = field(
         default=(),
-        metadata=declared(USERS, "whose tokens those may be; not set: anybody's. With --review-token-audience"),
+        metadata=declared(USERS, SERVE, "whose tokens those may be; not set: anybody's. With --review-token-audience"),
     )
     pending_per_namespace: int = field(
         default=1000,
         metadata=declared(
             COUNT,
+            SERVE,
             "how many GPUs of a namespace may be reserved at once for pods that do not exist yet; 0: any number, as "
             "where there is no cluster and nothing is set, and where callers of /mutate have to prove who they are",
         ),
@@ -198,36 +239,47 @@ class Settings:
         default=50,
         metadata=declared(
             PERCENT,
+            SERVE,
             "how much of the fleet may be, in percent of its GPUs; each namespace may have a part of that. 0: any "
             "number, as without a cluster, and where callers of /mutate have to prove who they are",
         ),
     )
 
-    kubeconfig: Path | None = field(default=None, metadata=declared(FILE, "the cluster; instead of the next four"))
+    kubeconfig: Path | None = field(
+        default=None, metadata=declared(FILE, CLUSTER, "the cluster; instead of the next four")
+    )
     kubernetes_url: str | None = field(
         default=None,
-        metadata=declared(URL, "the API server; with --access-token and --ca-certificate", short="k"),
+        metadata=declared(URL, CLUSTER, "the API server; with --access-token and --ca-certificate", short="k"),
     )
     access_token: Path | None = field(
-        default=None, metadata=declared(FILE, "bearer token for the API server", short="t")
+        default=None, metadata=declared(FILE, CLUSTER, "bearer token for the API server", short="t")
     )
-    ca_certificate: Path | None = field(default=None, metadata=declared(FILE, "CA of the API server (PEM)", short="c"))
+    ca_certificate: Path | None = field(
+        default=None, metadata=declared(FILE, CLUSTER, "CA of the API server (PEM)", short="c")
+    )
     in_cluster: bool = field(
         default=False,
-        metadata=declared(TRUTH, "the cluster whose Pod this is, by the service account that is mounted in it"),
+        metadata=declared(
+            TRUTH, CLUSTER, "the cluster whose Pod this is, by the service account that is mounted in it"
+        ),
     )
 
     inventory: Path | None = field(
         default=None,
-        metadata=declared(FILE, "nodes and devices (YAML, JSON); not set and no cluster: examples/inventory.yaml"),
+        metadata=declared(
+            FILE, PROVIDERS, "nodes and devices (YAML, JSON); not set and no cluster: examples/inventory.yaml"
+        ),
     )
     ledger: str = field(
-        default="memory", metadata=declared(LEDGER, "where reservations live; not set, in the cluster if one is named")
+        default="memory",
+        metadata=declared(LEDGER, FLEET | AUDIT, "where reservations live; not set, in the cluster if one is named"),
     )
     lease_namespace: str = field(
         default="default",
         metadata=declared(
             NAMESPACE,
+            RECONCILE | BIND | AUDIT,
             "where the Leases are that elect one of several reconcilers or binders; not set, with --in-cluster: "
             "the Pod's own",
         ),
@@ -235,29 +287,36 @@ class Settings:
     scheduler_name: tuple[str, ...] = field(
         default=("gpu-scheduler",),
         metadata=declared(
-            SCHEDULERS, "whose pods `bind` puts on nodes, by their `schedulerName`", older_variable="SCHEDULER_NAME"
+            SCHEDULERS,
+            BIND,
+            "whose pods `bind` puts on nodes, by their `schedulerName`",
+            older_variable="SCHEDULER_NAME",
         ),
     )
     pending_deadline: timedelta = field(
         default=timedelta(seconds=90),
         metadata=declared(
             INTERVAL,
+            FLEET | RELEASE,
             "how long a reservation waits for its pod to exist, before the API server is asked whether it does; "
             "not set, in a cluster: 15s",
         ),
     )
     bind_deadline: timedelta = field(
         default=timedelta(minutes=5),
-        metadata=declared(INTERVAL, "how long a pod that exists keeps its GPUs without being on their node"),
+        metadata=declared(INTERVAL, PODS, "how long a pod that exists keeps its GPUs without being on their node"),
     )
     on_bind_deadline: str = field(
         default="remove",
-        metadata=declared(ON_BIND_DEADLINE, "what becomes of it then: removed, if a controller makes it anew, or kept"),
+        metadata=declared(
+            ON_BIND_DEADLINE, RECONCILE, "what becomes of it then: removed, if a controller makes it anew, or kept"
+        ),
     )
     max_grace: timedelta = field(
         default=timedelta(hours=1),
         metadata=declared(
             INTERVAL,
+            PODS,
             "how long the containers of a pod with GPUs may take to stop; those of one that went unseen and has no "
             "grace period stored are waited for as long",
         ),
@@ -266,6 +325,7 @@ class Settings:
         default=timedelta(seconds=90),
         metadata=declared(
             INTERVAL,
+            RECONCILE,
             "how long beyond its grace period the GPUs of a pod that was not seen to end are kept from others; less "
             "than the control plane needs to notice a dead kubelet is not safe",
         ),
@@ -274,111 +334,136 @@ class Settings:
         default=1000,
         metadata=declared(
             COUNT,
+            SERVE | RECONCILE,
             "how many GPUs of a namespace may be held by pods that are not there and may still run, before it is given "
             "no more; 0: any number",
         ),
     )
     evidence: tuple[str, ...] = field(
         default=("static",),
-        metadata=declared(EVIDENCE, "who says what a node is; each of them has to vouch for it, all for one hash"),
+        metadata=declared(
+            EVIDENCE, FLEET, "who says what a node is; each of them has to vouch for it, all for one hash"
+        ),
     )
     require_evidence: str = field(
         default="asked",
         metadata=declared(
             REQUIRE_EVIDENCE,
+            FLEET | AUDIT,
             "which claims need a proven node: those that ask for a hash, or all; not set: all if there is a cluster",
         ),
     )
     on_evidence_lost: str = field(
         default="report",
         metadata=declared(
-            ON_EVIDENCE_LOST, "what is done when evidence ends under a pod: told, the node tainted, or the pod evicted"
+            ON_EVIDENCE_LOST,
+            RECONCILE,
+            "what is done when evidence ends under a pod: told, the node tainted, or the pod evicted",
         ),
     )
     node_hash_map: Mapping[str, str] = field(
         default=MappingProxyType({}),
-        metadata=declared(HASHES, "static evidence, development only", older_variable="BGS_NODE_HASH_MAP"),
+        metadata=declared(HASHES, FLEET, "static evidence, development only", older_variable="BGS_NODE_HASH_MAP"),
     )
     bundle_endpoint: str | None = field(
         default=None,
-        metadata=declared(HTTPS_URL, "where the trust domain's keys are; not set: from the Workload API"),
+        metadata=declared(HTTPS_URL, SERVE, "where the trust domain's keys are; not set: from the Workload API"),
     )
     bundle_endpoint_profile: str = field(
         default="https_web",
-        metadata=declared(BUNDLE_PROFILE, "how that endpoint is known: by its name, or by its SPIFFE ID"),
+        metadata=declared(BUNDLE_PROFILE, SERVE, "how that endpoint is known: by its name, or by its SPIFFE ID"),
     )
     bundle_endpoint_ca: Path | None = field(
         default=None,
         metadata=declared(
             FILE,
+            SERVE,
             "CAs of that endpoint (PEM): instead of the system's, or, for https_spiffe, the roots to begin with, "
             "which the Workload API has too",
         ),
     )
     bundle_endpoint_id: str | None = field(
         default=None,
-        metadata=declared(SPIFFE_ID, "its SPIFFE ID, for https_spiffe; not set: that of a SPIRE Server"),
+        metadata=declared(SPIFFE_ID, SERVE, "its SPIFFE ID, for https_spiffe; not set: that of a SPIRE Server"),
     )
     max_bundle_age: timedelta = field(
         default=timedelta(hours=1),
-        metadata=declared(INTERVAL, "how long the trust domain's keys are good when nobody can be asked for them"),
+        metadata=declared(
+            INTERVAL, SERVE, "how long the trust domain's keys are good when nobody can be asked for them"
+        ),
     )
     evidence_id: str = field(
         default=DEFAULT_TEMPLATE,
-        metadata=declared(EVIDENCE_ID, "the SPIFFE IDs that name node and hash, a dot for each colon of the hash"),
+        metadata=declared(
+            EVIDENCE_ID, SERVE | ATTEST, "the SPIFFE IDs that name node and hash, a dot for each colon of the hash"
+        ),
     )
     nonce_key: Path | None = field(
         default=None,
         metadata=declared(
-            FILE, "key of the challenges, 32 random bytes or more, the same for all replicas; for jwt-svid in a cluster"
+            FILE,
+            SERVE,
+            "key of the challenges, 32 random bytes or more, the same for all replicas; for jwt-svid in a cluster",
         ),
     )
     spire_server: str | None = field(
-        default=None, metadata=declared(SPIRE_SERVER, "the SPIRE Server that is asked about its agents")
+        default=None, metadata=declared(SPIRE_SERVER, PROVIDERS, "the SPIRE Server that is asked about its agents")
     )
     spire_trust_domain: str | None = field(
-        default=None, metadata=declared(TRUST_DOMAIN_NAME, "the trust domain whose evidence counts")
+        default=None, metadata=declared(TRUST_DOMAIN_NAME, PROVIDERS | ATTEST, "the trust domain whose evidence counts")
     )
     spire_workload_api: str | None = field(
         default=None,
-        metadata=declared(SOCKET, "the SPIFFE Workload API, where our own SVID and the trust bundle come from"),
+        metadata=declared(
+            SOCKET, PROVIDERS | ATTEST, "the SPIFFE Workload API, where our own SVID and the trust bundle come from"
+        ),
     )
     spire_own_id: str | None = field(
         default=None,
-        metadata=declared(SPIFFE_ID, "which of our SVIDs SPIRE Server is shown; not set: the Workload API's first"),
+        metadata=declared(
+            SPIFFE_ID, PROVIDERS, "which of our SVIDs SPIRE Server is shown; not set: the Workload API's first"
+        ),
     )
     spire_attestors: tuple[str, ...] = field(
         default=("x509pop",),
-        metadata=declared(ATTESTORS, "whose word on an agent counts; all others count for nothing"),
+        metadata=declared(ATTESTORS, PROVIDERS, "whose word on an agent counts; all others count for nothing"),
     )
     spire_node_selector: str = field(
-        default="x509pop:san:node-name", metadata=declared(NODE_NAMING, "where an agent says which node it is on")
+        default="x509pop:san:node-name",
+        metadata=declared(NODE_NAMING, PROVIDERS, "where an agent says which node it is on"),
     )
     spire_hash_selector: str = field(
-        default="x509pop:san:attestation-hash", metadata=declared(HASH_NAMING, "where an agent says its hash")
+        default="x509pop:san:attestation-hash",
+        metadata=declared(HASH_NAMING, PROVIDERS, "where an agent says its hash"),
     )
     spire_agent_ttl: timedelta = field(
         default=timedelta(hours=1),
-        metadata=declared(INTERVAL, "SPIRE Server's `agent_ttl`, exactly: the age of evidence is taken from it"),
+        metadata=declared(
+            INTERVAL, PROVIDERS, "SPIRE Server's `agent_ttl`, exactly: the age of evidence is taken from it"
+        ),
     )
     max_evidence_age: timedelta = field(
-        default=timedelta(minutes=40), metadata=declared(INTERVAL, "how long evidence is good after the attestation")
+        default=timedelta(minutes=40),
+        metadata=declared(INTERVAL, FLEET, "how long evidence is good after the attestation"),
     )
     evidence_poll: timedelta = field(
-        default=timedelta(seconds=5), metadata=declared(INTERVAL, "how often providers are asked for news at most")
+        default=timedelta(seconds=5),
+        metadata=declared(INTERVAL, PROVIDERS, "how often providers are asked for news at most"),
     )
     clock_skew: timedelta = field(
-        default=timedelta(seconds=5), metadata=declared(DURATION, "how far the clocks of others may be off")
+        default=timedelta(seconds=5),
+        metadata=declared(DURATION, FLEET | RELEASE, "how far the clocks of others may be off"),
     )
     reload_interval: timedelta = field(
         default=timedelta(seconds=1),
-        metadata=declared(INTERVAL, "how often certificates and inventory are looked at for changes"),
+        metadata=declared(INTERVAL, SERVE | SCORE, "how often certificates and inventory are looked at for changes"),
     )
 
     when_unavailable: str = field(
         default="deny",
         metadata=declared(
             WHEN_UNAVAILABLE,
+            PODS,
             "what becomes of a pod that no GPU is free for: refused, or created and kept waiting behind a gate that "
             "`reconcile` opens. In a cluster a pod with a placement map waits in any case",
         ),
@@ -387,43 +472,47 @@ class Settings:
         default="uuid",
         metadata=declared(
             MAP_VISIBLE,
+            PODS,
             "how containers are told of the GPUs of a placement map: by UUID, or as the map has them; "
             "index with --injection cuda",
         ),
     )
-    injection: str = field(default="nvidia", metadata=declared(INJECTION, "how a GPU gets into a container"))
+    injection: str = field(default="nvidia", metadata=declared(INJECTION, PODS, "how a GPU gets into a container"))
     runtime_class: str | None = field(
         default=None,
         metadata=declared(
-            NAME, "the RuntimeClass that is written into pods with GPUs that name none; not set: none is written"
+            NAME, PODS, "the RuntimeClass that is written into pods with GPUs that name none; not set: none is written"
         ),
     )
     opt_in_label: str = field(
         default=keys.OPT_IN.name,
         metadata=declared(
             LABEL_KEY,
+            FLEET - EXPLAIN | AUDIT,
             "the label that opts a namespace in, as the webhook configurations have it; "
             f"{keys.OPT_IN.aliases[0]} counts too",
         ),
     )
     gpu_resource: str = field(
-        default="nvidia.com/gpu", metadata=declared(RESOURCE, "the resource by which containers ask for GPUs")
+        default="nvidia.com/gpu", metadata=declared(RESOURCE, PODS, "the resource by which containers ask for GPUs")
     )
     host_paths: tuple[str, ...] = field(
         default=(),
         metadata=declared(
             HOST_PATHS,
+            RECONCILE | AUDIT,
             "directories of nodes that pods of opted-in namespaces may mount read-only, as the policies have them; for "
             "`audit` and `reconcile`",
         ),
     )
     write_aliases: bool = field(
-        default=True, metadata=declared(TRUTH, "write the older systems' annotations beside ours")
+        default=True, metadata=declared(TRUTH, PODS, "write the older systems' annotations beside ours")
     )
     required_hash_alias: str = field(
         default=keys.REQUIRED_HASH.aliases[0],
         metadata=declared(
             ANNOTATION_KEY,
+            PODS,
             f"other name of the annotation {keys.REQUIRED_HASH.name}",
             older_variable="BGS_REQUIRED_ANNOTATION",
         ),
@@ -432,23 +521,28 @@ class Settings:
     scorer: str | None = field(
         default=None,
         metadata=declared(
-            URL, "who is asked for hints; `/v1/score` is appended. Not set: nobody", older_variable="SCHEDULER_URL"
+            URL,
+            SCORING,
+            "who is asked for hints; `/v1/score` is appended. Not set: nobody",
+            older_variable="SCHEDULER_URL",
         ),
     )
     scorer_ca: Path | None = field(
-        default=None, metadata=declared(FILE, "CAs of an https scorer (PEM), instead of the system's")
+        default=None, metadata=declared(FILE, SCORING, "CAs of an https scorer (PEM), instead of the system's")
     )
     scorer_timeout: timedelta = field(
         default=timedelta(seconds=2),
         metadata=declared(
             INTERVAL,
+            SCORING,
             "how long a pod waits for hints; half of what its review has left at most",
             older_variable="TIMEOUT_SECONDS",
             older_is_lenient=True,
         ),
     )
     hint_pods: bool = field(
-        default=True, metadata=declared(TRUTH, "whether hints are asked for at all", older_variable="ENABLE_MUTATION")
+        default=True,
+        metadata=declared(TRUTH, SCORING, "whether hints are asked for at all", older_variable="ENABLE_MUTATION"),
     )
     priority_buckets: tuple[Mapping[str, object], ...] = field(
         default=(
@@ -457,73 +551,84 @@ class Settings:
             {"minScore": 50, "priorityClassName": "gpu-medium"},
             {"minScore": 0, "priorityClassName": "gpu-default"},
         ),
-        metadata=declared(BUCKETS, "which priority class a score means", older_variable="PRIORITY_BUCKETS"),
+        metadata=declared(BUCKETS, SCORING, "which priority class a score means", older_variable="PRIORITY_BUCKETS"),
     )
     tenant_priorities: Mapping[str, float] = field(
-        default=MappingProxyType({}), metadata=declared(SCORES, "scores of tenants, for `score`; of all others: 50")
+        default=MappingProxyType({}),
+        metadata=declared(SCORES, SCORE, "scores of tenants, for `score`; of all others: 50"),
     )
 
     server: str | None = field(
-        default=None, metadata=declared(HTTPS_URL, "the TLS listener of `serve`, for `attest` and `explain`")
+        default=None,
+        metadata=declared(HTTPS_URL, ATTEST | EXPLAIN, "the TLS listener of `serve`, for `attest` and `explain`"),
     )
     server_ca: Path | None = field(
-        default=None, metadata=declared(FILE, "its CAs (PEM); not set: the system's. For `attest` and `explain`")
+        default=None,
+        metadata=declared(FILE, ATTEST | EXPLAIN, "its CAs (PEM); not set: the system's. For `attest` and `explain`"),
     )
-    node: str | None = field(default=None, metadata=declared(NODE, "the node that this is, for `attest`"))
+    node: str | None = field(default=None, metadata=declared(NODE, ATTEST, "the node that this is, for `attest`"))
     runtime_socket: str | None = field(
         default=None,
         metadata=declared(
             SOCKET,
+            ATTEST,
             "the node's container runtime (CRI), such as `unix:/run/containerd/containerd.sock`: with it `attest` "
             "tells which orphaned pods have ended",
         ),
     )
     pod_resources_socket: str = field(
         default="unix:/var/lib/kubelet/pod-resources/kubelet.sock",
-        metadata=declared(SOCKET, "and its kubelet's PodResources API, which is asked as well"),
+        metadata=declared(SOCKET, ATTEST, "and its kubelet's PodResources API, which is asked as well"),
     )
     pod_uid: str | None = field(
         default=None,
-        metadata=declared(AUDIENCE, "and the uid of the pod that `attest` runs in, which both have to know"),
+        metadata=declared(AUDIENCE, ATTEST, "and the uid of the pod that `attest` runs in, which both have to know"),
     )
 
     certs_namespace: str = field(
         default="gpuwarden",
-        metadata=declared(NAMESPACE, "where the Service of `serve` and the Secret are, for `certs ensure` and `keep`"),
+        metadata=declared(
+            NAMESPACE,
+            CERTS | RECONCILE | AUDIT,
+            "where the Service of `serve` and the Secret are, for `certs ensure` and `keep`",
+        ),
     )
     certs_service: str = field(
-        default="gpuwarden", metadata=declared(NAMESPACE, "the Service that the certificate is for")
+        default="gpuwarden", metadata=declared(NAMESPACE, CERTS, "the Service that the certificate is for")
     )
     certs_names: tuple[str, ...] = field(
-        default=(), metadata=declared(HOSTS, "what else it is for: where `serve` is called by another name")
+        default=(), metadata=declared(HOSTS, CERTS, "what else it is for: where `serve` is called by another name")
     )
-    certs_secret: str = field(default="gpuwarden-certs", metadata=declared(NAME, "the Secret with CA and certificate"))
+    certs_secret: str = field(
+        default="gpuwarden-certs", metadata=declared(NAME, CERTS, "the Secret with CA and certificate")
+    )
     certs_configurations: tuple[str, ...] = field(
         default=("gpuwarden",),
-        metadata=declared(OBJECT_NAMES, "the webhook configurations, of both kinds, that get the CA bundle"),
+        metadata=declared(OBJECT_NAMES, CERTS, "the webhook configurations, of both kinds, that get the CA bundle"),
     )
     certs_dir: Path | None = field(
-        default=None, metadata=declared(DIRECTORY, "where the certificate is put as files too; not set: nowhere")
+        default=None, metadata=declared(DIRECTORY, CERTS, "where the certificate is put as files too; not set: nowhere")
     )
     certs_leaf_life: timedelta = field(
-        default=timedelta(hours=2160), metadata=declared(LIFETIME, "how long a certificate lasts")
+        default=timedelta(hours=2160), metadata=declared(LIFETIME, CERTS, "how long a certificate lasts")
     )
     certs_renew_before: timedelta = field(
-        default=timedelta(hours=360), metadata=declared(LIFETIME, "how long before its end there is a new one")
+        default=timedelta(hours=360), metadata=declared(LIFETIME, CERTS, "how long before its end there is a new one")
     )
     certs_ca_life: timedelta = field(
-        default=timedelta(hours=8760), metadata=declared(LIFETIME, "how long a CA lasts, certificates included")
+        default=timedelta(hours=8760), metadata=declared(LIFETIME, CERTS, "how long a CA lasts, certificates included")
     )
     certs_settle: timedelta = field(
         default=timedelta(minutes=1),
-        metadata=declared(DURATION, "how long a new CA is in the configurations before it signs"),
+        metadata=declared(DURATION, CERTS, "how long a new CA is in the configurations before it signs"),
     )
     certs_look_interval: timedelta = field(
-        default=timedelta(seconds=10), metadata=declared(INTERVAL, "how often Secret and configurations are looked at")
+        default=timedelta(seconds=10),
+        metadata=declared(INTERVAL, CERTS_KEEP, "how often Secret and configurations are looked at"),
     )
 
     log_level: str = field(
-        default="info", metadata=declared(LOG_LEVEL, "what is logged: this and what is graver", short="l")
+        default="info", metadata=declared(LOG_LEVEL, ALL, "what is logged: this and what is graver", short="l")
     )
 
     # By setting: "flag --port", "variable GPUWARDEN_PORT", "key port in FILE" or "default".
@@ -625,17 +730,25 @@ RETIRED: Final = (
 )
 
 
-def add_flags(parser: ArgumentParser) -> None:
-    """All settings as flags."""
-    add_table(parser, SETTINGS, RETIRED)
+def add_flags(parser: ArgumentParser, command: Command | None = None) -> None:
+    """The flags of the settings that the command reads; without a command, of all."""
+    add_table(parser, SETTINGS, command)
+    if command in (None, Command.SERVE):
+        add_retired(parser, RETIRED)
 
 
-def load(flags: Mapping[str, object], environ: Mapping[str, str] | None = None, also: Iterable[str] = ()) -> Settings:
-    """The settings, or `SettingsError` with every mistake; those that the caller has found go in `also`.
+def load(
+    flags: Mapping[str, object],
+    environ: Mapping[str, str] | None = None,
+    also: Iterable[str] = (),
+    command: Command | None = None,
+) -> Settings:
+    """The settings, or `SettingsError` with every mistake; `also` are mistakes that the caller has found.
 
-    `flags` are argparse's values by setting name. An empty variable and an empty key are as good as none.
+    `flags` are argparse's values by setting name. An empty variable and an empty key count as not set. Values are
+    checked whichever command reads them; rules between settings only as far as `command` can meet them.
     """
-    return SettingsReader(flags, process_environment() if environ is None else environ, also).read()
+    return SettingsReader(flags, process_environment() if environ is None else environ, also, command).read()
 
 
 class SettingsReader(TableReader):
@@ -668,7 +781,7 @@ class SettingsReader(TableReader):
         ports: dict[object, list[str]] = {}
         for one in SETTINGS:
             is_bad = one.name in self.given and one.name not in values
-            if one.kind is PORT and not is_bad:
+            if one.kind is PORT and self.reads(one.name) and not is_bad:
                 ports.setdefault(values.get(one.name, one.default), []).append(one.name)
         for port, names in ports.items():
             if port != 0 and len(names) > 1:
@@ -725,14 +838,16 @@ class SettingsReader(TableReader):
             return
         where = self.where(["evidence"])
         has_cluster = any(n in self.given for n in ("kubeconfig", "kubernetes_url")) or values.get("in_cluster")
-        if "spire_trust_domain" not in self.given:
+        if "spire_trust_domain" not in self.given and self.reads("spire_trust_domain"):
             self.mistakes.append(f"{where}: jwt-svid needs --spire-trust-domain")
-        if not {"bundle_endpoint", "spire_workload_api"} & set(self.given):
+        if not {"bundle_endpoint", "spire_workload_api"} & set(self.given) and self.reads("bundle_endpoint"):
             self.mistakes.append(f"{where}: jwt-svid needs keys from --bundle-endpoint or --spire-workload-api")
-        if has_cluster and values.get("ledger") != "memory" and "nonce_key" not in self.given:
+        is_shared = has_cluster and values.get("ledger") != "memory"
+        if is_shared and "nonce_key" not in self.given and self.reads("nonce_key"):
             self.mistakes.append(f"{where}: jwt-svid in a cluster needs a key that all replicas share, by --nonce-key")
         profile = values.get("bundle_endpoint_profile")
-        if profile == "https_spiffe" and not {"bundle_endpoint_ca", "spire_workload_api"} & set(self.given):
+        knows_roots = bool({"bundle_endpoint_ca", "spire_workload_api"} & set(self.given))
+        if profile == "https_spiffe" and not knows_roots and self.reads("bundle_endpoint_ca"):
             where = self.where(["bundle_endpoint_profile"])
             self.mistakes.append(
                 f"{where}: an SVID is known by its roots; name them by --bundle-endpoint-ca, "
@@ -745,7 +860,7 @@ class SettingsReader(TableReader):
         needed = ["spire_server", "spire_trust_domain"]
         if not values.get("spire_server", "").startswith("unix:"):
             needed.append("spire_workload_api")
-        if missing := [flag_of(name) for name in needed if name not in self.given]:
+        if missing := [flag_of(name) for name in needed if name not in self.given and self.reads(name)]:
             self.mistakes.append(f"{self.where(['evidence'])}: spire-server needs {' and '.join(missing)}")
 
     def _notes(self) -> Iterator[str]:
@@ -823,8 +938,8 @@ directory. A name that is not in the table (variable or key) is a mistake, and s
 mistakes are named at once. `gpuwarden config check` looks without starting anything, `gpuwarden config show` says what
 is in effect and where it comes from. Variables that Kubernetes sets for a Service called `gpuwarden` are passed over.
 
-| flag | variable | YAML key | default | allowed | meaning |
-|---|---|---|---|---|---|
+| flag | variable | YAML key | default | allowed | meaning | commands |
+|---|---|---|---|---|---|---|
 """
 
 
