@@ -86,13 +86,13 @@
   {{- fail "\n\nreconcile.enabled is false: nobody would confirm and release reservations, and every GPU would be lost for a while with each pod. Leave it on, or set settings.ledger=memory and webhooks.enabled=false." }}
 {{- end }}
 {{- if and (eq (default "uuid" $settings.mapVisible) "index") (ne (default "nvidia" $settings.injection) "cuda") }}
-  {{- fail "\n\nsettings.mapVisible is index, and a container that is shown some of its node's GPUs counts them from 0: set settings.injection=cuda, or leave mapVisible at uuid." }}
+  {{- fail "\n\nsettings.mapVisible is index, and a container that sees some of its node's GPUs counts them from 0: set settings.injection=cuda, or leave mapVisible at uuid." }}
 {{- end }}
 {{- /* serve, reconcile and bind read these too, whoever makes the certificate. */ -}}
 {{- $leaf := include "gpuwarden.seconds" (default "2160h" $settings.certsLeafLife) | float64 }}
 {{- $before := include "gpuwarden.seconds" (default "360h" $settings.certsRenewBefore) | float64 }}
 {{- if le $leaf $before }}
-  {{- fail "\n\nsettings.certsRenewBefore is not shorter than settings.certsLeafLife: a certificate would be renewed before it is made." }}
+  {{- fail "\n\nsettings.certsRenewBefore is not shorter than settings.certsLeafLife: a certificate must outlast its renewal." }}
 {{- end }}
 {{- if le (include "gpuwarden.seconds" (default "8760h" $settings.certsCaLife) | float64) (addf $leaf $before) }}
   {{- fail "\n\nsettings.certsCaLife is not longer than settings.certsLeafLife and settings.certsRenewBefore together: a CA has to outlast what it signs." }}
@@ -174,7 +174,7 @@
     {{- fail "\n\nexport.settings.exporterType has s3: set export.settings.s3Bucket." }}
   {{- end }}
   {{- if and (has "http" $types) $secrets.http (not $export.httpTokenInPlain) (regexMatch "^[hH][tT][tT][pP]://" $export.httpEndpoint) (not (regexMatch "^.{4}://(localhost|127[.][0-9.]+|\\[::1\\])(:[0-9]+)?(/|$)" $export.httpEndpoint)) }}
-    {{- fail "\n\nexport.settings.httpEndpoint is plain http and export.credentials.http is set: everybody on the way could read the token. Use https, or set export.settings.httpTokenInPlain=true." }}
+    {{- fail "\n\nexport.settings.httpEndpoint is plain http and export.credentials.http is set: everyone on the way could read the token. Use https, or set export.settings.httpTokenInPlain=true." }}
   {{- end }}
   {{- if lt (default 100 $export.burst | float64) (default 50 $export.qps | float64) }}
     {{- fail "\n\nexport.settings.burst is less than export.settings.qps: fewer requests at once than a second allows." }}
@@ -183,7 +183,7 @@
   {{- $deadline := include "gpuwarden.seconds" (default "10s" $export.leaseRenewDeadline) | float64 }}
   {{- $retry := include "gpuwarden.seconds" (default "2s" $export.leaseRetryPeriod) | float64 }}
   {{- if or (le $lease $deadline) (le $deadline $retry) }}
-    {{- fail "\n\nexport.settings.leaseDuration, leaseRenewDeadline and leaseRetryPeriod: each has to be shorter than the one before." }}
+    {{- fail "\n\nexport.settings.leaseDuration, leaseRenewDeadline and leaseRetryPeriod: each must be shorter than the one before." }}
   {{- end }}
 {{- end }}
 {{- end }}

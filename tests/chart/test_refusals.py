@@ -138,11 +138,11 @@ REFUSED: dict[str, tuple[Raw, str]] = {
     "fewer-at-once-than-in-a-second": ({**EXPORT, "export.settings.burst": 49}, "export.settings.burst is less than"),
     "a-lease-that-is-lost-before-it-is-renewed": (
         {**EXPORT, "export.settings.leaseRenewDeadline": "15s"},
-        "each has to be shorter than the one before",
+        "each must be shorter than the one before",
     ),
     "a-lease-that-is-looked-at-too-late": (
         {**EXPORT, "export.settings.leaseRetryPeriod": "9.5s500ms"},
-        "each has to be shorter than the one before",
+        "each must be shorter than the one before",
     ),
     "a-port-of-the-container": ({"service.uiPort": 8443}, "choose another"),
 }
@@ -180,24 +180,24 @@ def test_what_works_is_taken(name: str) -> None:
 # Each rule of a process between settings, as it is said there, and what stands for it here: what is refused above, or
 # why no values lead there.
 RULES: dict[str, str] = {
-    "nobody is asked for a token": "callers-without-an-audience",
+    "no token is required": "callers-without-an-audience",
     "more than one listener at port": "one-port-twice",
     "counts them from 0": "an-index-of-some-gpus",
-    "plain HTTP proves nobody": "the chart says extenderPlainAnywhere with the port",
-    "a cluster is named twice": "the chart names it, and leaves no other way",
-    "a ledger in a cluster needs one": "the chart names it",
-    "only a cluster knows whose a token is": "the chart names it",
-    "renewed before it is made": "renewed-before-it-is-made",
-    "a CA has to last longer": "a-ca-that-ends-too-soon",
+    "plain HTTP authenticates no caller": "the chart says extenderPlainAnywhere with the port",
+    "more than one cluster is named": "the chart names it, and leaves no other way",
+    "no cluster is named": "the chart names it",
+    "only a cluster can check a token": "the chart names it",
+    "a certificate must outlast its renewal": "renewed-before-it-is-made",
+    "a CA must last longer": "a-ca-that-ends-too-soon",
     "jwt-svid needs --spire-trust-domain": "challenges-without-a-domain",
     "jwt-svid needs keys": "challenges-without-keys",
     "a key that all replicas share": "the chart makes it, or mounts nonceKey.existingSecret",
-    "an SVID is known by its roots": "an-endpoint-without-roots",
+    "an SVID is verified with its roots": "an-endpoint-without-roots",
     "spire-server needs": "spire-without-an-address",
-    "fewer at once than a second allows": "fewer-at-once-than-in-a-second",
-    "each has to be shorter than the one before": "a-lease-that-is-lost-before-it-is-renewed",
-    "said twice; choose one": "the chart knows no files with secrets",
-    "everybody on the way could read the token": "a-token-in-plain",
+    "--burst must not be less than --qps": "fewer-at-once-than-in-a-second",
+    "each must be shorter than the one before": "a-lease-that-is-lost-before-it-is-renewed",
+    "both are set; set one": "the chart knows no files with secrets",
+    "everyone on the way could read the token": "a-token-in-plain",
     "is below 1000": "the chart says the port as a flag",
 }
 

@@ -139,12 +139,12 @@ def test_the_names_are_those_of_the_service_and_what_is_asked_for() -> None:
     [
         (
             {"certs_renew_before": "2160h"},
-            "flag --certs-renew-before, --certs-leaf-life (default): a certificate would",
+            "flag --certs-renew-before, --certs-leaf-life (default): a certificate must outlast",
         ),
-        ({"certs_ca_life": "2520h"}, "flag --certs-ca-life: a CA has to last longer than certificate and renewal"),
-        ({"certs_leaf_life": "0s"}, "is not a time that something could last"),
+        ({"certs_ca_life": "2520h"}, "flag --certs-ca-life: a CA must last longer than certificate and renewal"),
+        ({"certs_leaf_life": "0s"}, "is not a duration above 0"),
         ({"certs_ca_life": "87601h"}, "is too long"),
-        ({"certs_names": "a b"}, "is neither an address nor a name"),
+        ({"certs_names": "a b"}, "is neither an IP address nor a host name"),
         ({"certs_configurations": "One"}, "is not the name of an object"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

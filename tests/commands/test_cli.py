@@ -68,10 +68,10 @@ def test_options_nobody_knows_are_named_with_the_other_mistakes(capsys: pytest.C
     assert run("serve", "--frob", "--port", "x", "-l", "loud", "--ledger", "cluster") == 1
     assert [line for line in capsys.readouterr().err.splitlines() if line.startswith("gpuwarden serve: ")] == [
         "gpuwarden serve: there is no option --frob",
-        "gpuwarden serve: flag --port: 'x' is not a port; allowed: 0 to 65535; 0 picks a free one",
-        "gpuwarden serve: flag --log-level: 'loud' is none of the words; "
+        "gpuwarden serve: flag --port: 'x' is not a port; allowed: 0 to 65535; 0 selects a free port",
+        "gpuwarden serve: flag --log-level: 'loud' is not an allowed value; "
         "allowed: trace, debug, info, warn, error, fatal, report",
-        "gpuwarden serve: flag --ledger: a ledger in a cluster needs one; name it by --kubeconfig",
+        "gpuwarden serve: flag --ledger: no cluster is named; name one by --kubeconfig",
     ]
 
 
@@ -98,7 +98,7 @@ def test_flag_of_another_command_is_refused_with_the_commands_that_take_it(capsy
         "gpuwarden attest: --smi-file is a flag of export, not of attest",
         "gpuwarden attest: there is no option --hints",
         "gpuwarden attest: there is no option astray",
-        "gpuwarden attest: flag --log-level: 'x' is none of the words; "
+        "gpuwarden attest: flag --log-level: 'x' is not an allowed value; "
         "allowed: trace, debug, info, warn, error, fatal, report",
     ]
 
@@ -150,8 +150,8 @@ def test_config_show_shows_what_is_in_effect(
     assert "port: 443  # flag --port\n" in out
     assert "nodeHashMap:  # variable BGS_NODE_HASH_MAP\n  kind-worker: abc123\n" in out
     assert err == (
-        "gpuwarden config show: --claims-namespace does nothing: "
-        "reservations are not Leases here; --ledger says where they live\n"
+        "gpuwarden config show: --claims-namespace has no effect: "
+        "reservations are not Leases; --ledger selects where they are stored\n"
     )
 
 
@@ -213,7 +213,7 @@ def test_a_mistake_is_not_lost_in_the_usage(command: list[str], capsys: pytest.C
     prog = " ".join(["gpuwarden", *command])
     assert capsys.readouterr().err.splitlines() == [
         f"usage: {prog} [options]; {prog} --help lists them",
-        f"{prog}: flag --port: 'x' is not a port; allowed: 0 to 65535; 0 picks a free one",
+        f"{prog}: flag --port: 'x' is not a port; allowed: 0 to 65535; 0 selects a free port",
     ]
 
 

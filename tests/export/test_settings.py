@@ -175,7 +175,7 @@ class TestWhichCluster:
 
     @pytest.mark.parametrize("empty", [{}, {"KUBECONFIG": ""}, {"KUBECONFIG": "/nowhere/config"}])
     def test_none_is_a_mistake(self, empty: dict[str, str], mounted: Path) -> None:
-        with pytest.raises(SettingsError, match="this is no Pod"):
+        with pytest.raises(SettingsError, match="this process is not in a Pod"):
             load({**NEEDED, **empty}).connection(mounted)
 
 
@@ -207,7 +207,7 @@ def test_a_command_that_does_not_export_judges_what_it_looks_at_alone() -> None:
     assert settings.load({}, {**database, **OTHERS_WORDS}, part=HISTORY).postgres.host == "db"
     with pytest.raises(SettingsError, match="POSTGRES_SSLMODE"):
         settings.load({}, {**database, **OTHERS_WORDS, "POSTGRES_SSLMODE": "x"}, part=HISTORY)
-    with pytest.raises(SettingsError, match="there is no such setting"):
+    with pytest.raises(SettingsError, match="unknown setting"):
         settings.load({}, {**NEEDED, "GPUWARDEN_EXPORT_WORKER": "3"}, part=ONE_READING)
 
 
@@ -246,8 +246,8 @@ def test_a_token_goes_by_plain_http_to_this_machine_alone(tmp_path: Path, endpoi
     file = {"http_auth_token_file": str(tmp_path / "token")}
     if is_refused:
         wanted = (
-            "everybody on the way could read the token; allowed: https, or http to this machine,"
-            " or to anybody with --http-token-in-plain true"
+            "everyone on the way could read the token; allowed: https, or http to this machine,"
+            " or to any machine with --http-token-in-plain true"
         )
         assert mistakes({**given, "HTTP_AUTH_TOKEN": "t"}) == (f"variable HTTP_ENDPOINT: {wanted}",)
         assert mistakes(given, **file) == (f"variable HTTP_ENDPOINT: {wanted}",)
@@ -275,14 +275,14 @@ def test_a_settings_file_names_them_by_their_keys(tmp_path: Path) -> None:
     found = load({"TIMEOUT": "1s"}, config=str(file))
     assert (found.cluster_name, found.exporter_type, found.labels) == ("prod", ("stdout", "http"), False)
     file.write_text("postgresPassword: secret\nclusterName: prod\n")
-    assert "no such setting" in mistakes({}, config=str(file))[0]
+    assert "unknown setting" in mistakes({}, config=str(file))[0]
 
 
 def test_no_other_command_looks_at_them() -> None:
     words = {name: "nonsense" for name in S2}
     found = load_others({}, {**words, "GPUWARDEN_EXPORT_WORKERS": "3"})
     assert found.log_level == "info"
-    assert "there is no such setting" in mistakes({**NEEDED, "GPUWARDEN_EXPORT_WORKER": "3"})[0]
+    assert "unknown setting" in mistakes({**NEEDED, "GPUWARDEN_EXPORT_WORKER": "3"})[0]
 
 
 def test_secrets_have_no_flag() -> None:

@@ -1,18 +1,28 @@
-"""Kinds of values that only the settings of `gpuwarden export` have: Go's words, where S2 has them."""
+"""The kinds of values of `gpuwarden export`'s own settings. The older exporter (S2) is written in Go: where it reads a
+setting, the values have Go's syntax."""
 
 import re
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final
 
-from webhook.runtime.setting_kinds import SettingKind, read_namespace, read_port, read_url
+from webhook.runtime import setting_schemas as schemas
+from webhook.runtime.setting_kinds import (
+    MAX_COUNT,
+    MAX_PORT,
+    NAMESPACE_NAME,
+    SettingKind,
+    one_of,
+    read_namespace,
+    read_port,
+    read_url,
+    whole_number,
+)
 
-T = TypeVar("T")
-
-# Go's forms (time.ParseDuration, strconv.ParseBool), but nothing below zero.
+# Go's syntax (time.ParseDuration, strconv.ParseBool), without negative durations.
 GO_UNITS: Final = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 GO_PART: Final = re.compile(r"([0-9]{1,12}(?:\.[0-9]{0,9})?|\.[0-9]{1,9})(ns|us|µs|ms|s|m|h)")
+GO_PARTS: Final = rf"({GO_PART.pattern})+"
 GO_TRUE: Final = ("1", "t", "T", "TRUE", "true", "True")
 GO_FALSE: Final = ("0", "f", "F", "FALSE", "false", "False")
 LONGEST: Final = timedelta(days=366)
@@ -30,7 +40,7 @@ REQUIREMENT: Final = re.compile(
 
 
 def read_endpoint(text: str) -> str:
-    """A URL that may have a query: some stores want a key there."""
+    """A URL that may have a query: some stores expect a key there."""
     read_url(text.partition("?")[0])
     if not text.isprintable() or " " in text or "#" in text:
         raise ValueError(f"{text!r} is not an http or https URL")
@@ -52,7 +62,7 @@ def read_go_duration(text: str) -> timedelta:
 def read_go_interval(text: str) -> timedelta:
     duration = read_go_duration(text)
     if not duration:
-        raise ValueError(f"{text!r} is no time at all")
+        raise ValueError(f"{text!r} is 0")
     return duration
 
 
@@ -70,17 +80,8 @@ def read_go_truth(text: str) -> bool:
 
 
 def read_true_or_not(text: str) -> bool:
-    """As S2 reads its migration switch: nothing but `true` turns it on."""
+    """S2's migration switch: only `true` turns it on."""
     return text.lower() == "true"
-
-
-def whole(least: int, most: int) -> Callable[[str], int]:
-    def read(text: str) -> int:
-        if not re.fullmatch(r"[0-9]{1,7}", text) or not least <= int(text) <= most:
-            raise ValueError(f"{text!r} is not a whole number from {least} to {most}")
-        return int(text)
-
-    return read
 
 
 def read_rate(text: str) -> float:
@@ -99,7 +100,7 @@ def read_server_port(text: str) -> int:
 def read_store_port(text: str) -> int:
     port = read_port(text)
     if port == 0:
-        raise ValueError("nobody listens at port 0")
+        raise ValueError("no server listens on port 0")
     return port
 
 
@@ -117,7 +118,7 @@ def read_selector(text: str) -> str:
 
 def read_words(text: str) -> str:
     if not text.strip() or not text.isprintable():
-        raise ValueError(f"{text!r} says nothing, or is not printable")
+        raise ValueError(f"{text!r} is empty or not printable")
     return text
 
 
@@ -129,18 +130,18 @@ def read_exporters(text: str) -> tuple[str, ...]:
     parts = tuple(part.strip() for part in text.split(","))
     wrong = [part for part in parts if part not in EXPORTERS]
     if wrong:
-        raise ValueError(f"{wrong[0]!r} is none of the words")
+        raise ValueError(f"{wrong[0]!r} is not an allowed value")
     return tuple(dict.fromkeys(parts))
 
 
 def read_log_level(text: str) -> str:
-    """A word that S2 does not know is `info` there, those among them that hide errors."""
+    """S2 reads a level that it does not know as `info`, also those that would suppress errors."""
     return text.lower() if text.lower() in S2_LEVELS else "info"
 
 
 def read_partition(text: str) -> str:
     if not PARTITION.fullmatch(text):
-        raise ValueError(f"{text!r} is no part of a key")
+        raise ValueError(f"{text!r} cannot be part of a key")
     return text
 
 
@@ -148,38 +149,54 @@ def read_text(text: str) -> str:
     return text
 
 
-def words(*known: str) -> Callable[[str], str]:
-    def read(text: str) -> str:
-        if text not in known:
-            raise ValueError(f"{text!r} is none of the words")
-        return text
-
-    return read
-
-
-GO_DURATION: Final = SettingKind("`90s`, `1m30s`, `500ms`, or 0; at most `168h`", read_go_duration)
-GO_INTERVAL: Final = SettingKind("`90s`, `1m30s`, `500ms`; not 0, at most `168h`", read_go_interval)
-PATIENCE: Final = SettingKind("`30s`, `1m30s`; not 0, at most `10m`", read_patience)
-GO_TRUTH: Final = SettingKind("1, t, true, 0, f, false, and these in capitals", read_go_truth)
-MIGRATE: Final = SettingKind("`true`; anything else is false", read_true_or_not)
-ENDPOINT: Final = SettingKind("a URL with http or https, without user or fragment", read_endpoint)
-WORKERS: Final = SettingKind("1 to 100", whole(1, 100))
-RATE: Final = SettingKind("a number above 0", read_rate)
-BURST: Final = SettingKind("a whole number, not less than the rate", whole(1, 9_999_999))
-SERVER_PORT: Final = SettingKind("1000 to 65535; 0, as a flag, picks a free one", read_server_port)
-STORE_PORT: Final = SettingKind("1 to 65535", read_store_port)
-SELECTOR: Final = SettingKind("a label selector; empty is every pod", read_selector)
-WORDS: Final = SettingKind("some printable text", read_words)
-CONTAINER: Final = SettingKind("the name of a container; empty is the pod's only one", read_container)
-EXPORTER_LIST: Final = SettingKind(f"a comma list of: {', '.join(EXPORTERS)}", read_exporters, list)
-LENIENT_LOG_LEVEL: Final = SettingKind("debug, info, warn, error; any other word is info", read_log_level)
-PARTITION_PATTERN: Final = SettingKind("text with %Y, %m, %d, %H", read_partition)
-DIRECTORY: Final = SettingKind("a directory, which is made", Path)
-TEXT: Final = SettingKind("any text", read_text)
-OBJECT_FORMAT: Final = SettingKind("csv, parquet", words("csv", "parquet"))
-# Not FILE: libpq reads it, anew for each connection.
-ROOT_CERTIFICATES: Final = SettingKind("a file with certificates in PEM", read_text)
-SSL_MODE: Final = SettingKind(
-    "disable, allow, prefer, require, verify-ca, verify-full",
-    words("disable", "allow", "prefer", "require", "verify-ca", "verify-full"),
+GO_DURATION: Final = SettingKind(
+    "`90s`, `1m30s`, `500ms`, or 0; at most `168h`",
+    read_go_duration,
+    schema={**schemas.text(f"(0|{GO_PARTS})"), "type": ["string", "integer"], "minimum": 0, "maximum": 0},
 )
+GO_INTERVAL: Final = SettingKind(
+    "`90s`, `1m30s`, `500ms`; not 0, at most `168h`", read_go_interval, schema=schemas.text(GO_PARTS)
+)
+PATIENCE: Final = SettingKind("`30s`, `1m30s`; not 0, at most `10m`", read_patience, schema=schemas.text(GO_PARTS))
+GO_TRUTH: Final = SettingKind("1, t, true, 0, f, false, also in upper case", read_go_truth)
+MIGRATE: Final = SettingKind("`true`; anything else is false", read_true_or_not, schema={"type": ["boolean", "string"]})
+ENDPOINT: Final = SettingKind(
+    "a URL with http or https, without user or fragment",
+    read_endpoint,
+    schema=schemas.text(r"[hH][tT][tT][pP][sS]?://[^\s#]+"),
+)
+WORKERS: Final = whole_number(1, 100, "1 to 100")
+RATE: Final = SettingKind(
+    "a number above 0",
+    read_rate,
+    schema={"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1_000_000},
+)
+BURST: Final = whole_number(1, MAX_COUNT, "a whole number, not less than the rate")
+SERVER_PORT: Final = SettingKind("1000 to 65535; 0, as a flag, selects a free port", read_server_port)
+STORE_PORT: Final = SettingKind("1 to 65535", read_store_port, schema=schemas.whole(1, MAX_PORT))
+SELECTOR: Final = SettingKind(
+    "a label selector; empty selects every pod",
+    read_selector,
+    schema=schemas.text(rf"(\s*|{REQUIREMENT.pattern}(,{REQUIREMENT.pattern})*)"),
+)
+WORDS: Final = SettingKind("printable text, not empty", read_words, schema={**schemas.ANY_TEXT, "pattern": r"\S"})
+CONTAINER: Final = SettingKind(
+    "the name of a container; empty: the pod's only one",
+    read_container,
+    schema=schemas.text(f"({NAMESPACE_NAME})?"),
+)
+EXPORTER_LIST: Final = SettingKind(
+    f"a comma list of: {', '.join(EXPORTERS)}", read_exporters, list, schemas.comma_list(f"({'|'.join(EXPORTERS)})")
+)
+LENIENT_LOG_LEVEL: Final = SettingKind(
+    "debug, info, warn, error; any other word is info", read_log_level, schema={"type": "string"}
+)
+PARTITION_PATTERN: Final = SettingKind(
+    "text with %Y, %m, %d, %H", read_partition, schema=schemas.text(PARTITION.pattern)
+)
+DIRECTORY: Final = SettingKind("a directory; created if it does not exist", Path)
+TEXT: Final = SettingKind("any text", read_text, schema=schemas.ANY_TEXT)
+OBJECT_FORMAT: Final = one_of("csv", "parquet")
+# Not FILE: libpq reads the file, for each connection.
+ROOT_CERTIFICATES: Final = SettingKind("a file with certificates in PEM", read_text, schema={"type": "string"})
+SSL_MODE: Final = one_of("disable", "allow", "prefer", "require", "verify-ca", "verify-full")

@@ -1,7 +1,7 @@
-"""The settings of `gpuwarden export`: S2's variables by their own names, and ours, which win.
+"""The settings of `gpuwarden export` and `history`: gpuwarden's variables, and those of the older exporter (S2).
 
-S2's names are plain words (NAMESPACE, TIMEOUT), so nobody but this command looks at them. What S2 would end with, a
-value of a wrong form, is a mistake here too; what it passes over in silence, in what concerns an exporter, is told.
+S2's names are plain words (NAMESPACE, TIMEOUT), so only these commands read them. A value that stops S2 is a mistake
+here too; a value of an exporter that S2 ignores silently is ignored with a note.
 """
 
 from argparse import ArgumentParser
@@ -38,7 +38,7 @@ from webhook.export.kinds import (
     WORKERS,
 )
 from webhook.export.targets import HttpTarget, ObjectTarget, PostgresTarget, is_here, secret_in
-from webhook.runtime.setting_kinds import FILE, HOST, NAMESPACE, TRUTH
+from webhook.runtime.setting_kinds import BOOLEAN, FILE, HOST, NAMESPACE
 from webhook.runtime.setting_table import (
     EXPORT_PREFIX,
     Command,
@@ -61,17 +61,17 @@ MOUNTED: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
 @frozen
 class ExportSettings:
-    """What somebody has set, or the default. Secrets that stood in a variable are in it: it is never shown."""
+    """The settings in effect. They contain the secrets of variables, so they are never printed."""
 
     config: Path | None = field(
-        default=None, metadata=declared(FILE, BOTH, "the YAML file with settings of this table", in_file=False)
+        default=None, metadata=declared(FILE, BOTH, "YAML file with the settings of this table", in_file=False)
     )
     exporter_type: tuple[str, ...] = field(
         default=("stdout",),
         metadata=declared(
             EXPORTER_LIST,
             EXPORT,
-            "where records go, to all of these",
+            "stores that records are exported to",
             older_variable="EXPORTER_TYPE",
             older_may_be_empty=True,
         ),
@@ -81,7 +81,7 @@ class ExportSettings:
         metadata=declared(
             WORDS,
             EXPORT,
-            "the cluster's name in every record; needed",
+            "name of the cluster in every record; required",
             older_variable="CLUSTER_NAME",
             older_may_be_empty=True,
         ),
@@ -91,7 +91,7 @@ class ExportSettings:
         metadata=declared(
             NAMESPACE,
             EXPORT,
-            "where the device plugin's pods are",
+            "namespace of the device plugin's pods",
             short="n",
             older_variable="NAMESPACE",
             older_may_be_empty=True,
@@ -100,7 +100,11 @@ class ExportSettings:
     label_selector: str = field(
         default="app=nvidia-device-plugin-daemonset",
         metadata=declared(
-            SELECTOR, EXPORT, "which pods there are asked", older_variable="LABEL_SELECTOR", older_may_be_empty=True
+            SELECTOR,
+            EXPORT,
+            "selector of the device plugin's pods",
+            older_variable="LABEL_SELECTOR",
+            older_may_be_empty=True,
         ),
     )
     container: str = field(
@@ -108,72 +112,77 @@ class ExportSettings:
         metadata=declared(
             CONTAINER,
             EXPORT,
-            "the container that nvidia-smi is run in",
+            "container in which nvidia-smi runs",
             older_variable="CONTAINER",
             older_may_be_empty=True,
         ),
     )
     workers: int = field(
-        default=16, metadata=declared(WORKERS, EXPORT, "how many pods are read at once", older_variable="WORKERS")
+        default=16,
+        metadata=declared(WORKERS, EXPORT, "number of pods that are read concurrently", older_variable="WORKERS"),
     )
     timeout: timedelta = field(
         default=timedelta(seconds=30),
-        metadata=declared(PATIENCE, EXPORT, "how long one pod may take, with its labels", older_variable="TIMEOUT"),
+        metadata=declared(
+            PATIENCE, EXPORT, "how long one pod may take, including the labels of its node", older_variable="TIMEOUT"
+        ),
     )
     resync: timedelta = field(
         default=timedelta(0),
         metadata=declared(
             GO_DURATION,
             EXPORT,
-            "how often pods that were read are read again; 0: when something happens",
+            "how often pods are read again; 0: only when something changes",
             older_variable="RESYNC",
         ),
     )
     qps: float = field(
-        default=50.0, metadata=declared(RATE, EXPORT, "requests a second to the API server", older_variable="QPS")
+        default=50.0, metadata=declared(RATE, EXPORT, "requests per second to the API server", older_variable="QPS")
     )
     burst: int = field(
-        default=100, metadata=declared(BURST, EXPORT, "how many of these may come at once", older_variable="BURST")
+        default=100,
+        metadata=declared(BURST, EXPORT, "number of requests that may be sent at once", older_variable="BURST"),
     )
     kubeconfig: Path | None = field(
         default=None,
         metadata=declared(
             FILE,
             EXPORT,
-            "the cluster, if not the one whose Pod this is; gpuid's variable counts outside of Pods only",
+            "kubeconfig of the cluster; not set: the cluster of this Pod; the older exporter's variable "
+            "counts outside of Pods only",
             older_variable="KUBECONFIG",
             older_is_lenient=True,
         ),
     )
     log_level: str = field(
         default="info",
-        metadata=declared(
-            LENIENT_LOG_LEVEL, EXPORT, "what is logged: this and what is graver", short="l", older_variable="LOG_LEVEL"
-        ),
+        metadata=declared(LENIENT_LOG_LEVEL, EXPORT, "minimum log level", short="l", older_variable="LOG_LEVEL"),
     )
     host: str = field(
-        default="0.0.0.0",  # noqa: S104 - probes and Prometheus come from elsewhere, and find nothing else there
-        metadata=declared(HOST, EXPORT, "where health and metrics are"),
+        default="0.0.0.0",  # noqa: S104 - for probes and Prometheus; the listener serves nothing else
+        metadata=declared(HOST, EXPORT, "address of the listener for health and metrics"),
     )
     server_port: int = field(
-        default=8080, metadata=declared(SERVER_PORT, EXPORT, "at which port", older_variable="SERVER_PORT")
+        default=8080,
+        metadata=declared(
+            SERVER_PORT, EXPORT, "port of the listener for health and metrics", older_variable="SERVER_PORT"
+        ),
     )
     leader_election: bool = field(
         default=False,
-        metadata=declared(
-            GO_TRUTH, EXPORT, "whether one of several is elected to work", older_variable="LEADER_ELECTION"
-        ),
+        metadata=declared(GO_TRUTH, EXPORT, "elect one of several replicas", older_variable="LEADER_ELECTION"),
     )
     lease_namespace: str = field(
-        default="gpuid", metadata=declared(NAMESPACE, EXPORT, "where its Lease is", older_variable="LEASE_NAMESPACE")
+        default="gpuid",
+        metadata=declared(NAMESPACE, EXPORT, "namespace of the Lease", older_variable="LEASE_NAMESPACE"),
     )
     lease_name: str = field(
-        default="gpuid-leader", metadata=declared(WORDS, EXPORT, "and its name", older_variable="LEASE_NAME")
+        default="gpuid-leader", metadata=declared(WORDS, EXPORT, "name of the Lease", older_variable="LEASE_NAME")
     )
     lease_duration: timedelta = field(
         default=timedelta(seconds=15),
         metadata=declared(
-            GO_INTERVAL, EXPORT, "how long nobody else may take the Lease", older_variable="LEASE_DURATION"
+            GO_INTERVAL, EXPORT, "how long no other replica may take the Lease", older_variable="LEASE_DURATION"
         ),
     )
     lease_renew_deadline: timedelta = field(
@@ -181,126 +190,133 @@ class ExportSettings:
         metadata=declared(
             GO_INTERVAL,
             EXPORT,
-            "how long its holder goes on without renewing it",
+            "how long the leader continues without renewing the Lease",
             older_variable="LEASE_RENEW_DEADLINE",
         ),
     )
     lease_retry_period: timedelta = field(
         default=timedelta(seconds=2),
-        metadata=declared(GO_INTERVAL, EXPORT, "how often it is looked at", older_variable="LEASE_RETRY_PERIOD"),
+        metadata=declared(GO_INTERVAL, EXPORT, "how often the Lease is checked", older_variable="LEASE_RETRY_PERIOD"),
     )
     pod_name: str = field(
-        default="", metadata=declared(TEXT, EXPORT, "this Pod; needed for an election", older_variable="POD_NAME")
+        default="",
+        metadata=declared(TEXT, EXPORT, "name of this Pod; required for leader election", older_variable="POD_NAME"),
     )
     pod_namespace: str = field(
-        default="", metadata=declared(TEXT, EXPORT, "its namespace", older_variable="POD_NAMESPACE")
+        default="", metadata=declared(TEXT, EXPORT, "namespace of this Pod; not used", older_variable="POD_NAMESPACE")
     )
-    labels: bool = field(
-        default=True, metadata=declared(TRUTH, EXPORT, "whether nodes are labelled with what was read")
-    )
+    labels: bool = field(default=True, metadata=declared(BOOLEAN, EXPORT, "label nodes with the values that were read"))
     history: bool = field(
         default=True,
-        metadata=declared(TRUTH, EXPORT, "whether the beginning and the end of reservations are exported too"),
+        metadata=declared(BOOLEAN, EXPORT, "also export the beginning and the end of reservations"),
     )
     outbox: Path | None = field(
         default=None,
         metadata=declared(
-            DIRECTORY, EXPORT, "directory of what is not stored yet; not set: it is lost when the process ends"
+            DIRECTORY,
+            EXPORT,
+            "directory of records that are not stored yet; not set: they are lost when the process ends",
         ),
     )
 
     http_endpoint: str | None = field(
-        default=None, metadata=declared(ENDPOINT, EXPORT, "where http posts records", older_variable="HTTP_ENDPOINT")
+        default=None,
+        metadata=declared(ENDPOINT, EXPORT, "URL to which http posts records", older_variable="HTTP_ENDPOINT"),
     )
     http_timeout: timedelta = field(
         default=timedelta(seconds=30),
         metadata=declared(
-            GO_INTERVAL, EXPORT, "how long a post may take", older_variable="HTTP_TIMEOUT", older_is_lenient=True
+            GO_INTERVAL, EXPORT, "how long a POST may take", older_variable="HTTP_TIMEOUT", older_is_lenient=True
         ),
     )
     http_auth_token: str | None = field(
         default=None,
         metadata=declared(
-            TEXT, EXPORT, "its bearer token", older_variable="HTTP_AUTH_TOKEN", in_file=False, is_secret=True
+            TEXT, EXPORT, "bearer token of http", older_variable="HTTP_AUTH_TOKEN", in_file=False, is_secret=True
         ),
     )
-    http_auth_token_file: Path | None = field(default=None, metadata=declared(FILE, EXPORT, "a file with it"))
+    http_auth_token_file: Path | None = field(
+        default=None, metadata=declared(FILE, EXPORT, "file with the bearer token")
+    )
     http_token_in_plain: bool = field(
         default=False,
         metadata=declared(
-            TRUTH, EXPORT, "whether the token may go by plain http to other machines: everybody on the way can read it"
+            BOOLEAN,
+            EXPORT,
+            "allow the token in plain http to other machines: everyone on the way can read it",
         ),
     )
     postgres_host: str | None = field(
-        default=None, metadata=declared(TEXT, BOTH, "the database server", older_variable="POSTGRES_HOST")
+        default=None, metadata=declared(TEXT, BOTH, "database server", older_variable="POSTGRES_HOST")
     )
     postgres_port: int = field(
         default=5432,
-        metadata=declared(STORE_PORT, BOTH, "its port", older_variable="POSTGRES_PORT", older_is_lenient=True),
+        metadata=declared(
+            STORE_PORT, BOTH, "port of the database server", older_variable="POSTGRES_PORT", older_is_lenient=True
+        ),
     )
     postgres_db: str | None = field(
-        default=None, metadata=declared(TEXT, BOTH, "the database", older_variable="POSTGRES_DB")
+        default=None, metadata=declared(TEXT, BOTH, "name of the database", older_variable="POSTGRES_DB")
     )
     postgres_user: str | None = field(
-        default=None, metadata=declared(TEXT, BOTH, "the role", older_variable="POSTGRES_USER")
+        default=None, metadata=declared(TEXT, BOTH, "role of the database", older_variable="POSTGRES_USER")
     )
     postgres_password: str | None = field(
         default=None,
         metadata=declared(
-            TEXT, BOTH, "its password", older_variable="POSTGRES_PASSWORD", in_file=False, is_secret=True
+            TEXT, BOTH, "password of the role", older_variable="POSTGRES_PASSWORD", in_file=False, is_secret=True
         ),
     )
-    postgres_password_file: Path | None = field(default=None, metadata=declared(FILE, BOTH, "a file with it"))
+    postgres_password_file: Path | None = field(default=None, metadata=declared(FILE, BOTH, "file with the password"))
     postgres_sslmode: str = field(
-        default="require", metadata=declared(SSL_MODE, BOTH, "how it is reached", older_variable="POSTGRES_SSLMODE")
+        default="require",
+        metadata=declared(SSL_MODE, BOTH, "TLS mode of the connection (libpq)", older_variable="POSTGRES_SSLMODE"),
     )
     postgres_sslrootcert: str | None = field(
         default=None,
         metadata=declared(
-            ROOT_CERTIFICATES, BOTH, "whom its certificate has to be from", older_variable="POSTGRES_SSLROOTCERT"
+            ROOT_CERTIFICATES, BOTH, "CAs of the database server's certificate", older_variable="POSTGRES_SSLROOTCERT"
         ),
     )
     postgres_table: str = field(
-        default="gpu", metadata=declared(TEXT, BOTH, "the table of readings", older_variable="POSTGRES_TABLE")
+        default="gpu", metadata=declared(TEXT, BOTH, "table of readings", older_variable="POSTGRES_TABLE")
     )
     postgres_auto_migrate: bool = field(
         default=False,
-        metadata=declared(
-            MIGRATE, BOTH, "whether tables are made that are missing", older_variable="POSTGRES_AUTO_MIGRATE"
-        ),
+        metadata=declared(MIGRATE, BOTH, "create missing tables", older_variable="POSTGRES_AUTO_MIGRATE"),
     )
     s3_bucket: str | None = field(
         default=None,
         metadata=declared(
-            TEXT, EXPORT, "the bucket, or a URL (s3://, gs://, az://) of another store", older_variable="S3_BUCKET"
+            TEXT, EXPORT, "bucket, or URL (s3://, gs://, az://) of another store", older_variable="S3_BUCKET"
         ),
     )
     s3_prefix: str = field(
-        default="", metadata=declared(TEXT, EXPORT, "what keys begin with", older_variable="S3_PREFIX")
+        default="", metadata=declared(TEXT, EXPORT, "prefix of the keys", older_variable="S3_PREFIX")
     )
     s3_region: str = field(
-        default="us-east-1", metadata=declared(TEXT, EXPORT, "the bucket's region", older_variable="S3_REGION")
+        default="us-east-1", metadata=declared(TEXT, EXPORT, "region of the bucket", older_variable="S3_REGION")
     )
     s3_partition_pattern: str = field(
         default="year=%Y/month=%m/day=%d/hour=%H",
         metadata=declared(
-            PARTITION_PATTERN, EXPORT, "what stands between prefix and name", older_variable="S3_PARTITION_PATTERN"
+            PARTITION_PATTERN, EXPORT, "part of the key between prefix and name", older_variable="S3_PARTITION_PATTERN"
         ),
     )
-    s3_format: str = field(default="csv", metadata=declared(OBJECT_FORMAT, EXPORT, "the form of objects"))
-    s3_header: bool = field(
-        default=False, metadata=declared(TRUTH, EXPORT, "whether a CSV object begins with its columns")
-    )
+    s3_format: str = field(default="csv", metadata=declared(OBJECT_FORMAT, EXPORT, "format of the objects"))
+    s3_header: bool = field(default=False, metadata=declared(BOOLEAN, EXPORT, "begin each CSV object with a header"))
     s3_own_columns: bool = field(
         default=False,
-        metadata=declared(TRUTH, EXPORT, "whether uuid, minor number and the rest follow the seven columns"),
+        metadata=declared(
+            BOOLEAN, EXPORT, "add UUID, minor number and the rest after the seven columns of the older exporter"
+        ),
     )
 
     # By setting: "flag --timeout", "variable TIMEOUT", "key timeout in FILE" or "default".
     sources: Mapping[str, str] = field(factory=dict, eq=False, repr=False)
-    # Sentences about what was passed over.
+    # Warnings about values that are ignored.
     notes: tuple[str, ...] = ()
-    # Where a Pod finds the API server: what Kubernetes tells every one.
+    # The API server's URL from the variables that Kubernetes sets in every Pod.
     api_server_of_pod: str | None = field(default=None, eq=False)
 
     @property
@@ -340,14 +356,14 @@ class ExportSettings:
         )
 
     def connection(self, mounted: Path = MOUNTED) -> Settings:
-        """The cluster to talk to, in the words of the other commands."""
+        """The cluster, as settings of the other commands."""
         is_ours = self.sources.get("kubeconfig") != "variable KUBECONFIG"
         is_pod = self.api_server_of_pod is not None and (mounted / "token").is_file()
         if self.kubeconfig is not None and (is_ours or not is_pod):
             return Settings(kubeconfig=self.kubeconfig)
         if is_pod:
             return Settings(in_cluster=True, api_server_of_pod=self.api_server_of_pod)
-        raise SettingsError(["this is no Pod, and no other cluster is named; name one by --kubeconfig"])
+        raise SettingsError(["this process is not in a Pod, and no other cluster is named; name one by --kubeconfig"])
 
 
 def secret(text: str | None, file: Path | None) -> str | None:
@@ -356,7 +372,7 @@ def secret(text: str | None, file: Path | None) -> str | None:
 
 TABLE: Final = settings_of(ExportSettings, EXPORT_PREFIX)
 
-# What each exporter cannot do without.
+# The settings that each exporter requires.
 NEEDED: Final = {
     "stdout": (),
     "http": ("http_endpoint",),
@@ -367,8 +383,10 @@ NEEDED: Final = {
 
 @frozen
 class Part:
-    """What a command needs and what else it looks at that does not export. The rest may be as it likes: S2's variables
-    are plain words, which others set too."""
+    """The settings of a command that does not export: those that it requires, and those that it reads besides.
+
+    The others are not checked: other programs may set S2's variables, which are plain words.
+    """
 
     needs: tuple[str, ...]
     looks_at: tuple[str, ...] = ()
@@ -379,7 +397,7 @@ HISTORY: Final = Part(NEEDED["postgres"], tuple(one.name for one in TABLE if Com
 
 
 class ExportReader(TableReader):
-    """Reads them, and looks at what does not go together."""
+    """Reads the table and applies the rules between its settings."""
 
     table = TABLE
     prefix = EXPORT_PREFIX
@@ -397,7 +415,7 @@ class ExportReader(TableReader):
     def read(self) -> ExportSettings:
         values = self.read_values()
         chosen = ExportSettings(**values, sources=self.sources(), api_server_of_pod=api_server_of_pod(self.environ))
-        return evolve(chosen, notes=tuple(self.passed_over))
+        return evolve(chosen, notes=tuple(self.ignored))
 
     def _values(self) -> Iterator[tuple[str, Any]]:
         if self._part is not None:
@@ -410,18 +428,18 @@ class ExportReader(TableReader):
         if values.get("server_port") == 0 and self.where(["server_port"]) == "variable SERVER_PORT":
             self.mistakes.append("variable SERVER_PORT: '0' is below 1000; allowed: 1000 to 65535")
         if self._value(values, "burst") < self._value(values, "qps"):
-            self.mistakes.append(f"{self.where(['burst', 'qps'])}: fewer at once than a second allows")
+            self.mistakes.append(f"{self.where(['burst', 'qps'])}: --burst must not be less than --qps")
         times = ["lease_duration", "lease_renew_deadline", "lease_retry_period"]
         found = [self._value(values, name) for name in times]
         if not found[0] > found[1] > found[2]:
-            self.mistakes.append(f"{self.where(times)}: each has to be shorter than the one before")
+            self.mistakes.append(f"{self.where(times)}: each must be shorter than the one before")
         for name in ("http_auth_token", "postgres_password"):
             if name in self.given and f"{name}_file" in self.given:
-                self.mistakes.append(f"{self.where([name, f'{name}_file'])}: said twice; choose one")
+                self.mistakes.append(f"{self.where([name, f'{name}_file'])}: both are set; set one")
         if self._shows_token(values):
             problem = (
-                "everybody on the way could read the token; allowed: https, or http to this machine,"
-                " or to anybody with --http-token-in-plain true"
+                "everyone on the way could read the token; allowed: https, or http to this machine,"
+                " or to any machine with --http-token-in-plain true"
             )
             self.mistakes.append(f"{self.where(['http_endpoint'])}: {problem}")
 
@@ -449,9 +467,9 @@ class ExportReader(TableReader):
             if name not in self.given and f"{name}_file" not in self.given:
                 one = next(setting for setting in TABLE if setting.name == name)
                 names = [*([] if one.is_secret else [flag_of(name)]), *one.variables]
-                yield " or ".join(names), f"{by} needs it" if by else "it is needed"
+                yield " or ".join(names), f"{by} requires it" if by else "it is required"
             elif values.get(name) == "":
-                yield self.where([name]), f"{by} needs more than nothing"
+                yield self.where([name]), "it must not be empty"
 
     def _value(self, values: Mapping[str, Any], name: str) -> Any:
         return values.get(name, next(one.default for one in TABLE if one.name == name))
@@ -468,7 +486,7 @@ def load(
     *,
     part: Part | None = None,
 ) -> ExportSettings:
-    """The settings, or `SettingsError` with every mistake. `part`: for a command that does not export."""
+    """The settings. Raises SettingsError with every mistake. `part` is for a command that does not export."""
     return ExportReader(flags, process_environment() if environ is None else environ, also, part).read()
 
 
@@ -477,9 +495,10 @@ REFERENCE: Final = """\
 
 Written by `gpuwarden config reference export`; change `webhook/export/settings.py` instead.
 
-A flag wins over a variable, ours over gpuid's, a variable over the YAML file that `--config` or
-`GPUWARDEN_EXPORT_CONFIG` names, the file over the default. Secrets have no flag: everybody on the machine could read
-it. All mistakes are named at once, and the exit code is 2.
+A flag wins over a variable, a variable of gpuwarden over one of gpuid, a variable over the YAML file that `--config` or
+`GPUWARDEN_EXPORT_CONFIG` names, the file over the default. The commands of a setting are those that read it; only they
+have its flag. A secret has no flag, because every user of the machine could read it. gpuwarden reports all mistakes at
+once, with exit code 2.
 
 | flag | variable | YAML key | default | allowed | meaning | commands |
 |---|---|---|---|---|---|---|
@@ -487,5 +506,5 @@ it. All mistakes are named at once, and the exit code is 2.
 
 
 def reference() -> str:
-    """The table of these settings as Markdown."""
+    """The table as Markdown."""
     return REFERENCE + "".join(map(row, TABLE))
