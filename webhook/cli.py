@@ -142,95 +142,108 @@ def make_parser() -> Parser:
     one.add_argument("--hints", action="store_true", help=SUPPRESS)  # only `make run` uses it
     with_settings(one, serve)
 
-    one = added(commands, "reconcile", "bring reservations and pods of a cluster together; one of many acts")
+    one = added(
+        commands, "reconcile", "keep reservations, pods and evidence of a cluster in step; one replica is the leader"
+    )
     with_settings(one, reconcile)
 
     one = added(commands, "bind", "the scheduler of the pods that name it; one of many acts")
     with_settings(one, bind)
 
-    one = added(commands, "attest", "prove the node that this is, again and again, to a server")
-    one.add_argument("--once", action="store_true", help="once, and the exit code says whether it was proven")
-    one.add_argument(
-        "--gpus", action="store_true", help="print the GPUs of this machine, a JSON line each, and no more"
-    )
+    one = added(commands, "attest", "prove this node to a server, repeatedly")
+    one.add_argument("--once", action="store_true", help="prove the node once; the exit code is the result")
+    one.add_argument("--gpus", action="store_true", help="only print the GPUs of this machine, one JSON line each")
     with_settings(one, attest)
 
-    one = added(commands, "export", "bring serials of GPUs, and who used which, to stores")
-    one.add_argument("--smi-file", metavar="FILE", help="no cluster: print what this output of nvidia-smi -q -x says")
-    one.add_argument("--cluster", dest="cluster_name", help="the cluster's name in every record, as --cluster-name")
-    one.add_argument("--node", metavar="NODE", help="for --smi-file: the node it is from")
-    one.add_argument("--machine", metavar="MACHINE", help="for --smi-file: what its provider calls it (default: na)")
+    one = added(commands, "export", "export serial numbers and uses of GPUs to stores")
+    one.add_argument(
+        "--smi-file", metavar="FILE", help="without a cluster: print the readings in this output of nvidia-smi -q -x"
+    )
+    one.add_argument("--cluster", dest="cluster_name", help="same as --cluster-name")
+    one.add_argument("--node", metavar="NODE", help="for --smi-file: name of the node")
+    one.add_argument(
+        "--machine", metavar="MACHINE", help="for --smi-file: the provider's name of the node (default: na)"
+    )
     with_export_settings(one, export)
 
-    one = added(commands, "history", "say who used which GPU, and when, from the database of `export`")
+    one = added(commands, "history", "show which pods used a GPU and when, from the database of `export`")
     add_question(one)
     with_export_settings(one, history)
 
-    one = added(commands, "score", "answer which GPUs suit a pod; a scorer for `serve --scorer`")
+    one = added(commands, "score", "recommend GPUs for pods; a scorer for `serve --scorer`")
     with_settings(one, score)
 
-    one = added(commands, "explain", "say what would become of a pod, node by node; reserves nothing")
+    one = added(
+        commands, "explain", "show the verdict for a pod, and for each node why it fits or not; reserves nothing"
+    )
     add_explained(one)
     with_answer_settings(one, explain)
 
-    one = added(commands, "audit", "say what runs and would be refused today; reads the cluster, changes nothing")
-    one.add_argument("-o", "--output", choices=("table", "json"), default="table", help="form of the answer")
-    one.add_argument("--context", metavar="NAME", help="of the kubeconfig (default: its current one)")
+    one = added(commands, "audit", "list pods that run and would be refused today; changes nothing")
+    one.add_argument("-o", "--output", choices=("table", "json"), default="table", help="output format")
+    one.add_argument("--context", metavar="NAME", help="context of the kubeconfig (default: the current context)")
     with_answer_settings(one, audit)
 
     one = added(
         commands,
         "release",
-        "offer the GPUs of a pod again that is gone and does not run; for who may manage reservations",
+        "release the GPUs of a pod that is gone; requires the right to manage reservations",
     )
-    one.add_argument("wanted", nargs="+", metavar="RESERVATION|GPU|NAMESPACE/POD", help="what is held, by any of these")
-    one.add_argument("--context", metavar="NAME", help="of the kubeconfig (default: its current one)")
+    one.add_argument(
+        "wanted",
+        nargs="+",
+        metavar="RESERVATION|GPU|NAMESPACE/POD",
+        help="the reservation to release, by any of these names",
+    )
+    one.add_argument("--context", metavar="NAME", help="context of the kubeconfig (default: the current context)")
     with_settings(one, release)
 
     certs = commands.add_parser("certs", help="certificates").add_subparsers(metavar="COMMAND", required=True)
-    one = added(certs, "dev", "make a development CA and a certificate for localhost")
-    one.add_argument("--dir", type=Path, default=Path("certs/dev"), help="where to (default: certs/dev)")
+    one = added(certs, "dev", "create a development CA and a certificate for localhost")
+    one.add_argument("--dir", type=Path, default=Path("certs/dev"), help="output directory (default: certs/dev)")
     without_settings(one, certs_dev)
-    one = added(certs, "ensure", "make the certificate of a cluster's `serve` and have it trusted, once")
+    one = added(certs, "ensure", "create the certificate of `serve` in a cluster and publish its CA, once")
     with_settings(one, certs_ensure)
-    one = added(certs, "keep", "the same again and again: it is renewed, and its CA too")
+    one = added(certs, "keep", "create, publish and renew the certificate of `serve` and its CA")
     with_settings(one, certs_keep)
 
-    one = added(commands, "crds", "the custom resource definitions, as YAML")
+    one = added(commands, "crds", "print the custom resource definitions as YAML")
     without_settings(one, crds)
 
-    one = added(commands, "manifests", "what a cluster is told of gpuwarden, as YAML for kubectl apply")
+    one = added(commands, "manifests", "print the manifests of gpuwarden as YAML for kubectl apply")
     add_installation(one)
     without_settings(one, manifests)
 
     config = commands.add_parser("config", help="settings").add_subparsers(metavar="COMMAND", required=True)
-    with_all_settings(added(config, "show", "the settings in effect and where each comes from"), config_show)
-    with_all_settings(added(config, "check", "name every mistake in the settings"), config_check)
-    one = added(config, "reference", "the table of all settings, as Markdown")
-    one.add_argument("of", nargs="?", choices=("export",), help="of the command that has settings of its own")
+    with_all_settings(added(config, "show", "print the settings in effect and the source of each"), config_show)
+    with_all_settings(added(config, "check", "report every mistake in the settings"), config_check)
+    one = added(config, "reference", "print the table of all settings as Markdown")
+    one.add_argument("of", nargs="?", choices=("export",), help="the settings of `export` and `history` instead")
     without_settings(one, config_reference)
     return parser
 
 
 def add_question(parser: Parser) -> None:
-    parser.add_argument("--serial", help="of the GPU")
-    parser.add_argument("--uuid", help="of the GPU")
-    parser.add_argument("--pod", metavar="NAMESPACE/NAME", help="that used it")
-    parser.add_argument("--hash", metavar="HASH", help="of the evidence that it was used on")
-    parser.add_argument("-o", "--output", choices=("text", "json"), default="text", help="form of the answer")
+    parser.add_argument("--serial", help="serial number of the GPU")
+    parser.add_argument("--uuid", help="UUID of the GPU")
+    parser.add_argument("--pod", metavar="NAMESPACE/NAME", help="pod that used the GPU")
+    parser.add_argument("--hash", metavar="HASH", help="attestation hash of the node during the use")
+    parser.add_argument("-o", "--output", choices=("text", "json"), default="text", help="output format")
 
 
 def add_explained(parser: Parser) -> None:
     parser.add_argument("words", nargs="*", metavar="FILE", help="manifests, - for stdin; or: pod NAMESPACE/NAME")
-    parser.add_argument("-f", "--filename", action="append", default=[], metavar="FILE", help="a manifest, as FILE")
-    parser.add_argument("-n", "--namespace", help="of pods that name none (default: the context's)")
-    parser.add_argument("-o", "--output", choices=("text", "json"), default="text", help="form of the answer")
-    parser.add_argument("--show", choices=("pod", "patch"), help="the pod as it would be stored, or the patch")
-    parser.add_argument("--context", metavar="NAME", help="of the kubeconfig (default: its current one)")
-    parser.add_argument("--ca", dest="server_ca", metavar="FILE", help="as --server-ca")
+    parser.add_argument(
+        "-f", "--filename", action="append", default=[], metavar="FILE", help="a manifest, same as FILE"
+    )
+    parser.add_argument("-n", "--namespace", help="namespace of pods that name none (default: the context's)")
+    parser.add_argument("-o", "--output", choices=("text", "json"), default="text", help="output format")
+    parser.add_argument("--show", choices=("pod", "patch"), help="print the pod as it would be stored, or the patch")
+    parser.add_argument("--context", metavar="NAME", help="context of the kubeconfig (default: the current context)")
+    parser.add_argument("--ca", dest="server_ca", metavar="FILE", help="same as --server-ca")
     parser.add_argument("--token-file", type=Path, metavar="FILE", help="bearer token for --server")
     parser.add_argument("--cert", type=Path, metavar="FILE", help="client certificate for --server (PEM)")
-    parser.add_argument("--key", type=Path, metavar="FILE", help="its key (PEM)")
+    parser.add_argument("--key", type=Path, metavar="FILE", help="private key of --cert (PEM)")
 
 
 def add_installation(parser: Parser) -> None:
@@ -239,35 +252,35 @@ def add_installation(parser: Parser) -> None:
         nargs="?",
         choices=("rbac", "webhooks", "policies", "crds", "export", "certs", "score", "all"),
         default="all",
-        help="default: all, which is all but the rights of `gpuwarden export` and `gpuwarden certs`",
+        help="default: all, without the rights of `export`, `certs` and `score`",
     )
     parser.add_argument(
-        "--gpu-namespace", default="gpu-operator", help="where the device plugin's pods are (default: gpu-operator)"
+        "--gpu-namespace", default="gpu-operator", help="namespace of the device plugin's pods (default: gpu-operator)"
     )
-    parser.add_argument("--namespace", default="gpuwarden", help="where gpuwarden runs (default: gpuwarden)")
-    parser.add_argument("--service", default="gpuwarden", help="the Service of `serve` there (default: gpuwarden)")
-    parser.add_argument("--url", help="where `serve` is, if not behind that Service")
-    parser.add_argument("--required-hash-alias", metavar="KEY", help="as `serve` has it, if it has one")
+    parser.add_argument("--namespace", default="gpuwarden", help="namespace of gpuwarden (default: gpuwarden)")
+    parser.add_argument("--service", default="gpuwarden", help="Service of `serve` (default: gpuwarden)")
+    parser.add_argument("--url", help="URL of `serve`, if it is not behind a Service")
+    parser.add_argument("--required-hash-alias", metavar="KEY", help="the same as the setting of `serve`")
     parser.add_argument(
         "--blind",
         choices=("policy", "webhook", "nobody"),
         default="policy",
-        help="who blinds pods that ask for nothing: policies (Kubernetes 1.36), or the webhook (default: policy)",
+        help="what hides GPUs from pods without a claim: policies (Kubernetes 1.36) or the webhook (default: policy)",
     )
     parser.add_argument(
         "--max-grace",
         type=read_interval,
         default=timedelta(hours=1),
         metavar="TIME",
-        help="as `serve` has it: how long a deletion may let containers of a pod with GPUs go on (default: 1h)",
+        help="the same as the setting of `serve` (default: 1h)",
     )
     parser.add_argument(
         "--host-paths",
         default="",
         metavar="PATHS",
-        help="directories of nodes, separated by commas: pods of opted-in namespaces may mount them read-only",
+        help="directories of nodes, separated by commas, that pods of opted-in namespaces may mount read-only",
     )
-    parser.add_argument("--ca-bundle", type=Path, metavar="FILE", help="the CA of its certificate (PEM)")
+    parser.add_argument("--ca-bundle", type=Path, metavar="FILE", help="CA of the certificate of `serve` (PEM)")
 
 
 def with_settings(parser: Parser, run: Callable[[Namespace, Settings], int]) -> None:
@@ -340,7 +353,7 @@ def reconcile(args: Namespace, chosen: Settings) -> int:
     from webhook.core.errors import GpuwardenError
 
     if chosen.is_embedded:
-        raise GpuwardenError("there is nothing to reconcile without a cluster: name one by --kubeconfig")
+        raise GpuwardenError("reconcile needs a cluster: name one by --kubeconfig")
     from webhook.commands.reconcile import reconcile as reconcile_all
 
     asyncio.run(reconcile_all(chosen))
@@ -422,7 +435,7 @@ def explain(args: Namespace, chosen: Settings) -> int:
 
     named = ("output", "show", "namespace", "context", "token_file", "cert", "key")
     asked = ExplainRequest.of(args.words, args.filename, **{name: getattr(args, name) for name in named})
-    # The watches of a cluster tell of their beginnings.
+    # Watches log their start at level info.
     configure_logging("error" if chosen.sources.get("log_level", "default") == "default" else chosen.log_level)
     complain(args.parser.prog, chosen.notes)
     ended = run(asked, chosen)
@@ -468,7 +481,7 @@ def manifests(args: Namespace) -> int:
         try:
             read_namespace(text)
         except ValueError:
-            mistakes.append(f"flag --{name}: {text!r} is not a name; allowed: {NAMESPACE.allowed}, or one like it")
+            mistakes.append(f"flag --{name}: {text!r} is not a valid name; allowed: {NAMESPACE.allowed}")
     alias = args.required_hash_alias
     if alias is not None and not is_label_key(alias):
         mistakes.append(f"flag --required-hash-alias: {alias!r} is not an annotation key")
@@ -486,7 +499,7 @@ def manifests(args: Namespace) -> int:
             mistakes.append(f"flag --ca-bundle: {args.ca_bundle} cannot be read: {exc.strerror}")
         else:
             if b"-----BEGIN CERTIFICATE-----" not in bundle:
-                mistakes.append(f"flag --ca-bundle: there is no certificate in {args.ca_bundle}")
+                mistakes.append(f"flag --ca-bundle: {args.ca_bundle} contains no certificate")
     if mistakes:
         raise SettingsError(mistakes)
     installation = Installation(
@@ -505,7 +518,7 @@ def manifests(args: Namespace) -> int:
 
 
 def is_https(text: str) -> bool:
-    """Whether the API server would call a webhook there."""
+    """Whether the API server accepts it as a webhook's URL."""
     try:
         return read_url(text).startswith("https:")
     except ValueError:
@@ -543,7 +556,7 @@ def certs_keep(_args: Namespace, chosen: Settings) -> int:
 
 def needs_cluster(chosen: Settings) -> None:
     if chosen.is_embedded:
-        raise GpuwardenError("there are no webhook configurations without a cluster: name one by --kubeconfig")
+        raise GpuwardenError("certs needs a cluster: name one by --kubeconfig")
 
 
 def config_show(args: Namespace, chosen: Settings) -> int:
@@ -554,7 +567,7 @@ def config_show(args: Namespace, chosen: Settings) -> int:
 
 def config_check(args: Namespace, chosen: Settings) -> int:
     complain(args.parser.prog, chosen.notes)
-    print("The settings can be used.")
+    print("The settings are valid.")
     return 0
 
 

@@ -138,7 +138,7 @@ def test_config_check_names_every_mistake(
 
 def test_config_check_is_content_with_the_default(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("config", "check") == 0
-    assert capsys.readouterr() == ("The settings can be used.\n", "")
+    assert capsys.readouterr() == ("The settings are valid.\n", "")
 
 
 def test_config_show_shows_what_is_in_effect(
@@ -190,7 +190,7 @@ def test_every_mistake_in_an_installation_is_named(tmp_path: Path, capsys: pytes
         "--namespace: 'A.b'",
         "--service: ''",
         "--url: 'http://h'",
-        f"no certificate in {bundle}",
+        f"{bundle} contains no certificate",
         "--required-hash-alias: ",
         "--host-paths: '/var/lib/kubelet/pods': devices, sockets, programs or keys of the node are in /var/lib/kubelet",
         "--host-paths: 'data': not an absolute path",
