@@ -111,7 +111,7 @@ async def test_a_watch_that_has_gone_silent_is_not_believed_and_goes_on_where_it
             states.append((watch.is_current, told is None))
             assert told is not None
             assert told.is_blind
-            assert told.why.startswith(f"nothing has been heard of {PATH} for ")
+            assert told.why.startswith(f"no events of {PATH} for ")
             api_server.may_answer_again.set()
             await listening.has_changed.wait()
         states.append((watch.is_current, outdated_by([watch], 0.0) is None))

@@ -1,4 +1,4 @@
-"""The parts of a process in a cluster: reservations in GPUNode objects, nodes, devices and evidence from watches."""
+"""Builds the parts of a process in a cluster. Reservations are in GPUNodes; nodes, devices and evidence are watched."""
 
 import asyncio
 import random
@@ -56,7 +56,7 @@ from webhook.scoring.hints import HintService
 
 log = structlog.get_logger(__name__)
 
-# A watch that is interrupted is tried again at least as often.
+# An interrupted watch is retried within this time.
 PATIENCE = BACKOFF.longest.total_seconds()
 
 
@@ -111,14 +111,14 @@ def clustered(settings: Settings, clock: Clock, api: ApiClient, pods: ApiPods) -
 
 
 def marks_of(settings: Settings, api: ApiClient) -> ClusterBundleVersions | None:
-    """None where bundles have no number: those that agents hand out."""
+    """None for bundles without a sequence number: those of the Workload API."""
     if settings.bundle_endpoint is None or settings.spire_trust_domain is None:
         return None
     return ClusterBundleVersions(ApiObjects(api, TRUST_BUNDLES), settings.spire_trust_domain)
 
 
 def hinting_in(settings: Settings, parts: Parts, api: ApiClient) -> HintService | None:
-    """What hints are made of is watched for itself: nobody else waits for it."""
+    """Hints have watches of their own, which no other part waits for."""
     jobs, classes = RunningJobs(), WatchedPriorityClasses()
     hinting = hinting_of(settings, parts, jobs, classes)
     if hinting is None:
@@ -128,7 +128,7 @@ def hinting_in(settings: Settings, parts: Parts, api: ApiClient) -> HintService 
 
 
 class ClusterFleetSource:
-    """Keeps the fleet, the ledger and what namespaces demand up to date with what the API server shows."""
+    """Keeps the fleet, the ledger and the requirements of namespaces current with watches."""
 
     def __init__(
         self,
@@ -159,30 +159,30 @@ class ClusterFleetSource:
         self._tasks: list[asyncio.Task[None]] = []
 
     def also(self, *watches: Watch) -> None:
-        """Before anything is loaded."""
+        """Adds watches. Call it before `load`."""
         self._watches += watches
 
     async def load(self) -> None:
-        """The first lists; an API server that is away is waited for."""
+        """Waits for the first lists, without a limit if the API server is unreachable."""
         self._tasks = [asyncio.create_task(watch.run()) for watch in self._watches]
         for watch, task in zip(self._watches, self._tasks, strict=True):
             await first_list(watch, task)
 
     @property
     def outdated(self) -> Staleness | None:
-        """Interruptions of some seconds are told of by nobody."""
+        """Why the fleet is stale; None during interruptions of a few seconds."""
         return outdated_by(self._watches)
 
     @property
     def waits_for(self) -> list[str]:
-        """The paths of which there is no list yet."""
+        """The paths that are not listed yet."""
         return [watch.path for watch in self._watches if not watch.ready.is_set()]
 
     async def first_answers(self) -> None:
-        """They are in: what providers have said is in NodeEvidence, and one that is away now keeps nobody waiting."""
+        """Returns at once: evidence is in NodeEvidence objects, so an unreachable provider does not delay the start."""
 
     async def run(self, interval: float) -> None:
-        """For ever; a watch that ends is a bug, and shows here."""
+        """Runs for ever. A watch that ends is a bug and raises here."""
         try:
             await asyncio.gather(*self._tasks)
         finally:
@@ -195,11 +195,11 @@ def outdated_by(watches: Sequence[Watch], patience: float = PATIENCE) -> Stalene
     if not behind:
         return None
     paths, seconds = ", ".join(watch.path for watch in behind), max(watch.behind_for for watch in behind)
-    return Staleness(f"nothing has been heard of {paths} for {seconds:.0f} s", is_blind=True)
+    return Staleness(f"no events of {paths} for {seconds:.0f} s", is_blind=True)
 
 
 async def first_list(watch: Watch, task: asyncio.Task[None]) -> None:
-    """Wait for it. A watch that has ended will never have one."""
+    """Waits for it. Raises if the watch has ended."""
     ready = asyncio.ensure_future(watch.ready.wait())
     try:
         await asyncio.wait({ready, task}, return_when=asyncio.FIRST_COMPLETED)
@@ -210,7 +210,7 @@ async def first_list(watch: Watch, task: asyncio.Task[None]) -> None:
 
 
 class ClusterWriters:
-    """The writers of inventory and evidence, with the watches they hear from; others hear the same."""
+    """The writers of inventory and evidence, and their watches, which other listeners share."""
 
     def __init__(
         self,
@@ -254,15 +254,15 @@ class ClusterWriters:
         self.watches = (nodes, devices, evidences)
 
     def begin(self) -> None:
-        """Elected."""
+        """Call it after the election."""
         self._evidence.begin()
 
     def is_owed(self, name: str) -> bool:
-        """Whether something newer is known of the node's evidence than its object says."""
+        """Whether the writer knows newer evidence of the node than its object contains."""
         return self._evidence.is_owed(name)
 
     async def step(self) -> None:
-        """One pass of each; a failure of the one does not keep the other from its turn."""
+        """One pass of each writer. A failure of one does not stop the other."""
         done = await asyncio.gather(self._discovery.step(), self._evidence.step(), return_exceptions=True)
         for one in done:
             if isinstance(one, BaseException):

@@ -1,4 +1,4 @@
-"""Puts the parts together as the settings say. Nothing here runs by itself."""
+"""Builds the parts of a process from its settings. Building starts no task."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -153,7 +153,7 @@ def limits_of(settings: Settings) -> PendingLimits:
 def hinting_of(
     settings: Settings, parts: Parts, jobs: RunningJobs | None = None, classes: PriorityClasses | None = None
 ) -> HintService | None:
-    """None where nobody is to be asked."""
+    """None without a scorer, or with --hint-pods false."""
     if settings.scorer is None or not settings.hint_pods:
         return None
     timeout = settings.scorer_timeout.total_seconds()
@@ -195,7 +195,7 @@ def inventory_path(settings: Settings) -> Path:
 
 
 def hash_aliases(settings: Settings) -> tuple[str, ...]:
-    """The alias that is set, and the one that always was: a hash that nobody reads would be asked for in vain."""
+    """The configured alias, and the built-in one: a pod's required hash must never be ignored."""
     return tuple(dict.fromkeys((settings.required_hash_alias, *REQUIRED_HASH.aliases)))
 
 
