@@ -12,11 +12,13 @@ from typing import Any, Final
 import yaml
 from attrs import field, frozen
 
-from scripts.chart_forms import BOOL, Schema, form_of, one_of
 from webhook.core.host_paths import HOST_PATH
+from webhook.core.names import MAX_SUBDOMAIN, SUBDOMAIN
 from webhook.export import settings as export_settings
 from webhook.runtime import settings
-from webhook.runtime.setting_kinds import FILE
+from webhook.runtime.setting_kinds import FILE, LABEL_KEY, PORT, SettingKind
+from webhook.runtime.setting_schemas import BOOLEAN as BOOL
+from webhook.runtime.setting_schemas import Schema, one_of, whole
 from webhook.runtime.setting_table import Setting, in_words, plain
 
 ROOT: Final = Path(__file__).resolve().parent.parent
@@ -25,11 +27,11 @@ CHART: Final = ROOT / "chart"
 # Forms of values.
 TEXT: Final[Schema] = {"type": "string"}
 PATH_OR_EMPTY: Final[Schema] = {"type": "string", "pattern": "^(/.+)?$"}
-NAME: Final[Schema] = {"type": "string", "pattern": r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?)?$", "maxLength": 253}
-COUNTED: Final[Schema] = {"type": "integer", "minimum": 0, "maximum": 100}
+NAME: Final[Schema] = {"type": "string", "pattern": f"^({SUBDOMAIN.pattern})?$", "maxLength": MAX_SUBDOMAIN}
+COUNTED: Final = whole(0, 100)
 MAYBE_COUNTED: Final[Schema] = {**COUNTED, "type": ["integer", "null"]}
-SECONDS: Final[Schema] = {"type": "integer", "minimum": 0, "maximum": 3600}
-PORT_NUMBER: Final[Schema] = {"type": "integer", "minimum": 1, "maximum": 65535}
+SECONDS: Final = whole(0, 3600)
+PORT_NUMBER: Final = whole(1, 65535)
 PORTS: Final[Schema] = {"type": "array", "items": PORT_NUMBER}
 WORDS: Final[Schema] = {"type": "array", "items": {"type": "string", "minLength": 1}}
 OBJECT: Final[Schema] = {"type": "object"}
@@ -134,6 +136,13 @@ def default_in_cluster(one: Setting) -> object:
     return settings.in_effect(IN_CLUSTER, one.name)
 
 
+def schema_of_kind(kind: SettingKind[Any]) -> Schema:
+    """What the chart accepts for a setting of this kind."""
+    if kind.schema is None:
+        raise ValueError(f"declare the schema of this kind of setting: {kind.allowed}")
+    return kind.schema
+
+
 def setting_values(
     prefix: str, table: Sequence[Setting], own: frozenset[str], default_of: Callable[[Setting], object]
 ) -> Iterator[Value]:
@@ -145,7 +154,7 @@ def setting_values(
         default = plain(default_of(one))
         shown = "" if default in (None, {}) else in_words(default)
         about = one.about[0].upper() + one.about[1:] + f" ({one.kind.allowed.replace('`', '')})."
-        yield Value(f"{prefix}.{one.key}", None, form_of(one.kind), about, is_setting=True, shown=shown)
+        yield Value(f"{prefix}.{one.key}", None, schema_of_kind(one.kind), about, is_setting=True, shown=shown)
 
 
 COMMON: Final = [
@@ -234,7 +243,7 @@ SERVE: Final = [
     Value(
         "extender.plainPort",
         0,
-        {"type": "integer", "minimum": 0, "maximum": 65535},
+        schema_of_kind(PORT),
         "Port of the Service with /filter in plain HTTP, for a scheduler without TLS. An attacker between the two can "
         "change the decision. 0: none.",
     ),
@@ -264,13 +273,11 @@ WEBHOOKS: Final = [
         "Additional users, besides system:kube-scheduler and gpuwarden's own, whose Bindings are allowed during an "
         "outage. Name only schedulers that respect a pod's node affinity.",
     ),
-    Value(
-        "webhooks.timeoutSeconds", 10, {"type": "integer", "minimum": 1, "maximum": 30}, "Timeout of the webhook calls."
-    ),
+    Value("webhooks.timeoutSeconds", 10, whole(1, 30), "Timeout of the webhook calls."),
     Value(
         "webhooks.optInLabel",
         "gpuwarden.io/enabled",
-        {"type": "string", "minLength": 1},
+        schema_of_kind(LABEL_KEY),
         "Label that opts a namespace in with the value `true`.",
     ),
     Value(

@@ -15,6 +15,8 @@ from typing import Any
 import httpx
 from attrs import frozen
 
+from webhook.runtime.settings import SETTINGS
+
 GPUWARDEN = str(Path(sys.executable).parent / "gpuwarden")
 START_TIMEOUT = 30.0
 STOP_TIMEOUT = 60.0
@@ -62,6 +64,19 @@ def challenging(directory: Path) -> list[str]:
     return [*asked.split(), "--nonce-key", str(directory / "nonce.key")]
 
 
+def taken_by(command: str, flags: Sequence[str]) -> list[str]:
+    """The flags that the command takes, of flags that a test uses for several commands."""
+    not_taken = {one.flag for one in SETTINGS if command not in one.commands}
+    found: list[str] = []
+    is_skipped = False
+    for word in flags:
+        if word.startswith("--"):
+            is_skipped = word.partition("=")[0] in not_taken
+        if not is_skipped:
+            found.append(word)
+    return found
+
+
 @contextmanager
 def serving(directory: Path, inventory: Any, flags: Sequence[str] = ()) -> Iterator[Running]:
     """Started and ready; killed at the end if the test has not stopped it. With no inventory `flags` name a cluster."""
@@ -70,14 +85,16 @@ def serving(directory: Path, inventory: Any, flags: Sequence[str] = ()) -> Itera
         (directory / "inventory.json").write_text(json.dumps(inventory))
         own = ["--inventory", "inventory.json"]
     ports = ["--port", "0", "--ui-port", "0", "--extender-port", "0"]
-    with started([GPUWARDEN, "serve", *own, *ports, *WITHOUT_EVIDENCE, *flags], directory) as running:
+    all_flags = [*own, *ports, *WITHOUT_EVIDENCE, *taken_by("serve", flags)]
+    with started([GPUWARDEN, "serve", *all_flags], directory) as running:
         yield running
 
 
 @contextmanager
 def reconciling(directory: Path, flags: Sequence[str], command: str = "reconcile") -> Iterator[Running]:
     """A `gpuwarden reconcile`, or `bind`, that watches; killed at the end if the test has not stopped it."""
-    with started([GPUWARDEN, command, "--ui-port", "0", *WITHOUT_EVIDENCE, *flags], directory) as running:
+    all_flags = ["--ui-port", "0", *WITHOUT_EVIDENCE, *taken_by(command, flags)]
+    with started([GPUWARDEN, command, *all_flags], directory) as running:
         yield running
 
 

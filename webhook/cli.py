@@ -1,12 +1,12 @@
-"""The command `gpuwarden`: the words it takes and what its exit code says. What a command needs is imported by it.
+"""The command line of `gpuwarden`: its commands, their flags and its exit codes. Each command imports what it needs.
 
-S4's rule: whatever is wrong with the options is said on stderr, with the usage, and the exit code is 1. So is that of a
-server that could not start.
+A mistake in the options prints the usage and the mistake to stderr, and the exit code is 1, as in the older webhook
+(S4). A server that cannot start exits with 1 too.
 """
 
 import sys
-from argparse import SUPPRESS, ArgumentParser, Namespace
-from collections.abc import Callable, Sequence
+from argparse import SUPPRESS, Action, ArgumentParser, Namespace
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final, NoReturn
@@ -17,39 +17,54 @@ from webhook.core.names import is_label_key
 from webhook.runtime import settings
 from webhook.runtime.clock import utc_now
 from webhook.runtime.setting_kinds import NAMESPACE, read_interval, read_namespace, read_url
-from webhook.runtime.settings import Settings, SettingsError
+from webhook.runtime.settings import Command, Settings, SettingsError
 
 FAILED: Final = 1
-# Lines of usage above a mistake: more would hide it.
-SHORT: Final = 4
-# S2's, for a configuration that cannot be used and a start that failed.
+# A longer usage is not printed: it would hide the mistake.
+MAX_USAGE_LINES: Final = 4
+# The older exporter's (S2) exit code for invalid settings and a failed start.
 NOT_STARTED: Final = 2
-# `explain` and `audit`: nothing can be said.
-CANNOT_SAY: Final = 2
-# What a shell reports of a program that Ctrl-C ended: 128 + SIGINT.
+# `explain` and `audit` have no answer.
+NO_ANSWER: Final = 2
+# The exit code that a shell reports after Ctrl-C: 128 + SIGINT.
 INTERRUPTED: Final = 130
 
-# What can go wrong without a mistake of ours: a port in use, a file that went away, a part of ours that says so.
-FORESEEN: Final = (GpuwardenError, OSError)
+# Errors that are not bugs of gpuwarden: a port in use, a file that is gone, an error that gpuwarden reports itself.
+EXPECTED_ERRORS: Final = (GpuwardenError, OSError)
 
 
 class Parser(ArgumentParser):
-    """argparse, but an exit code of 1, and no abbreviated options: those may mean another one tomorrow."""
+    """An argparse parser that exits with 1 and takes no abbreviated options: a later option may make them ambiguous."""
 
     def __init__(self, **options: Any) -> None:
+        self.flags: dict[str, Action] = {}
         super().__init__(**options, allow_abbrev=False)
-        self.mistaken = FAILED
-        """The exit code of whoever has written what cannot be read."""
+        self.usage_exit_code = FAILED
+        # Of the main parser: all commands.
+        self.commands: list[Parser] = []
+        # `config show` and `config check` take the flags of all commands.
+        self.has_all_flags = False
+
+    def add_argument(self, *names: Any, **options: Any) -> Action:
+        action = super().add_argument(*names, **options)
+        if options.get("help") != SUPPRESS:
+            self.flags.update(dict.fromkeys(action.option_strings, action))
+        return action
+
+    @property
+    def command(self) -> str:
+        """The words after `gpuwarden`."""
+        return self.prog.partition(" ")[2]
 
     def error(self, message: str) -> NoReturn:
         self.refuse([message])
-        self.exit(self.mistaken)
+        self.exit(self.usage_exit_code)
 
     def refuse(self, mistakes: Sequence[str]) -> None:
-        """The usage, and under it, where it is read first, what is wrong."""
+        """Prints the usage and, below it, the mistakes."""
         usage = self.format_usage()
-        if usage.count("\n") > SHORT:
-            usage = f"usage: {self.prog} [options]; {self.prog} --help says which\n"
+        if usage.count("\n") > MAX_USAGE_LINES:
+            usage = f"usage: {self.prog} [options]; {self.prog} --help lists them\n"
         sys.stderr.write(usage)
         complain(self.prog, mistakes)
 
@@ -60,24 +75,47 @@ def complain(prog: str, mistakes: Sequence[str]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args, unknown = make_parser().parse_known_args(argv)
-    args.unknown = [f"there is no option {word}" for word in unknown]
+    parser = make_parser()
+    args, rest = parser.parse_known_args(argv)
+    args.unknown = list(mistakes_in(rest, args.parser, parser.commands))
     return exit_code(args.parser, lambda: args.run(args))
 
 
+def mistakes_in(rest: Sequence[str], parser: Parser, commands: Sequence[Parser]) -> Iterator[str]:
+    """One sentence for each option and word that the command does not take."""
+    is_value = False
+    for word in rest:
+        name, equals, _ = word.partition("=")
+        owners = [one for one in commands if name in one.flags and not one.has_all_flags]
+        if is_value and not word.startswith("-"):
+            is_value = False
+        elif owners:
+            names = in_words([one.command for one in owners])
+            yield f"{name} is a flag of {names}, not of {parser.command}"
+            is_value = not equals and owners[0].flags[name].nargs != 0
+        else:
+            yield f"there is no option {word}"
+            is_value = False
+
+
+def in_words(names: Sequence[str]) -> str:
+    *first, last = names
+    return f"{', '.join(first)} and {last}" if first else last
+
+
 def exit_code(parser: Parser, command: Callable[[], int]) -> int:
-    """What the command returns. A foreseen failure becomes a line on stderr; a bug keeps its traceback."""
+    """What the command returns. An expected error is printed as one line; a bug keeps its traceback."""
     try:
         return command()
     except SettingsError as exc:
         parser.refuse(exc.mistakes)
-    except FORESEEN as exc:
+    except EXPECTED_ERRORS as exc:
         complain(parser.prog, [str(exc)])
     except ExceptionGroup as group:
-        foreseen = leaves(group)
-        if not all(isinstance(exc, FORESEEN) for exc in foreseen):
+        errors = leaves(group)
+        if not all(isinstance(exc, EXPECTED_ERRORS) for exc in errors):
             raise
-        complain(parser.prog, [str(exc) for exc in foreseen])
+        complain(parser.prog, [str(exc) for exc in errors])
     except KeyboardInterrupt:
         return INTERRUPTED
     return FAILED
@@ -95,99 +133,117 @@ def make_parser() -> Parser:
     parser.add_argument("--version", action="version", version=f"gpuwarden {webhook.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
-    one = commands.add_parser("serve", help="answer admission reviews")
-    one.add_argument("--hints", action="store_true", help=SUPPRESS)  # `make run` explains itself to a person
+    def added(to: Any, name: str, text: str) -> Parser:
+        one: Parser = to.add_parser(name, help=text)
+        parser.commands.append(one)
+        return one
+
+    one = added(commands, "serve", "answer admission reviews")
+    one.add_argument("--hints", action="store_true", help=SUPPRESS)  # only `make run` uses it
     with_settings(one, serve)
 
-    one = commands.add_parser("reconcile", help="bring reservations and pods of a cluster together; one of many acts")
+    one = added(
+        commands, "reconcile", "keep reservations, pods and evidence of a cluster in step; one replica is the leader"
+    )
     with_settings(one, reconcile)
 
-    one = commands.add_parser("bind", help="the scheduler of the pods that name it; one of many acts")
+    one = added(commands, "bind", "the scheduler of the pods that name it; one of many acts")
     with_settings(one, bind)
 
-    one = commands.add_parser("attest", help="prove the node that this is, again and again, to a server")
-    one.add_argument("--once", action="store_true", help="once, and the exit code says whether it was proven")
-    one.add_argument(
-        "--gpus", action="store_true", help="print the GPUs of this machine, a JSON line each, and no more"
-    )
+    one = added(commands, "attest", "prove this node to a server, repeatedly")
+    one.add_argument("--once", action="store_true", help="prove the node once; the exit code is the result")
+    one.add_argument("--gpus", action="store_true", help="only print the GPUs of this machine, one JSON line each")
     with_settings(one, attest)
 
-    one = commands.add_parser("export", help="bring serials of GPUs, and who used which, to stores")
-    one.add_argument("--smi-file", metavar="FILE", help="no cluster: print what this output of nvidia-smi -q -x says")
-    one.add_argument("--cluster", dest="cluster_name", help="the cluster's name in every record, as --cluster-name")
-    one.add_argument("--node", metavar="NODE", help="for --smi-file: the node it is from")
-    one.add_argument("--machine", metavar="MACHINE", help="for --smi-file: what its provider calls it (default: na)")
+    one = added(commands, "export", "export serial numbers and uses of GPUs to stores")
+    one.add_argument(
+        "--smi-file", metavar="FILE", help="without a cluster: print the readings in this output of nvidia-smi -q -x"
+    )
+    one.add_argument("--cluster", dest="cluster_name", help="same as --cluster-name")
+    one.add_argument("--node", metavar="NODE", help="for --smi-file: name of the node")
+    one.add_argument(
+        "--machine", metavar="MACHINE", help="for --smi-file: the provider's name of the node (default: na)"
+    )
     with_export_settings(one, export)
 
-    one = commands.add_parser("history", help="say who used which GPU, and when, from the database of `export`")
+    one = added(commands, "history", "show which pods used a GPU and when, from the database of `export`")
     add_question(one)
     with_export_settings(one, history)
 
-    one = commands.add_parser("score", help="answer which GPUs suit a pod; a scorer for `serve --scorer`")
+    one = added(commands, "score", "recommend GPUs for pods; a scorer for `serve --scorer`")
     with_settings(one, score)
 
-    one = commands.add_parser("explain", help="say what would become of a pod, node by node; reserves nothing")
+    one = added(
+        commands, "explain", "show the verdict for a pod, and for each node why it fits or not; reserves nothing"
+    )
     add_explained(one)
     with_answer_settings(one, explain)
 
-    one = commands.add_parser(
-        "audit", help="say what runs and would be refused today; reads the cluster, changes nothing"
-    )
-    one.add_argument("-o", "--output", choices=("table", "json"), default="table", help="form of the answer")
-    one.add_argument("--context", metavar="NAME", help="of the kubeconfig (default: its current one)")
+    one = added(commands, "audit", "list pods that run and would be refused today; changes nothing")
+    one.add_argument("-o", "--output", choices=("table", "json"), default="table", help="output format")
+    one.add_argument("--context", metavar="NAME", help="context of the kubeconfig (default: the current context)")
     with_answer_settings(one, audit)
 
-    one = commands.add_parser(
-        "release", help="offer the GPUs of a pod again that is gone and does not run; for who may manage reservations"
+    one = added(
+        commands,
+        "release",
+        "release the GPUs of a pod that is gone; requires the right to manage reservations",
     )
-    one.add_argument("wanted", nargs="+", metavar="RESERVATION|GPU|NAMESPACE/POD", help="what is held, by any of these")
-    one.add_argument("--context", metavar="NAME", help="of the kubeconfig (default: its current one)")
+    one.add_argument(
+        "wanted",
+        nargs="+",
+        metavar="RESERVATION|GPU|NAMESPACE/POD",
+        help="the reservation to release, by any of these names",
+    )
+    one.add_argument("--context", metavar="NAME", help="context of the kubeconfig (default: the current context)")
     with_settings(one, release)
 
     certs = commands.add_parser("certs", help="certificates").add_subparsers(metavar="COMMAND", required=True)
-    one = certs.add_parser("dev", help="make a development CA and a certificate for localhost")
-    one.add_argument("--dir", type=Path, default=Path("certs/dev"), help="where to (default: certs/dev)")
-    one.set_defaults(parser=one, run=without_settings(certs_dev))
-    one = certs.add_parser("ensure", help="make the certificate of a cluster's `serve` and have it trusted, once")
+    one = added(certs, "dev", "create a development CA and a certificate for localhost")
+    one.add_argument("--dir", type=Path, default=Path("certs/dev"), help="output directory (default: certs/dev)")
+    without_settings(one, certs_dev)
+    one = added(certs, "ensure", "create the certificate of `serve` in a cluster and publish its CA, once")
     with_settings(one, certs_ensure)
-    one = certs.add_parser("keep", help="the same again and again: it is renewed, and its CA too")
+    one = added(certs, "keep", "create, publish and renew the certificate of `serve` and its CA")
     with_settings(one, certs_keep)
 
-    one = commands.add_parser("crds", help="the custom resource definitions, as YAML")
-    one.set_defaults(parser=one, run=without_settings(crds))
+    one = added(commands, "crds", "print the custom resource definitions as YAML")
+    without_settings(one, crds)
 
-    one = commands.add_parser("manifests", help="what a cluster is told of gpuwarden, as YAML for kubectl apply")
+    one = added(commands, "manifests", "print the manifests of gpuwarden as YAML for kubectl apply")
     add_installation(one)
-    one.set_defaults(parser=one, run=without_settings(manifests))
+    without_settings(one, manifests)
 
     config = commands.add_parser("config", help="settings").add_subparsers(metavar="COMMAND", required=True)
-    with_settings(config.add_parser("show", help="the settings in effect and where each comes from"), config_show)
-    with_settings(config.add_parser("check", help="name every mistake in the settings"), config_check)
-    one = config.add_parser("reference", help="the table of all settings, as Markdown")
-    one.add_argument("of", nargs="?", choices=("export",), help="of the command that has settings of its own")
-    one.set_defaults(parser=one, run=without_settings(config_reference))
+    with_all_settings(added(config, "show", "print the settings in effect and the source of each"), config_show)
+    with_all_settings(added(config, "check", "report every mistake in the settings"), config_check)
+    one = added(config, "reference", "print the table of all settings as Markdown")
+    one.add_argument("of", nargs="?", choices=("export",), help="the settings of `export` and `history` instead")
+    without_settings(one, config_reference)
     return parser
 
 
 def add_question(parser: Parser) -> None:
-    parser.add_argument("--serial", help="of the GPU")
-    parser.add_argument("--uuid", help="of the GPU")
-    parser.add_argument("--pod", metavar="NAMESPACE/NAME", help="that used it")
-    parser.add_argument("--hash", metavar="HASH", help="of the evidence that it was used on")
-    parser.add_argument("-o", "--output", choices=("text", "json"), default="text", help="form of the answer")
+    parser.add_argument("--serial", help="serial number of the GPU")
+    parser.add_argument("--uuid", help="UUID of the GPU")
+    parser.add_argument("--pod", metavar="NAMESPACE/NAME", help="pod that used the GPU")
+    parser.add_argument("--hash", metavar="HASH", help="attestation hash of the node during the use")
+    parser.add_argument("-o", "--output", choices=("text", "json"), default="text", help="output format")
 
 
 def add_explained(parser: Parser) -> None:
     parser.add_argument("words", nargs="*", metavar="FILE", help="manifests, - for stdin; or: pod NAMESPACE/NAME")
-    parser.add_argument("-f", "--filename", action="append", default=[], metavar="FILE", help="a manifest, as FILE")
-    parser.add_argument("-n", "--namespace", help="of pods that name none (default: the context's)")
-    parser.add_argument("-o", "--output", choices=("text", "json"), default="text", help="form of the answer")
-    parser.add_argument("--show", choices=("pod", "patch"), help="the pod as it would be stored, or the patch")
-    parser.add_argument("--context", metavar="NAME", help="of the kubeconfig (default: its current one)")
-    parser.add_argument("--ca", dest="server_ca", metavar="FILE", help="as --server-ca")
+    parser.add_argument(
+        "-f", "--filename", action="append", default=[], metavar="FILE", help="a manifest, same as FILE"
+    )
+    parser.add_argument("-n", "--namespace", help="namespace of pods that name none (default: the context's)")
+    parser.add_argument("-o", "--output", choices=("text", "json"), default="text", help="output format")
+    parser.add_argument("--show", choices=("pod", "patch"), help="print the pod as it would be stored, or the patch")
+    parser.add_argument("--context", metavar="NAME", help="context of the kubeconfig (default: the current context)")
+    parser.add_argument("--ca", dest="server_ca", metavar="FILE", help="same as --server-ca")
     parser.add_argument("--token-file", type=Path, metavar="FILE", help="bearer token for --server")
     parser.add_argument("--cert", type=Path, metavar="FILE", help="client certificate for --server (PEM)")
-    parser.add_argument("--key", type=Path, metavar="FILE", help="its key (PEM)")
+    parser.add_argument("--key", type=Path, metavar="FILE", help="private key of --cert (PEM)")
 
 
 def add_installation(parser: Parser) -> None:
@@ -196,76 +252,87 @@ def add_installation(parser: Parser) -> None:
         nargs="?",
         choices=("rbac", "webhooks", "policies", "crds", "export", "certs", "score", "all"),
         default="all",
-        help="default: all, which is all but the rights of `gpuwarden export` and `gpuwarden certs`",
+        help="default: all, without the rights of `export`, `certs` and `score`",
     )
     parser.add_argument(
-        "--gpu-namespace", default="gpu-operator", help="where the device plugin's pods are (default: gpu-operator)"
+        "--gpu-namespace", default="gpu-operator", help="namespace of the device plugin's pods (default: gpu-operator)"
     )
-    parser.add_argument("--namespace", default="gpuwarden", help="where gpuwarden runs (default: gpuwarden)")
-    parser.add_argument("--service", default="gpuwarden", help="the Service of `serve` there (default: gpuwarden)")
-    parser.add_argument("--url", help="where `serve` is, if not behind that Service")
-    parser.add_argument("--required-hash-alias", metavar="KEY", help="as `serve` has it, if it has one")
+    parser.add_argument("--namespace", default="gpuwarden", help="namespace of gpuwarden (default: gpuwarden)")
+    parser.add_argument("--service", default="gpuwarden", help="Service of `serve` (default: gpuwarden)")
+    parser.add_argument("--url", help="URL of `serve`, if it is not behind a Service")
+    parser.add_argument("--required-hash-alias", metavar="KEY", help="the same as the setting of `serve`")
     parser.add_argument(
         "--blind",
         choices=("policy", "webhook", "nobody"),
         default="policy",
-        help="who blinds pods that ask for nothing: policies (Kubernetes 1.36), or the webhook (default: policy)",
+        help="what hides GPUs from pods without a claim: policies (Kubernetes 1.36) or the webhook (default: policy)",
     )
     parser.add_argument(
         "--max-grace",
         type=read_interval,
         default=timedelta(hours=1),
         metavar="TIME",
-        help="as `serve` has it: how long a deletion may let containers of a pod with GPUs go on (default: 1h)",
+        help="the same as the setting of `serve` (default: 1h)",
     )
     parser.add_argument(
         "--host-paths",
         default="",
         metavar="PATHS",
-        help="directories of nodes, separated by commas: pods of opted-in namespaces may mount them read-only",
+        help="directories of nodes, separated by commas, that pods of opted-in namespaces may mount read-only",
     )
-    parser.add_argument("--ca-bundle", type=Path, metavar="FILE", help="the CA of its certificate (PEM)")
+    parser.add_argument("--ca-bundle", type=Path, metavar="FILE", help="CA of the certificate of `serve` (PEM)")
 
 
-def with_settings(parser: Parser, command: Callable[[Namespace, Settings], int]) -> None:
-    """The command takes all settings; words nobody knows are named together with the mistakes in those."""
+def with_settings(parser: Parser, run: Callable[[Namespace, Settings], int]) -> None:
+    """The command takes the flags of the settings that it reads. Unknown options are reported with their mistakes."""
+    command = Command(parser.command)
+    settings.add_flags(parser, command)
+    parser.set_defaults(
+        parser=parser, run=lambda args: run(args, settings.load(vars(args), also=args.unknown, command=command))
+    )
+
+
+def with_all_settings(parser: Parser, run: Callable[[Namespace, Settings], int]) -> None:
+    """The command is about the settings of all commands."""
     settings.add_flags(parser)
-    parser.set_defaults(parser=parser, run=lambda args: command(args, settings.load(vars(args), also=args.unknown)))
+    parser.has_all_flags = True
+    parser.set_defaults(parser=parser, run=lambda args: run(args, settings.load(vars(args), also=args.unknown)))
 
 
-def with_export_settings(parser: Parser, command: Callable[[Namespace], int]) -> None:
-    """S2's exit codes: what keeps it from starting, the settings above all, is 2."""
+def with_export_settings(parser: Parser, run: Callable[[Namespace], int]) -> None:
+    """With the older exporter's (S2) exit codes: 2 if the settings or anything else keep the command from starting."""
     from webhook.export.settings import add_flags
 
-    add_flags(parser)
+    add_flags(parser, Command(parser.command))
 
-    def run(args: Namespace) -> int:
-        ended = exit_code(parser, lambda: command(args))
+    def run_and_translate(args: Namespace) -> int:
+        ended = exit_code(parser, lambda: run(args))
         return NOT_STARTED if ended == FAILED and not args.has_run else ended
 
-    parser.mistaken = NOT_STARTED
-    parser.set_defaults(parser=parser, run=run, has_run=False)
+    parser.usage_exit_code = NOT_STARTED
+    parser.set_defaults(parser=parser, run=run_and_translate, has_run=False)
 
 
-def with_answer_settings(parser: Parser, command: Callable[[Namespace, Settings], int]) -> None:
-    """For commands whose exit status is their answer: whatever keeps them from giving one is 2."""
-    settings.add_flags(parser)
+def with_answer_settings(parser: Parser, run: Callable[[Namespace, Settings], int]) -> None:
+    """For commands whose exit code is their answer: if there is no answer, it is 2."""
+    command = Command(parser.command)
+    settings.add_flags(parser, command)
 
-    def run(args: Namespace) -> int:
-        ended = exit_code(parser, lambda: command(args, settings.load(vars(args), also=args.unknown)))
-        return CANNOT_SAY if ended == FAILED and not args.has_run else ended
+    def run_and_translate(args: Namespace) -> int:
+        ended = exit_code(parser, lambda: run(args, settings.load(vars(args), also=args.unknown, command=command)))
+        return NO_ANSWER if ended == FAILED and not args.has_run else ended
 
-    parser.mistaken = CANNOT_SAY
-    parser.set_defaults(parser=parser, run=run, has_run=False)
+    parser.usage_exit_code = NO_ANSWER
+    parser.set_defaults(parser=parser, run=run_and_translate, has_run=False)
 
 
-def without_settings(command: Callable[[Namespace], int]) -> Callable[[Namespace], int]:
-    def run(args: Namespace) -> int:
+def without_settings(parser: Parser, run: Callable[[Namespace], int]) -> None:
+    def run_alone(args: Namespace) -> int:
         if args.unknown:
             raise SettingsError(args.unknown)
-        return command(args)
+        return run(args)
 
-    return run
+    parser.set_defaults(parser=parser, run=run_alone)
 
 
 def serve(args: Namespace, chosen: Settings) -> int:
@@ -286,7 +353,7 @@ def reconcile(args: Namespace, chosen: Settings) -> int:
     from webhook.core.errors import GpuwardenError
 
     if chosen.is_embedded:
-        raise GpuwardenError("there is nothing to reconcile without a cluster: name one by --kubeconfig")
+        raise GpuwardenError("reconcile needs a cluster: name one by --kubeconfig")
     from webhook.commands.reconcile import reconcile as reconcile_all
 
     asyncio.run(reconcile_all(chosen))
@@ -368,7 +435,7 @@ def explain(args: Namespace, chosen: Settings) -> int:
 
     named = ("output", "show", "namespace", "context", "token_file", "cert", "key")
     asked = ExplainRequest.of(args.words, args.filename, **{name: getattr(args, name) for name in named})
-    # The watches of a cluster tell of their beginnings.
+    # Watches log their start at level info.
     configure_logging("error" if chosen.sources.get("log_level", "default") == "default" else chosen.log_level)
     complain(args.parser.prog, chosen.notes)
     ended = run(asked, chosen)
@@ -414,7 +481,7 @@ def manifests(args: Namespace) -> int:
         try:
             read_namespace(text)
         except ValueError:
-            mistakes.append(f"flag --{name}: {text!r} is not a name; allowed: {NAMESPACE.allowed}, or one like it")
+            mistakes.append(f"flag --{name}: {text!r} is not a valid name; allowed: {NAMESPACE.allowed}")
     alias = args.required_hash_alias
     if alias is not None and not is_label_key(alias):
         mistakes.append(f"flag --required-hash-alias: {alias!r} is not an annotation key")
@@ -432,7 +499,7 @@ def manifests(args: Namespace) -> int:
             mistakes.append(f"flag --ca-bundle: {args.ca_bundle} cannot be read: {exc.strerror}")
         else:
             if b"-----BEGIN CERTIFICATE-----" not in bundle:
-                mistakes.append(f"flag --ca-bundle: there is no certificate in {args.ca_bundle}")
+                mistakes.append(f"flag --ca-bundle: {args.ca_bundle} contains no certificate")
     if mistakes:
         raise SettingsError(mistakes)
     installation = Installation(
@@ -451,7 +518,7 @@ def manifests(args: Namespace) -> int:
 
 
 def is_https(text: str) -> bool:
-    """Whether the API server would call a webhook there."""
+    """Whether the API server accepts it as a webhook's URL."""
     try:
         return read_url(text).startswith("https:")
     except ValueError:
@@ -489,7 +556,7 @@ def certs_keep(_args: Namespace, chosen: Settings) -> int:
 
 def needs_cluster(chosen: Settings) -> None:
     if chosen.is_embedded:
-        raise GpuwardenError("there are no webhook configurations without a cluster: name one by --kubeconfig")
+        raise GpuwardenError("certs needs a cluster: name one by --kubeconfig")
 
 
 def config_show(args: Namespace, chosen: Settings) -> int:
@@ -500,7 +567,7 @@ def config_show(args: Namespace, chosen: Settings) -> int:
 
 def config_check(args: Namespace, chosen: Settings) -> int:
     complain(args.parser.prog, chosen.notes)
-    print("The settings can be used.")
+    print("The settings are valid.")
     return 0
 
 

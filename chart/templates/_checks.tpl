@@ -92,7 +92,7 @@
 {{- $leaf := include "gpuwarden.seconds" (default "2160h" $settings.certsLeafLife) | float64 }}
 {{- $before := include "gpuwarden.seconds" (default "360h" $settings.certsRenewBefore) | float64 }}
 {{- if le $leaf $before }}
-  {{- fail "\n\nsettings.certsRenewBefore is not shorter than settings.certsLeafLife: a certificate would be renewed at once." }}
+  {{- fail "\n\nsettings.certsRenewBefore is not shorter than settings.certsLeafLife: a certificate must be renewed at once." }}
 {{- end }}
 {{- if le (include "gpuwarden.seconds" (default "8760h" $settings.certsCaLife) | float64) (addf $leaf $before) }}
   {{- fail "\n\nsettings.certsCaLife is not longer than settings.certsLeafLife and settings.certsRenewBefore together: a CA has to be valid longer than the certificates that it signs." }}
@@ -183,7 +183,7 @@
   {{- $deadline := include "gpuwarden.seconds" (default "10s" $export.leaseRenewDeadline) | float64 }}
   {{- $retry := include "gpuwarden.seconds" (default "2s" $export.leaseRetryPeriod) | float64 }}
   {{- if or (le $lease $deadline) (le $deadline $retry) }}
-    {{- fail "\n\nexport.settings.leaseDuration, leaseRenewDeadline and leaseRetryPeriod: each has to be shorter than the previous one." }}
+    {{- fail "\n\nexport.settings.leaseDuration, leaseRenewDeadline and leaseRetryPeriod: each must be shorter than the previous one." }}
   {{- end }}
 {{- end }}
 {{- end }}

@@ -7,14 +7,15 @@ from typing import Any
 import pytest
 import yaml
 
-from scripts.chart_forms import FORMS, Schema, form_of
-from scripts.chart_values import Value, values
+from scripts.chart_values import OWN_EXPORT_SETTINGS, OWN_SETTINGS, Value, values
 from tests.chart.rendering import Raw, helm_template, one, pods, refusal, rendered
 from tests.chart.test_values import PEM
+from webhook import cli
 from webhook.export import kinds as export_kinds
 from webhook.export import settings as export_settings
 from webhook.runtime import setting_kinds as kinds
 from webhook.runtime.setting_kinds import SettingKind
+from webhook.runtime.setting_schemas import Schema
 from webhook.runtime.settings import SETTINGS, Settings, in_effect, load
 
 SAID = [one for one in values() if one.is_setting and one.shown]
@@ -148,7 +149,15 @@ SAMPLES: dict[str, tuple[SettingKind[Any], list[str], list[str]]] = {
 }
 # Kinds that accept every text, or are numbers.
 OTHERS = {
-    *(kinds.TRUTH, kinds.PORT, kinds.COUNT, kinds.PERCENT, export_kinds.WORKERS, export_kinds.BURST, export_kinds.RATE),
+    *(
+        kinds.BOOLEAN,
+        kinds.PORT,
+        kinds.COUNT,
+        kinds.PERCENT,
+        export_kinds.WORKERS,
+        export_kinds.BURST,
+        export_kinds.RATE,
+    ),
     *(export_kinds.STORE_PORT, export_kinds.LENIENT_LOG_LEVEL, export_kinds.ROOT_CERTIFICATES, export_kinds.TEXT),
     export_kinds.MIGRATE,
 }
@@ -161,7 +170,8 @@ def fits(form: Schema, text: str) -> bool:
 @pytest.mark.parametrize("name", SAMPLES)
 def test_schema_accepts_what_the_command_accepts(name: str) -> None:
     kind, good, bad = SAMPLES[name]
-    form = form_of(kind)
+    assert kind.schema is not None
+    form = kind.schema
     for text in good:
         kind.read(text)
         assert fits(form, text), text
@@ -172,10 +182,21 @@ def test_schema_accepts_what_the_command_accepts(name: str) -> None:
 
 
 def test_every_form_has_cases() -> None:
-    assert {kind for kind, _, _ in SAMPLES.values()} | OTHERS == {*FORMS}
+    tables = ((SETTINGS, OWN_SETTINGS), (export_settings.TABLE, OWN_EXPORT_SETTINGS))
+    of_chart = {each.kind for table, own in tables for each in table if each.name not in own and each.in_file}
+    assert {kind for kind in of_chart if "enum" not in (kind.schema or {})} <= {
+        kind for kind, _, _ in SAMPLES.values()
+    } | OTHERS
 
 
-# With helm itself, because its regular expressions are Go's.
+# With helm [kinds.LEDGER, because its export_kinds.SSL_MODE])
+def test_schema_of_a_choice_lists_what_the_command_accepts(kind: SettingKind[str]) Go's.
+BAD:
+    assert kind.schema == {"type": "string", "enum": kind.allowed.split(", ")}
+    assert [kind.read(word) for word in kind.schema["enum"]] == kind.schema["enum"]
+
+
+# Through helm itself, whose regular expressions are another language's.
 BAD: Raw = {
     "settings.pendingDeadline": "banana",
     "settings.evidence": "tpm",
@@ -206,3 +227,29 @@ def test_helm_accepts_good_values() -> None:
     }
     done = helm_template({**ALL, **forms, "export.settings.labelSelector": "a=b,!c,d in (e,f), g!=h"})
     assert done.returncode == 0, done.stderr
+
+
+EVERYTHING: Raw = {
+    **ALL,
+    "attest.enabled": True,
+    "attest.runtimeSocket": "/run/containerd/containerd.sock",
+    "settings.evidence": "jwt-svid",
+    "settings.spireTrustDomain": "example.org",
+    "settings.spireWorkloadApi": "unix:/spiffe-workload-api/agent.sock",
+    "settings.evidenceId": "spiffe://{trust_domain}/n/{node}/{hash}",
+    "settings.logLevel": "debug",
+    "settings.nodeHashMap": {"a": "b"},
+    "settings.tenantPriorities": {"a": 1},
+    "extender.plainPort": 8889,
+    "inventory": {"nodes": []},
+    **{one.path: shown(one) for one in SAID if one.path.startswith("settings.certs")},
+}
+
+
+def test_each_component_passes_only_flags_that_its_command_takes() -> None:
+    found = dict(pods(rendered(EVERYTHING)))
+    assert found.keys() == {"serve", "reconcile", "bind", "score", "export", "certs", "attest"}
+    for component, pod in found.items():
+        (container,) = pod["spec"]["containers"]
+        args, rest = cli.make_parser().parse_known_args(container["args"])
+        assert (args.parser.command.split()[0], rest) == (component, [])

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
-from scripts.chart_forms import Schema
 from scripts.chart_values import CHART, MOVED, Value, values
 from tests.chart.rendering import Raw, helm_template, pods, refusal, rendered, settings_of
+from webhook.runtime.setting_schemas import Schema
 
 VALUES = values()
 COMPONENTS = ("serve", "reconcile", "attest", "bind", "score", "export", "certs")

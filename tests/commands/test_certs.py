@@ -1,4 +1,4 @@
-"""Around the steps of a rotation: who is overtaken looks again, and files change all at once."""
+"""The steps of a rotation, conflicts between processes, and the files of the certificate."""
 
 import asyncio
 import os
@@ -9,15 +9,15 @@ import pytest
 from attrs import define, field
 
 from webhook.commands.certs import (
-    CertificateRound,
     CertificateSnapshot,
     ConfigurationListener,
     OvertakenError,
-    all_rounds,
-    look_again_and_again,
-    one_round,
+    RotationStep,
+    replace_files,
+    rotate_once,
+    rotate_repeatedly,
+    rotate_until_done,
     rules_of,
-    swap_in,
 )
 from webhook.kube.install.policies import Installation, certs
 from webhook.runtime.settings import Settings, SettingsError, load
@@ -61,9 +61,9 @@ class Shared:
 
 async def test_who_is_overtaken_writes_nothing_and_looks_again() -> None:
     place = Shared(faster=3)
-    assert await one_round(place, RULES) == CertificateRound(None, is_done=False)
+    assert await rotate_once(place, RULES) == RotationStep(None, is_done=False)
     assert place.writes == []
-    state = await all_rounds(place, RULES)
+    state = await rotate_until_done(place, RULES)
     assert state is not None
     assert state.leaf is not None
     assert place.writes == ["keep"]
@@ -71,9 +71,9 @@ async def test_who_is_overtaken_writes_nothing_and_looks_again() -> None:
 
 async def test_done_is_whoever_has_a_certificate_and_nothing_to_do() -> None:
     place = Shared()
-    first = await one_round(place, RULES)
+    first = await rotate_once(place, RULES)
     assert (first.state, first.is_done) == (place.state, False)
-    assert await one_round(place, RULES) == CertificateRound(place.state, is_done=True)
+    assert await rotate_once(place, RULES) == RotationStep(place.state, is_done=True)
 
 
 async def test_what_has_come_is_looked_at_at_once() -> None:
@@ -81,7 +81,7 @@ async def test_what_has_come_is_looked_at_at_once() -> None:
     settings = Settings(ui_port=0, certs_look_interval=timedelta(hours=1))
     place, news = Shared(), ConfigurationListener()
     async with Probes(settings).listening() as probes:
-        looking = asyncio.create_task(look_again_and_again(settings, place, probes, news.there))
+        looking = asyncio.create_task(rotate_repeatedly(settings, place, probes, news.event))
         async with asyncio.timeout(30):
             await place.looked.acquire()
             await place.looked.acquire()  # that was the last thing to be done
@@ -96,12 +96,12 @@ def contents(directory: Path) -> dict[str, bytes]:
 
 def test_all_files_change_at_one_moment(tmp_path: Path) -> None:
     directory = tmp_path / "new" / "files"
-    swap_in(directory, FILES)
+    replace_files(directory, FILES)
     assert contents(directory) == FILES
     assert {os.readlink(directory / name) for name in FILES} == {"..data/tls.crt", "..data/tls.key"}
     links = {name: (directory / name).lstat().st_ino for name in FILES}
     other = {name: content + b" more" for name, content in FILES.items()}
-    swap_in(directory, other)
+    replace_files(directory, other)
     assert contents(directory) == other
     assert {name: (directory / name).lstat().st_ino for name in FILES} == links  # only `..data` has moved
     assert (directory / "tls.key").stat().st_mode & 0o077 == 0
@@ -109,20 +109,20 @@ def test_all_files_change_at_one_moment(tmp_path: Path) -> None:
 
 
 def test_files_that_are_the_same_are_left_alone(tmp_path: Path) -> None:
-    swap_in(tmp_path, FILES)
+    replace_files(tmp_path, FILES)
     before = os.readlink(tmp_path / "..data")
-    swap_in(tmp_path, FILES)
+    replace_files(tmp_path, FILES)
     assert os.readlink(tmp_path / "..data") == before
 
 
 def test_what_a_killed_process_left_behind_is_cleared_away(tmp_path: Path) -> None:
-    swap_in(tmp_path, FILES)
+    replace_files(tmp_path, FILES)
     (tmp_path / "..half-done").mkdir()
     (tmp_path / "..half-done" / "tls.crt").write_bytes(b"h")
     (tmp_path / "..new-data").symlink_to("nowhere")
     assert contents(tmp_path) == FILES
     other = {name: content + b" more" for name, content in FILES.items()}
-    swap_in(tmp_path, other)
+    replace_files(tmp_path, other)
     assert contents(tmp_path) == other
     assert not (tmp_path / "..half-done").exists()
 
@@ -139,12 +139,12 @@ def test_the_names_are_those_of_the_service_and_what_is_asked_for() -> None:
     [
         (
             {"certs_renew_before": "2160h"},
-            "flag --certs-renew-before, --certs-leaf-life (default): a certificate would",
+            "flag --certs-renew-before, --certs-leaf-life (default): a certificate must outlast",
         ),
-        ({"certs_ca_life": "2520h"}, "flag --certs-ca-life: a CA has to last longer than certificate and renewal"),
-        ({"certs_leaf_life": "0s"}, "is not a time that something could last"),
+        ({"certs_ca_life": "2520h"}, "flag --certs-ca-life: a CA must last longer than certificate and renewal"),
+        ({"certs_leaf_life": "0s"}, "is not a duration above 0"),
         ({"certs_ca_life": "87601h"}, "is too long"),
-        ({"certs_names": "a b"}, "is neither an address nor a name"),
+        ({"certs_names": "a b"}, "is neither an IP address nor a host name"),
         ({"certs_configurations": "One"}, "is not the name of an object"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

@@ -68,11 +68,58 @@ def test_options_nobody_knows_are_named_with_the_other_mistakes(capsys: pytest.C
     assert run("serve", "--frob", "--port", "x", "-l", "loud", "--ledger", "cluster") == 1
     assert [line for line in capsys.readouterr().err.splitlines() if line.startswith("gpuwarden serve: ")] == [
         "gpuwarden serve: there is no option --frob",
-        "gpuwarden serve: flag --port: 'x' is not a port; allowed: 0 to 65535; 0 picks a free one",
-        "gpuwarden serve: flag --log-level: 'loud' is none of the words; "
+        "gpuwarden serve: flag --port: 'x' is not a port; allowed: 0 to 65535; 0 selects a free port",
+        "gpuwarden serve: flag --log-level: 'loud' is not an allowed value; "
         "allowed: trace, debug, info, warn, error, fatal, report",
-        "gpuwarden serve: flag --ledger: a ledger in a cluster needs one; name it by --kubeconfig",
+        "gpuwarden serve: flag --ledger: no cluster is named; name one by --kubeconfig",
     ]
+
+
+def test_flag_of_another_command_is_refused_with_the_commands_that_take_it(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [
+        "--certs-leaf-life",
+        "1h",
+        "--port=3",
+        "-p",
+        "4",
+        "--smi-file",
+        "f",
+        "--hints",
+        "--once",
+        "--log-level",
+        "x",
+    ]
+    assert run("attest", *words, "astray") == 1
+    assert capsys.readouterr().err.splitlines() == [
+        "usage: gpuwarden attest [options]; gpuwarden attest --help lists them",
+        "gpuwarden attest: --certs-leaf-life is a flag of certs ensure and certs keep, not of attest",
+        "gpuwarden attest: --port is a flag of serve, not of attest",
+        "gpuwarden attest: -p is a flag of serve, not of attest",
+        "gpuwarden attest: --smi-file is a flag of export, not of attest",
+        "gpuwarden attest: there is no option --hints",
+        "gpuwarden attest: there is no option astray",
+        "gpuwarden attest: flag --log-level: 'x' is not an allowed value; "
+        "allowed: trace, debug, info, warn, error, fatal, report",
+    ]
+
+
+@pytest.mark.parametrize("command", [["export"], ["explain"], ["crds"], ["certs", "keep"]], ids=" ".join)
+def test_flag_of_another_command_is_refused_by_every_kind_of_command(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(*command, "--once", "--orphan-margin", "1s") == (2 if command[0] in ("export", "explain") else 1)
+    err = capsys.readouterr().err
+    assert f"--once is a flag of attest, not of {' '.join(command)}\n" in err
+    assert f"--orphan-margin is a flag of reconcile, not of {' '.join(command)}\n" in err
+
+
+@pytest.mark.parametrize(
+    ("command", "other"),
+    [("attest", "--certs-leaf-life"), ("explain", "--tls-cert"), ("history", "--workers"), ("score", "--nonce-key")],
+)
+def test_help_lists_no_flag_of_another_command(command: str, other: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(command, "--help") == 0
+    assert other not in capsys.readouterr().out
 
 
 def test_config_check_names_every_mistake(
@@ -91,7 +138,7 @@ def test_config_check_names_every_mistake(
 
 def test_config_check_is_content_with_the_default(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("config", "check") == 0
-    assert capsys.readouterr() == ("The settings can be used.\n", "")
+    assert capsys.readouterr() == ("The settings are valid.\n", "")
 
 
 def test_config_show_shows_what_is_in_effect(
@@ -103,8 +150,8 @@ def test_config_show_shows_what_is_in_effect(
     assert "port: 443  # flag --port\n" in out
     assert "nodeHashMap:  # variable BGS_NODE_HASH_MAP\n  kind-worker: abc123\n" in out
     assert err == (
-        "gpuwarden config show: --claims-namespace does nothing: "
-        "reservations are not Leases here; --ledger says where they live\n"
+        "gpuwarden config show: --claims-namespace has no effect: "
+        "reservations are not Leases; --ledger selects where they are stored\n"
     )
 
 
@@ -143,7 +190,7 @@ def test_every_mistake_in_an_installation_is_named(tmp_path: Path, capsys: pytes
         "--namespace: 'A.b'",
         "--service: ''",
         "--url: 'http://h'",
-        f"no certificate in {bundle}",
+        f"{bundle} contains no certificate",
         "--required-hash-alias: ",
         "--host-paths: '/var/lib/kubelet/pods': "
         "/var/lib/kubelet contains devices, sockets, programs or keys of the node",
@@ -166,8 +213,8 @@ def test_a_mistake_is_not_lost_in_the_usage(command: list[str], capsys: pytest.C
     assert run(*command, "--port", "x") == 1
     prog = " ".join(["gpuwarden", *command])
     assert capsys.readouterr().err.splitlines() == [
-        f"usage: {prog} [options]; {prog} --help says which",
-        f"{prog}: flag --port: 'x' is not a port; allowed: 0 to 65535; 0 picks a free one",
+        f"usage: {prog} [options]; {prog} --help lists them",
+        f"{prog}: flag --port: 'x' is not a port; allowed: 0 to 65535; 0 selects a free port",
     ]
 
 

@@ -64,7 +64,7 @@ def test_the_answer_for_a_person_names_every_node() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("kind: Service\n", "no pod, and nothing that makes pods"),
+        ("kind: Service\n", "no pod, and no object that creates pods"),
         ("a: [", "not YAML"),
         ("- 5\n", "no pod"),
         ("kind: Deployment\nspec: 7\n", "no pod"),

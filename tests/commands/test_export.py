@@ -104,7 +104,7 @@ NAMED = ["--cluster", "C", "--node", "N"]
         (["--smi-file", "bad.xml", "--node", "N"], 2, "CLUSTER_NAME"),
         (["--smi-file", "bad.xml", "--cluster", "C"], 2, "--node"),
         (["--cluster", "C", "--node", "N"], 2, "only with --smi-file"),
-        (["--cluster", "C"], 2, "this is no Pod"),
+        (["--cluster", "C"], 2, "this process is not in a Pod"),
     ],
 )
 def test_what_cannot_be_done_is_said_and_nothing_is_printed(

@@ -34,7 +34,7 @@ from tests.e2e.kube import (
 from tests.e2e.people import resource_of
 from tests.e2e.test_ledger import GPU_NODES, installed
 from tests.ledger.fake_store import gpu_node as gpu_node_object
-from tests.running import GPUWARDEN, WITHOUT_EVIDENCE
+from tests.running import GPUWARDEN, WITHOUT_EVIDENCE, taken_by
 from webhook.kube.install.policies import Installation, policies, webhooks, while_down
 
 # The machine may be busy with other things.
@@ -223,6 +223,8 @@ class Site:
         directory = self.directory / f"{command}-{next(self._numbers)}"
         directory.mkdir()
         where = ["--kubeconfig", str(kubeconfig or self.kubeconfig)]
+        # An older release has every flag with every command, and may demand one that ours does not have there.
+        shared = self.flags if program[0] == "/usr/bin/env" else taken_by(command, self.flags)
         log = directory / "log"
         with log.open("wb") as file:
             process = await asyncio.create_subprocess_exec(
@@ -233,7 +235,7 @@ class Site:
                 "warn",
                 *WITHOUT_EVIDENCE,
                 *where,
-                *self.flags,
+                *shared,
                 *flags,
                 cwd=directory,
                 stdout=asyncio.subprocess.PIPE,

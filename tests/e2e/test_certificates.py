@@ -28,7 +28,7 @@ from tests.e2e.hooks import ENABLED, is_reviewed
 from tests.e2e.kube import MUTATING, PODS, SERVICES, VALIDATING, ApiError, Kube, Raw, Resource, pod, wait_until
 from tests.e2e.test_access import apply
 from tests.running import GPUWARDEN, Running, ready_line, serving
-from webhook.commands.certs import swap_in
+from webhook.commands.certs import replace_files
 from webhook.kube.install.policies import Installation, webhooks
 
 OURS = "gpuwarden"
@@ -341,7 +341,7 @@ async def shown(kube: Kube, files: Path) -> None:
         data = (found or {}).get("data", {})
         if data.get("tls.crt") and data.get("tls.key"):
             both = {name: base64.b64decode(data[name]) for name in ("tls.crt", "tls.key")}
-            await asyncio.to_thread(swap_in, files, both)
+            await asyncio.to_thread(replace_files, files, both)
         await asyncio.sleep(0.1)
 
 

@@ -31,7 +31,7 @@ from tests.e2e.kube import (
 )
 from tests.e2e.test_ledger import GPU_NODES, installed
 from tests.ledger.fake_store import gpu_node
-from tests.running import GPUWARDEN, WITHOUT_EVIDENCE, serving
+from tests.running import GPUWARDEN, WITHOUT_EVIDENCE, serving, taken_by
 from webhook.evidence.node_evidence import new_node_evidence
 
 NODE_EVIDENCES = Resource("apis/gpuwarden.io/v1alpha1", "nodeevidences", is_namespaced=False)
@@ -161,7 +161,7 @@ async def scene(cluster: Cluster, kube: Kube, tmp_path: Path, flags: list[str]) 
 @contextmanager
 def reconciling(directory: Path, *flags: str) -> Iterator[None]:
     """A reconciler of its own; it is elected at once where nobody else stands."""
-    command = [GPUWARDEN, "reconcile", "--ui-port", "0", *WITHOUT_EVIDENCE, *flags]
+    command = [GPUWARDEN, "reconcile", "--ui-port", "0", *WITHOUT_EVIDENCE, *taken_by("reconcile", flags)]
     log = (directory / "reconcile.log").open("wb")
     with log, subprocess.Popen(command, stdout=log, stderr=log) as process:
         try:

@@ -69,7 +69,7 @@ async def test_an_operator_releases_the_gpu_of_a_pod_that_is_gone(here: Site, cl
     assert await wait_until(lambda: made(here))
 
     status, said = await release(here.kubeconfig, "GPU-nobody-has")
-    assert (status, "nothing is held for GPU-nobody-has" in said) == (1, True), said
+    assert (status, "there is no reservation for GPU-nobody-has" in said) == (1, True), said
 
 
 WRITES_STATUS = [

@@ -111,7 +111,7 @@ async def test_silent_watch_is_stale_and_resumes_at_its_version(api_server: ApiS
             states.append((watch.is_current, outdated is None))
             assert outdated is not None
             assert outdated.is_blind
-            assert outdated.why.startswith(f"nothing has been heard of {PATH} for ")
+            assert outdated.why.startswith(f"no events of {PATH} for ")
             api_server.may_answer_again.set()
             await listening.has_changed.wait()
         states.append((watch.is_current, outdated_by([watch], 0.0) is None))

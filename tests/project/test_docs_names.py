@@ -81,6 +81,15 @@ def test_every_flag_is_known(document: Path, flags: set[str]) -> None:
 
 
 @each_document
+def test_every_flag_of_a_command_line_is_taken_by_its_command(document: Path) -> None:
+    taken = {one.command: set(one.flags) for one in cli.make_parser().commands}
+    text = document.read_text().replace("\\\n", " ")
+    for command, rest in re.findall(r"gpuwarden ((?:certs |config )?[a-z]+)((?: [^\n`|;&)]*)?)", text):
+        named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", rest.partition(" gpuwarden ")[0]))
+        assert named <= taken.get(command, named), command
+
+
+@each_document
 def test_every_command_is_known(document: Path) -> None:
     named = re.findall(
         r"`(?:\.venv/bin/)?gpuwarden ([a-z]+)(?: (dev|ensure|keep|show|check|reference))?\b", document.read_text()

@@ -15,7 +15,7 @@ from webhook.runtime import setting_kinds, settings
 from webhook.runtime.settings import SETTINGS, Settings, SettingsError
 
 ROOT = Path(__file__).parents[2]
-PORT_RULE = "0 to 65535; 0 picks a free one"
+PORT_RULE = "0 to 65535; 0 selects a free port"
 SOCKET_RULE = "`unix:PATH` or `unix:///PATH`"
 SPIRE_SERVER_RULE = "`HOST:PORT`, or `unix:PATH` for tests"
 DURATION_RULE = "`500ms`, `90s`, `5m`, `1h`, or a number of seconds; at most `168h`"
@@ -261,7 +261,7 @@ def test_a_time_out_of_s3_that_cannot_be_used_is_passed_over_and_told(text: str)
     found = settings.load({}, {"TIMEOUT_SECONDS": text})
     assert (found.scorer_timeout, found.sources["scorer_timeout"]) == (timedelta(seconds=2), "default")
     (note,) = found.notes
-    assert note.startswith("passed over: variable TIMEOUT_SECONDS: ")
+    assert note.startswith("ignored: variable TIMEOUT_SECONDS: ")
 
 
 def test_the_hash_map_of_s0_is_read() -> None:
@@ -292,29 +292,33 @@ WRONG = [
     ("port", "-1", f"'-1' is not a port; allowed: {PORT_RULE}"),
     ("ui_port", "http", f"'http' is not a port; allowed: {PORT_RULE}"),
     ("port", "٤٤٣", f"'٤٤٣' is not a port; allowed: {PORT_RULE}"),
-    ("host", "a b", "'a b' is neither an address nor a name; allowed: an address or a name of this machine"),
-    ("inventory", "/nowhere", "'/nowhere' is not a file that can be read here; allowed: a readable file"),
-    ("inventory", "/", "'/' is not a file that can be read here; allowed: a readable file"),
-    ("inventory", "", "'' is not a file that can be read here; allowed: a readable file"),
-    ("config", "/nowhere", "'/nowhere' is not a file that can be read here; allowed: a readable file"),
-    ("log_level", "loud", "'loud' is none of the words; allowed: trace, debug, info, warn, error, fatal, report"),
-    ("log_level", "INFO", "'INFO' is none of the words; allowed: trace, debug, info, warn, error, fatal, report"),
-    ("injection", "cdi", "'cdi' is none of the words; allowed: nvidia, cuda"),
-    ("require_evidence", "none", "'none' is none of the words; allowed: asked, all"),
+    (
+        "host",
+        "a b",
+        "'a b' is neither an IP address nor a host name; allowed: an IP address or a host name of this machine",
+    ),
+    ("inventory", "/nowhere", "'/nowhere' is not a readable file; allowed: a readable file"),
+    ("inventory", "/", "'/' is not a readable file; allowed: a readable file"),
+    ("inventory", "", "'' is not a readable file; allowed: a readable file"),
+    ("config", "/nowhere", "'/nowhere' is not a readable file; allowed: a readable file"),
+    ("log_level", "loud", "'loud' is not an allowed value; allowed: trace, debug, info, warn, error, fatal, report"),
+    ("log_level", "INFO", "'INFO' is not an allowed value; allowed: trace, debug, info, warn, error, fatal, report"),
+    ("injection", "cdi", "'cdi' is not an allowed value; allowed: nvidia, cuda"),
+    ("require_evidence", "none", "'none' is not an allowed value; allowed: asked, all"),
     (
         "host_paths",
         "/data,/var/run",
         "'/var/run': /var/run contains devices, sockets, programs or keys of the node; "
-        "allowed: a comma list of absolute paths of nodes, where neither devices, sockets, programs nor keys are",
+        "allowed: a comma list of absolute paths of nodes, not of directories with devices, sockets, programs or keys",
     ),
     ("write_aliases", "yes", "'yes' is neither true nor false; allowed: true, false"),
     ("lease_namespace", "a.b", "'a.b' is not the name of a namespace; allowed: the name of a namespace"),
     (
         "pending_per_namespace",
         "-1",
-        "'-1' is not a count; allowed: a whole number, 0 to 9999999",
+        "'-1' is not a whole number from 0 to 9999999; allowed: a whole number, 0 to 9999999",
     ),
-    ("ledger", "redis", "'redis' is none of the words; allowed: memory, cluster"),
+    ("ledger", "redis", "'redis' is not an allowed value; allowed: memory, cluster"),
     ("spire_workload_api", "/run/a.sock", f"'/run/a.sock' is not a unix socket; allowed: {SOCKET_RULE}"),
     ("spire_workload_api", "unix://run/a", f"'unix://run/a' is not a unix socket; allowed: {SOCKET_RULE}"),
     ("spire_server", "::1:8081", f"'::1:8081' is not HOST:PORT; allowed: {SPIRE_SERVER_RULE}"),
@@ -331,18 +335,18 @@ WRONG = [
         "x509pop,",
         "'' is not the name of an attestor; allowed: a comma list of node attestors, such as `x509pop,tpm_devid`",
     ),
-    ("evidence", "", "'' is none of the words; allowed: a comma list of: static, spire-server, jwt-svid"),
+    ("evidence", "", "'' is not an allowed value; allowed: a comma list of: static, spire-server, jwt-svid"),
     (
         "evidence",
         "static,static",
-        "in 'static,static' a word stands twice; allowed: a comma list of: static, spire-server, jwt-svid",
+        "'static,static' has a value twice; allowed: a comma list of: static, spire-server, jwt-svid",
     ),
     ("clock_skew", "5 s", f"'5 s' is not a duration; allowed: {DURATION_RULE}"),
     ("clock_skew", "-5s", f"'-5s' is not a duration; allowed: {DURATION_RULE}"),
     ("clock_skew", "nan", f"'nan' is not a duration; allowed: {DURATION_RULE}"),
     ("clock_skew", "169h", f"'169h' is too long; allowed: {DURATION_RULE}"),
-    ("pending_deadline", "0", f"'0' is no time at all; allowed: {DURATION_RULE}; not 0"),
-    ("reload_interval", "0ms", f"'0ms' is no time at all; allowed: {DURATION_RULE}; not 0"),
+    ("pending_deadline", "0", f"'0' is 0; allowed: {DURATION_RULE}; not 0"),
+    ("reload_interval", "0ms", f"'0ms' is 0; allowed: {DURATION_RULE}; not 0"),
     (
         "gpu_resource",
         "cpu",
@@ -360,14 +364,14 @@ WRONG = [
     ),
     ("opt_in_label", "Ä/b", "'Ä/b' is not a label key; allowed: a label key"),
     ("required_hash_alias", "Ä/b", "'Ä/b' is not an annotation key; allowed: an annotation key"),
-    ("node_hash_map", "{", f"this is not JSON; allowed: {HASH_RULE}"),
-    ("node_hash_map", "[]", f"this is not a JSON object; allowed: {HASH_RULE}"),
+    ("node_hash_map", "{", f"not valid JSON; allowed: {HASH_RULE}"),
+    ("node_hash_map", "[]", f"not a JSON object; allowed: {HASH_RULE}"),
     (
         "node_hash_map",
         '{"a": 1, "b": "x", "c": "", "d": "x y"}',
-        f"no hash that a pod can ask for stands at 'a', 'c', 'd'; allowed: {HASH_RULE}",
+        f"no valid hash for 'a', 'c', 'd'; allowed: {HASH_RULE}",
     ),
-    ("node_hash_map", '{"a": "1", "a": "2"}', f"a node stands twice; allowed: {HASH_RULE}"),
+    ("node_hash_map", '{"a": "1", "a": "2"}', f"a node has two hashes; allowed: {HASH_RULE}"),
 ]
 
 
@@ -415,22 +419,22 @@ def test_a_url_that_is_none_is_refused(url: str, there: Path) -> None:
         pytest.param(
             ["kubeconfig", "kubernetes_url", "access_token", "ca_certificate"],
             "flag --kubeconfig, flag --kubernetes-url, flag --access-token, flag --ca-certificate: "
-            "a cluster is named twice; choose one way",
+            "more than one cluster is named; name one",
             id="two-clusters",
         ),
         pytest.param(
             ["kubeconfig", "in_cluster"],
-            "flag --kubeconfig, flag --in-cluster: a cluster is named twice; choose one way",
+            "flag --kubeconfig, flag --in-cluster: more than one cluster is named; name one",
             id="another-cluster-from-a-pod",
         ),
         pytest.param(
             ["review_token_audience"],
-            "flag --review-token-audience: only a cluster knows whose a token is; name it by --kubeconfig",
+            "flag --review-token-audience: only a cluster can check a token; name one by --kubeconfig",
             id="tokens-without-a-cluster",
         ),
         pytest.param(
             ["kubeconfig", "review_callers"],
-            "flag --review-callers: nobody is asked for a token; allowed: with --review-token-audience",
+            "flag --review-callers: no token is required; allowed: with --review-token-audience",
             id="callers-without-tokens",
         ),
     ],
@@ -476,7 +480,7 @@ def test_the_plain_extender_is_on_loopback_unless_allowed(address: str, anywhere
 def test_a_plain_extender_elsewhere_has_to_be_allowed(address: str) -> None:
     host = address.rpartition(":")[0].strip("[]")
     assert mistakes({}, {"BGS_LISTEN_ADDR": address}) == (
-        f"variable BGS_LISTEN_ADDR: {host} is not on loopback, and plain HTTP proves nobody; "
+        f"variable BGS_LISTEN_ADDR: {host} is not on loopback, and plain HTTP authenticates no caller; "
         "allowed: with --extender-plain-anywhere true",
     )
 
@@ -503,11 +507,11 @@ def test_all_mistakes_are_named_at_once_and_each_with_where_it_stands(tmp_path: 
         settings.load({"port": "x"}, environ, also=["there is no option --frob"])
     assert [mistake.replace(str(path), "FILE") for mistake in caught.value.mistakes] == [
         "there is no option --frob",
-        "key uiprot in FILE: there is no such setting; did you mean uiPort?",
+        "key uiprot in FILE: unknown setting; did you mean uiPort?",
         f"flag --port: 'x' is not a port; allowed: {PORT_RULE}",
-        "variable GPUWARDEN_TLS_CERT: '/nowhere' is not a file that can be read here; allowed: a readable file",
-        "key ledger in FILE: 'redis' is none of the words; allowed: memory, cluster",
-        "variable GPUWARDEN_LOGLEVEL: there is no such setting; did you mean GPUWARDEN_LOG_LEVEL?",
+        "variable GPUWARDEN_TLS_CERT: '/nowhere' is not a readable file; allowed: a readable file",
+        "key ledger in FILE: 'redis' is not an allowed value; allowed: memory, cluster",
+        "variable GPUWARDEN_LOGLEVEL: unknown setting; did you mean GPUWARDEN_LOG_LEVEL?",
         "variable GPUWARDEN_TLS_CERT: --tls-key not set; allowed: both or neither",
     ]
 
@@ -515,28 +519,28 @@ def test_all_mistakes_are_named_at_once_and_each_with_where_it_stands(tmp_path: 
 @pytest.mark.parametrize(
     ("content", "mistake"),
     [
-        pytest.param("- a\n", "flag --config: FILE holds no mapping of settings", id="a-list"),
-        pytest.param("config: x\n", "key config in FILE: there is no such setting", id="the-file-in-the-file"),
-        pytest.param("1: x\n", "key 1 in FILE: there is no such setting", id="a-number-as-key"),
+        pytest.param("- a\n", "flag --config: FILE is not a mapping of settings", id="a-list"),
+        pytest.param("config: x\n", "key config in FILE: unknown setting", id="the-file-in-the-file"),
+        pytest.param("1: x\n", "key 1 in FILE: unknown setting", id="a-number-as-key"),
         pytest.param(
             "port: [8443]\n",
-            f"key port in FILE: a YAML list cannot stand here; allowed: {PORT_RULE}",
+            f"key port in FILE: a YAML list is not allowed here; allowed: {PORT_RULE}",
             id="a-list-for-a-number",
         ),
         pytest.param(
             "evidence: [1]\n",
-            "key evidence in FILE: a YAML list cannot stand here; "
+            "key evidence in FILE: a YAML list is not allowed here; "
             "allowed: a comma list of: static, spire-server, jwt-svid",
             id="a-list-of-numbers",
         ),
         pytest.param(
             "nodeHashMap: {a: 1}\n",
-            f"key nodeHashMap in FILE: no hash that a pod can ask for stands at 'a'; allowed: {HASH_RULE}",
+            f"key nodeHashMap in FILE: no valid hash for 'a'; allowed: {HASH_RULE}",
             id="a-number-for-a-hash",
         ),
         pytest.param(
             "logLevel: true\n",
-            "key logLevel in FILE: 'true' is none of the words; "
+            "key logLevel in FILE: 'true' is not an allowed value; "
             "allowed: trace, debug, info, warn, error, fatal, report",
             id="a-truth-for-a-word",
         ),
@@ -573,22 +577,22 @@ def test_variables_that_kubernetes_sets_for_our_service_are_passed_over(name: st
 
 def test_what_looks_like_a_service_elsewhere_is_a_mistake() -> None:
     assert mistakes({}, {"GPUWARDEN_HOST": "tcp://10.0.0.1:443"}) == (
-        "variable GPUWARDEN_HOST: 'tcp://10.0.0.1:443' is neither an address nor a name; "
-        "allowed: an address or a name of this machine",
+        "variable GPUWARDEN_HOST: 'tcp://10.0.0.1:443' is neither an IP address nor a host name; "
+        "allowed: an IP address or a host name of this machine",
     )
 
 
 def test_a_variable_nobody_knows_is_a_mistake_even_if_empty() -> None:
-    assert mistakes({}, {"GPUWARDEN_ZZZ": ""}) == ("variable GPUWARDEN_ZZZ: there is no such setting",)
+    assert mistakes({}, {"GPUWARDEN_ZZZ": ""}) == ("variable GPUWARDEN_ZZZ: unknown setting",)
 
 
 def test_flags_of_s4_that_do_nothing_say_so() -> None:
     found = settings.load({"claims_namespace": "gpu-claims", "renew_interval": "60000", "renew_jitter": "0.2"}, {})
     assert found.notes == (
-        "--claims-namespace does nothing: reservations are not Leases here; --ledger says where they live",
-        "--renew-interval does nothing: reservations are not Leases here, so none is renewed: "
+        "--claims-namespace has no effect: reservations are not Leases; --ledger selects where they are stored",
+        "--renew-interval has no effect: reservations are not Leases, so none is renewed: "
         "a pending one ends at --pending-deadline, a finalized one with its pod",
-        "--renew-jitter does nothing: reservations are not Leases here, so there are no renewals to spread",
+        "--renew-jitter has no effect: reservations are not Leases, so there are no renewals to spread",
     )
 
 
@@ -787,9 +791,7 @@ def test_nobody_set_to_call_is_not_everybody() -> None:
 
 
 def test_a_ledger_in_a_cluster_needs_a_cluster() -> None:
-    assert mistakes({"ledger": "cluster"}) == (
-        "flag --ledger: a ledger in a cluster needs one; name it by --kubeconfig",
-    )
+    assert mistakes({"ledger": "cluster"}) == ("flag --ledger: no cluster is named; name one by --kubeconfig",)
 
 
 @pytest.mark.parametrize(("deadline", "is_said"), [("10s", True), ("11s", False)])
@@ -825,8 +827,8 @@ CHALLENGING = {"evidence": "jwt-svid", "spire_trust_domain": "example.org", "spi
                 "bundle_endpoint_profile": "https_spiffe",
             },
             (
-                "flag --bundle-endpoint-profile: an SVID is known by its roots; name them by --bundle-endpoint-ca, "
-                "or who knows them by --spire-workload-api",
+                "flag --bundle-endpoint-profile: an SVID is verified with its roots; name them by --bundle-endpoint-ca "
+                "or their source by --spire-workload-api",
             ),
         ),
     ],

@@ -9,7 +9,7 @@ from tests.web.house import INVENTORY, Assemble
 from webhook.admission.fleet_updater import FleetUpdater
 from webhook.admission.namespaces import NoDemands
 from webhook.admission.parts import Parts
-from webhook.assembly.parts import assembled, inventory_path, times_of
+from webhook.assembly.parts import FleetParts, assembled, inventory_path, limits_of, times_of
 from webhook.core.fleet import Fleet
 from webhook.core.pod import Pod
 from webhook.core.reservation import PodIdentity, Reservation
@@ -94,7 +94,8 @@ def sharing(shared: Shared) -> Assemble:
         ledger = ClusterLedger(fleet, shared.store, shared, clock, times_of(settings))
         evidence = StaticEvidence(settings.node_hash_map)
         fleet_source = FleetUpdater(fleet, InventoryFile(inventory_path(settings)), [evidence], clock, metrics)
-        return assembled(settings, clock, fleet, metrics, ledger, fleet_source, shared, NoDemands())
+        known = FleetParts(fleet, ledger, fleet_source, metrics)
+        return assembled(settings, clock, known, shared, NoDemands(), limits_of(settings))
 
     return assemble
 

@@ -180,14 +180,14 @@ async def test_while_starting_there_is_no_answer_but_that(house: House) -> None:
 
 
 async def test_while_changes_are_missed_programs_get_no_answer_and_people_a_banner(house: House) -> None:
-    said: list[Staleness | None] = [Staleness("nothing has been heard of /api/v1/nodes for 90 s", is_blind=True)]
+    said: list[Staleness | None] = [Staleness("no events of /api/v1/nodes for 90 s", is_blind=True)]
     parts = house.parts
     view = Devices(parts.fleet, parts.ledger, parts.clock, outdated=lambda: said[0])
     answer = await house.through(view, "/devices")
-    assert (answer.status_code, answer.json()) == (503, {"error": "nothing has been heard of /api/v1/nodes for 90 s"})
+    assert (answer.status_code, answer.json()) == (503, {"error": "no events of /api/v1/nodes for 90 s"})
     page = await house.through(view, "/", **BROWSER)
     assert page.status_code == 200
-    assert "This may not be what there is: nothing has been heard of /api/v1/nodes for 90 s." in page.text
+    assert "This may not be what there is: no events of /api/v1/nodes for 90 s." in page.text
     assert "GPU-a0" in page.text
     said[0] = None
     assert (await house.through(view, "/devices")).status_code == 200

@@ -1,4 +1,4 @@
-"""The parts of a process in a cluster: reservations in GPUNode objects, nodes, devices and evidence from watches."""
+"""Builds the parts of a process in a cluster. Reservations are in GPUNodes; nodes, devices and evidence are watched."""
 
 import asyncio
 import random
@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 
 import structlog
-from attrs import evolve
+from attrs import evolve, frozen
 
 from webhook.admission.api_namespaces import ApiNamespaces
 from webhook.admission.cluster_fleet import ClusterFleet, GpuNodesListener, NodesListener
@@ -15,7 +15,7 @@ from webhook.admission.namespaces import WatchedNamespaces
 from webhook.admission.parts import Parts
 from webhook.admission.placement_maps import MapNamespaceListener, MappedStatefulSets
 from webhook.admission.queue.waiting_pods import WaitingPods
-from webhook.assembly.parts import assembled, hinting_of, times_of
+from webhook.assembly.parts import FleetParts, assembled, hinting_of, limits_of, times_of
 from webhook.core import keys
 from webhook.core.evidence import Evidence
 from webhook.core.fleet import SPREAD, Fleet
@@ -56,51 +56,69 @@ from webhook.scoring.hints import HintService
 
 log = structlog.get_logger(__name__)
 
-# A watch that is interrupted is tried again at least as often.
+# An interrupted watch is retried within this time.
 PATIENCE = BACKOFF.longest.total_seconds()
 
 
+@frozen
+class ClusterParts:
+    """The fleet of a cluster, with reservations in its GPUNode objects."""
+
+    fleet: Fleet
+    ledger: ClusterLedger
+    fleet_source: "ClusterFleetSource"
+    metrics: Metrics
+    namespaces: WatchedNamespaces
+
+    @classmethod
+    def of(cls, settings: Settings, clock: Clock, api: ApiClient, pods: ApiPods) -> "ClusterParts":
+        fleet = Fleet(offset=random.randrange(SPREAD))  # noqa: S311 - only to keep out of step
+        ledger = ClusterLedger(fleet, ApiGpuNodes(api), pods, clock, times_of(settings))
+        namespaces = WatchedNamespaces(ApiNamespaces(api))
+        fleet_source = ClusterFleetSource(
+            api,
+            fleet,
+            ledger,
+            written_by_hand(settings.node_hash_map if StaticEvidence.name in settings.evidence else {}),
+            clock,
+            namespaces,
+            asked=settings.evidence,
+            skew=settings.clock_skew,
+            max_age=settings.max_evidence_age,
+            opt_in=settings.opt_in_label,
+        )
+        return cls(fleet, ledger, fleet_source, Metrics(), namespaces)
+
+    @property
+    def parts(self) -> FleetParts:
+        return FleetParts(self.fleet, self.ledger, self.fleet_source, self.metrics)
+
+
 def clustered(settings: Settings, clock: Clock, api: ApiClient, pods: ApiPods) -> Parts:
-    """Any number of processes put together like this may serve one cluster."""
+    """A server in a cluster. Any number of them may serve the same cluster."""
     if settings.inventory is not None:
         log.warning(
             "the inventory file is not read: nodes and devices come from the cluster, where reconcile writes them"
         )
-    fleet, metrics = Fleet(offset=random.randrange(SPREAD)), Metrics()  # noqa: S311 - only to keep out of step
-    ledger = ClusterLedger(fleet, ApiGpuNodes(api), pods, clock, times_of(settings))
-    own = written_by_hand(settings.node_hash_map if StaticEvidence.name in settings.evidence else {})
-    namespaces = WatchedNamespaces(ApiNamespaces(api))
-    asked, skew, max_age = settings.evidence, settings.clock_skew, settings.max_evidence_age
-    fleet_source = ClusterFleetSource(
-        api,
-        fleet,
-        ledger,
-        own,
-        clock,
-        namespaces,
-        asked=asked,
-        skew=skew,
-        max_age=max_age,
-        opt_in=settings.opt_in_label,
-    )
-    parts = assembled(settings, clock, fleet, metrics, ledger, fleet_source, pods, namespaces)
+    found = ClusterParts.of(settings, clock, api, pods)
+    parts = assembled(settings, clock, found.parts, pods, found.namespaces, limits_of(settings))
     waiting = WaitingPods(parts.rules.claims, parts.rules.dress, queue_order=parts.reserver.queue_order)
-    fleet_source.also(Watch(api, PODS_PATH, waiting, only={"labelSelector": keys.QUEUED_LABEL}))
+    found.fleet_source.also(Watch(api, PODS_PATH, waiting, only={"labelSelector": keys.QUEUED_LABEL}))
     proofs = ClusterProofs(ApiObjects(api, NODE_EVIDENCES), ApiNodeCreationTimes(api), settings.clock_skew)
-    reports = EndReports(ledger, settings.clock_skew)
-    attestation = attestation_of(settings, proofs, clock, metrics, marks_of(settings, api), reports)
+    reports = EndReports(found.ledger, settings.clock_skew)
+    attestation = attestation_of(settings, proofs, clock, found.metrics, marks_of(settings, api), reports)
     return evolve(parts, attestation=attestation, hinting=hinting_in(settings, parts, api))
 
 
 def marks_of(settings: Settings, api: ApiClient) -> ClusterBundleVersions | None:
-    """None where bundles have no number: those that agents hand out."""
+    """None for bundles without a sequence number: those of the Workload API."""
     if settings.bundle_endpoint is None or settings.spire_trust_domain is None:
         return None
     return ClusterBundleVersions(ApiObjects(api, TRUST_BUNDLES), settings.spire_trust_domain)
 
 
 def hinting_in(settings: Settings, parts: Parts, api: ApiClient) -> HintService | None:
-    """What hints are made of is watched for itself: nobody else waits for it."""
+    """Hints have watches of their own, which no other part waits for."""
     jobs, classes = RunningJobs(), WatchedPriorityClasses()
     hinting = hinting_of(settings, parts, jobs, classes)
     if hinting is None:
@@ -110,7 +128,7 @@ def hinting_in(settings: Settings, parts: Parts, api: ApiClient) -> HintService 
 
 
 class ClusterFleetSource:
-    """Keeps the fleet, the ledger and what namespaces demand up to date with what the API server shows."""
+    """Keeps the fleet, the ledger and the requirements of namespaces current with watches."""
 
     def __init__(
         self,
@@ -141,30 +159,30 @@ class ClusterFleetSource:
         self._tasks: list[asyncio.Task[None]] = []
 
     def also(self, *watches: Watch) -> None:
-        """Before anything is loaded."""
+        """Adds watches. Call it before `load`."""
         self._watches += watches
 
     async def load(self) -> None:
-        """The first lists; an API server that is away is waited for."""
+        """Waits for the first lists, without a limit if the API server is unreachable."""
         self._tasks = [asyncio.create_task(watch.run()) for watch in self._watches]
         for watch, task in zip(self._watches, self._tasks, strict=True):
             await first_list(watch, task)
 
     @property
     def outdated(self) -> Staleness | None:
-        """Interruptions of some seconds are told of by nobody."""
+        """Why the fleet is stale; None during interruptions of a few seconds."""
         return outdated_by(self._watches)
 
     @property
     def waits_for(self) -> list[str]:
-        """The paths of which there is no list yet."""
+        """The paths that are not listed yet."""
         return [watch.path for watch in self._watches if not watch.ready.is_set()]
 
     async def wait_for_first_answers(self) -> None:
-        """They are in: what providers have said is in NodeEvidence, and one that is away now keeps nobody waiting."""
+        """Returns at once: evidence is in NodeEvidence objects, so an unreachable provider does not delay the start."""
 
     async def run(self, interval: float) -> None:
-        """For ever; a watch that ends is a bug, and shows here."""
+        """Runs for ever. A watch that ends is a bug and raises here."""
         try:
             await asyncio.gather(*self._tasks)
         finally:
@@ -177,11 +195,11 @@ def outdated_by(watches: Sequence[Watch], patience: float = PATIENCE) -> Stalene
     if not behind:
         return None
     paths, seconds = ", ".join(watch.path for watch in behind), max(watch.stale_for for watch in behind)
-    return Staleness(f"nothing has been heard of {paths} for {seconds:.0f} s", is_blind=True)
+    return Staleness(f"no events of {paths} for {seconds:.0f} s", is_blind=True)
 
 
 async def first_list(watch: Watch, task: asyncio.Task[None]) -> None:
-    """Wait for it. A watch that has ended will never have one."""
+    """Waits for it. Raises if the watch has ended."""
     ready = asyncio.ensure_future(watch.ready.wait())
     try:
         await asyncio.wait({ready, task}, return_when=asyncio.FIRST_COMPLETED)
@@ -192,7 +210,7 @@ async def first_list(watch: Watch, task: asyncio.Task[None]) -> None:
 
 
 class ClusterWriters:
-    """The writers of inventory and evidence, with the watches they hear from; others hear the same."""
+    """The writers of inventory and evidence, and their watches, which other listeners share."""
 
     def __init__(
         self,
@@ -236,15 +254,15 @@ class ClusterWriters:
         self.watches = (nodes, devices, evidences)
 
     def begin(self) -> None:
-        """Elected."""
+        """Call it after the election."""
         self._evidence.begin()
 
     def is_update_pending(self, name: str) -> bool:
-        """Whether something newer is known of the node's evidence than its object says."""
+        """Whether the writer knows newer evidence of the node than its object contains."""
         return self._evidence.is_update_pending(name)
 
     async def step(self) -> None:
-        """One pass of each; a failure of the one does not keep the other from its turn."""
+        """One pass of each writer. A failure of one does not stop the other."""
         done = await asyncio.gather(self._discovery.step(), self._evidence.step(), return_exceptions=True)
         for one in done:
             if isinstance(one, BaseException):

@@ -1,11 +1,12 @@
-"""Puts the parts together as the settings say. Nothing here runs by itself."""
+"""Builds the parts of a process from its settings. Building starts no task."""
 
 from collections import Counter
 from collections.abc import Mapping
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from attrs import evolve
+from attrs import evolve, frozen
 
 from webhook.admission.evidence_loss import evidence_ages
 from webhook.admission.fleet_updater import FleetUpdater
@@ -43,36 +44,77 @@ from webhook.scoring.client import ScorerClient
 from webhook.scoring.hints import HintService
 
 
+@frozen
+class FleetParts:
+    """What it takes to know the nodes, their GPUs and their evidence, and which GPUs are reserved."""
+
+    fleet: Fleet
+    ledger: Ledger
+    fleet_source: FleetSource
+    metrics: Metrics
+
+
+@frozen
+class LocalFleet:
+    """The fleet of an inventory file, with reservations in the memory of this process."""
+
+    fleet: Fleet
+    ledger: MemoryLedger
+    fleet_source: FleetUpdater
+    metrics: Metrics
+    proofs: MemoryProofs
+
+    @classmethod
+    def of(cls, settings: Settings, clock: Clock) -> "LocalFleet":
+        fleet, metrics = Fleet(), Metrics()
+        proofs = MemoryProofs(
+            lambda: fleet.indexed_nodes.keys(),
+            clock,
+            settings.clock_skew,
+            accepted=lambda node, evidence: fleet_source.prove(MemoryProofs.name, node, evidence),
+        )
+        providers = providers_of(settings, clock, StaticEvidence(settings.node_hash_map), proofs)
+        fleet_source = FleetUpdater(fleet, InventoryFile(inventory_path(settings)), providers, clock, metrics)
+        return cls(fleet, MemoryLedger(fleet, clock, times_of(settings)), fleet_source, metrics, proofs)
+
+    @property
+    def parts(self) -> FleetParts:
+        return FleetParts(self.fleet, self.ledger, self.fleet_source, self.metrics)
+
+
 def embedded(settings: Settings, clock: Clock) -> Parts:
-    """Everything in this process: no cluster is asked."""
-    fleet, metrics = Fleet(), Metrics()
-    ledger = MemoryLedger(fleet, clock, times_of(settings))
-    proofs = MemoryProofs(
-        lambda: fleet.indexed_nodes.keys(),
-        clock,
-        settings.clock_skew,
-        accepted=lambda node, said: fleet_source.prove(MemoryProofs.name, node, said),
+    """A server without a cluster."""
+    local = LocalFleet.of(settings, clock)
+    parts = assembled(settings, clock, local.parts, ReviewedPods(), NoDemands(), limits_of(settings))
+    return evolve(
+        parts,
+        attestation=attestation_of(settings, local.proofs, clock, local.metrics),
+        hinting=hinting_of(settings, parts),
+        lapses=local.ledger.lapses,
     )
-    providers = providers_of(settings, clock, StaticEvidence(settings.node_hash_map), proofs)
-    fleet_source = FleetUpdater(fleet, InventoryFile(inventory_path(settings)), providers, clock, metrics)
-    parts = assembled(settings, clock, fleet, metrics, ledger, fleet_source, ReviewedPods(), NoDemands())
-    attestation = attestation_of(settings, proofs, clock, metrics)
-    return evolve(parts, attestation=attestation, hinting=hinting_of(settings, parts), lapses=ledger.lapses)
+
+
+def embedded_dry_run(settings: Settings, clock: Clock) -> Parts:
+    """For dry runs on an inventory file. They reserve nothing, so no limit applies, and no node attests itself."""
+    parts = assembled(
+        settings, clock, LocalFleet.of(settings, clock).parts, ReviewedPods(), NoDemands(), PendingLimits()
+    )
+    return evolve(parts, hinting=hinting_of(settings, parts))
 
 
 def assembled(
     settings: Settings,
     clock: Clock,
-    fleet: Fleet,
-    metrics: Metrics,
-    ledger: Ledger,
-    fleet_source: FleetSource,
+    known: FleetParts,
     pods: PodSource,
     namespaces: NamespaceDemands,
+    limits: PendingLimits,
 ) -> Parts:
-    """What follows from the parts that differ."""
+    """The parts that follow from the others, the same with a cluster and without."""
     policy = policy_of(settings)
-    parts = Parts(
+    fleet, ledger, metrics = known.fleet, known.ledger, known.metrics
+    show_fleet(known, policy, clock)
+    return Parts(
         fleet=fleet,
         ledger=ledger,
         reserver=Reserver(
@@ -81,30 +123,37 @@ def assembled(
             policy,
             clock,
             metrics,
-            limits=PendingLimits(
-                settings.pending_limit,
-                settings.pending_percent,
-                settings.orphans_per_namespace,
-                most_waiting=reviews_at_once(settings) // 2,
-            ),
+            limits=limits,
             is_known=lambda name: namespaces.known(name) is not None,
         ),
-        fleet_source=fleet_source,
+        fleet_source=known.fleet_source,
         pods=pods,
         rules=rules_of(settings, namespaces),
         clock=clock,
         metrics=metrics,
         notes=(*settings.notes, *([STATIC_NOTE] if "static" in settings.evidence else [])),
     )
-    metrics.watch_fleet(lambda: counts(parts))
-    metrics.watch_ages(lambda: evidence_ages(fleet, clock()))
-    return parts
+
+
+def show_fleet(known: FleetParts, policy: EvidencePolicy, clock: Clock) -> None:
+    """The process's metrics count the fleet from now on."""
+    known.metrics.watch_fleet(lambda: fleet_counts(known.fleet, known.ledger, policy, clock()))
+    known.metrics.watch_ages(lambda: evidence_ages(known.fleet, clock()))
+
+
+def limits_of(settings: Settings) -> PendingLimits:
+    return PendingLimits(
+        settings.pending_limit,
+        settings.pending_percent,
+        settings.orphans_per_namespace,
+        most_waiting=reviews_at_once(settings) // 2,
+    )
 
 
 def hinting_of(
     settings: Settings, parts: Parts, jobs: RunningJobs | None = None, classes: PriorityClasses | None = None
 ) -> HintService | None:
-    """None where nobody is to be asked."""
+    """None without a scorer, or with --hint-pods false."""
     if settings.scorer is None or not settings.hint_pods:
         return None
     timeout = settings.scorer_timeout.total_seconds()
@@ -146,7 +195,7 @@ def inventory_path(settings: Settings) -> Path:
 
 
 def hash_aliases(settings: Settings) -> tuple[str, ...]:
-    """The alias that is set, and the one that always was: a hash that nobody reads would be asked for in vain."""
+    """The configured alias, and the built-in one: a pod's required hash must never be ignored."""
     return tuple(dict.fromkeys((settings.required_hash_alias, *REQUIRED_HASH.aliases)))
 
 
@@ -167,17 +216,15 @@ def rules_of(settings: Settings, namespaces: NamespaceDemands) -> Rules:
     )
 
 
-def counts(parts: Parts) -> FleetCounts:
-    """What the metrics show. What is free is known in numbers; only what is held is looked at one by one."""
-    now = parts.clock()
-    fleet, ledger = parts.fleet, parts.ledger
+def fleet_counts(fleet: Fleet, ledger: Ledger, policy: EvidencePolicy, now: datetime) -> FleetCounts:
+    """Free devices are counted by the index; only held and quarantined devices are looked up one by one."""
     fleet.advance(now)
     held = fleet.held_devices
     devices = Counter(
         device_state(ledger.of_device(uuid), now, is_quarantined=fleet.is_quarantined(uuid)) for uuid in held
     )
     devices[DeviceState.QUARANTINED] += len(fleet.quarantined_devices - held)
-    offer = count_devices(fleet, needs_evidence=parts.reserver.policy.is_always_required)
+    offer = count_devices(fleet, needs_evidence=policy.is_always_required)
     for (state, _), number in offer.items():
         devices[state] += number
     return FleetCounts(

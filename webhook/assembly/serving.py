@@ -1,4 +1,4 @@
-"""The parts of a server, by its settings, and who is asked whether a pod exists."""
+"""Builds the parts of a server from its settings, with a cluster or without."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -8,7 +8,7 @@ import structlog
 from attrs import frozen
 
 from webhook.admission.parts import Parts
-from webhook.assembly.parts import embedded
+from webhook.assembly.parts import FleetParts, LocalFleet, embedded, policy_of, show_fleet
 from webhook.ledger.pods import PodFacts
 from webhook.runtime.clock import utc_now
 from webhook.runtime.settings import Settings
@@ -20,13 +20,13 @@ log = structlog.get_logger(__name__)
 
 @frozen
 class Assembly:
-    """What a server is made of; where callers are asked who they are, who is asked about them."""
+    """The parts of a server, and the API server's part in authenticating callers and finding pods."""
 
     parts: Parts
     facts: PodFacts
     authority: Authority | None = None
     bindings: Bindings | None = None
-    # What is to be in the API server before anybody may be bound.
+    # Creates the objects that must exist before a pod may be bound.
     prepare: Callable[[], Awaitable[None]] | None = None
 
     def gate(self, settings: Settings) -> CallerGate:
@@ -39,7 +39,7 @@ class Assembly:
 
 @asynccontextmanager
 async def assembled(settings: Settings) -> AsyncIterator[Assembly]:
-    """The parts that the settings ask for, and who is asked whether a pod exists."""
+    """The server that the settings describe."""
     if settings.is_embedded:
         parts = embedded(settings, utc_now)
         yield Assembly(parts, parts.pods)
@@ -58,10 +58,31 @@ async def assembled(settings: Settings) -> AsyncIterator[Assembly]:
         if settings.keeps_in_cluster:
             parts = clustered(settings, utc_now, api, pods)
         else:
-            log.warning("reservations are kept in memory, and reviews are believed: for development only")
+            log.warning("reservations are kept in memory, and reviews are trusted: for development only")
             parts = embedded(settings, utc_now)
         if not settings.keeps_in_cluster:
             yield Assembly(parts, pods, callers)
             return
         prepare = partial(ensure_binding_ends, ApiObjects(api, BINDING_ENDS))
         yield Assembly(parts, pods, callers, ApiBindings(api), prepare)
+
+
+@asynccontextmanager
+async def watched_fleet(settings: Settings) -> AsyncIterator[FleetParts]:
+    """The fleet alone, for a process that decides nothing: of the cluster, or else of the inventory file."""
+    if settings.is_embedded:
+        parts = LocalFleet.of(settings, utc_now).parts
+        show_fleet(parts, policy_of(settings), utc_now)
+        yield parts
+        return
+    from webhook.assembly.cluster import ClusterParts
+    from webhook.kube.client import connected
+    from webhook.ledger.api_pods import ApiPods
+
+    async with await connected(settings) as api:
+        if settings.keeps_in_cluster:
+            parts = ClusterParts.of(settings, utc_now, api, ApiPods(api)).parts
+        else:
+            parts = LocalFleet.of(settings, utc_now).parts
+        show_fleet(parts, policy_of(settings), utc_now)
+        yield parts

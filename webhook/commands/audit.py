@@ -1,4 +1,4 @@
-"""`gpuwarden audit`: reads the cluster with the caller's own rights, changes nothing, and says what was found."""
+"""`gpuwarden audit`: reads the cluster with the caller's rights, and prints the findings."""
 
 import asyncio
 import sys
@@ -37,21 +37,21 @@ log = structlog.get_logger(__name__)
 
 Kept = TypeVar("Kept")
 Volumes = dict[ClaimName, str]
-"""Where PersistentVolumes lead that no tenant could make, by the claims that are bound to them."""
+"""Paths of PersistentVolumes that no tenant could create, by the claims that are bound to the volumes."""
 
 NOTHING, FOUND = 0, 1
 FORBIDDEN = 403
-# A pod that has ended is released, and one that was just created is heard of, within this many seconds.
+# The seconds in which gpuwarden releases a pod that has ended, and sees a pod that was just created.
 UNDER_WAY = 3.0
 COLUMNS = ("KIND", "OBJECT", "NODE", "FOUND")
 
 
 class CannotReadError(GpuwardenError):
-    """Something that the audit needs cannot be listed."""
+    """Objects that the audit needs cannot be listed."""
 
 
 class MayNotReadError(CannotReadError):
-    """The caller has no right to list it."""
+    """The caller has no right to list the objects."""
 
 
 @frozen
@@ -70,52 +70,52 @@ def run(settings: Settings, context: str | None, output: str) -> int:
 
 
 async def audited(settings: Settings, context: str | None) -> list[Finding]:
-    """What is found twice: of two lists that are not of one moment, something may only be under way."""
+    """What two audits find. Lists are not from one moment, so a single audit also finds changes in progress."""
     async with await connect(settings, context=context) as api:
         volumes = await refused_volumes_in(api)
-        first = await looked(api, settings, volumes)
+        first = await findings_now(api, settings, volumes)
         if not first:
             return []
         await asyncio.sleep(UNDER_WAY)
-        again = {(one.kind, one.object) for one in await looked(api, settings, volumes)}
+        again = {(one.kind, one.object) for one in await findings_now(api, settings, volumes)}
     return [one for one in first if (one.kind, one.object) in again]
 
 
-async def looked(api: ApiClient, settings: Settings, volumes: Volumes) -> list[Finding]:
+async def findings_now(api: ApiClient, settings: Settings, volumes: Volumes) -> list[Finding]:
     facts = await facts_of(api, settings, volumes)
     return findings(facts, utc_now(), needs_evidence=settings.evidence_required_of == "all")
 
 
 async def facts_of(api: ApiClient, settings: Settings, volumes: Volumes) -> Facts:
-    """The ledger is read before the pods and after them: what changes meanwhile is not judged."""
+    """Reads the ledger before the pods and after them. Reservations that change in between are not judged."""
     rules = rules_of(settings, NoDemands())
     reading = AuditRules(rules.claims.rules, rules.dress, settings.host_paths, volumes)
     before = await ledger_in(api)
-    pods: list[AuditedPod] = [one async for one in kept(api, PODS_PATH, reading.pod)]
+    pods: list[AuditedPod] = [one async for one in listed(api, PODS_PATH, reading.pod)]
     after = await ledger_in(api)
-    namespaces = [raw async for raw in kept(api, NAMESPACES_PATH, lambda raw: raw)]
+    namespaces = [raw async for raw in listed(api, NAMESPACES_PATH, lambda raw: raw)]
     keeping = {object_name(raw) for raw in namespaces if may_reserve_by_map(raw, settings.opt_in_label)}
     ours = {object_name(raw) for raw in namespaces if opted_in(raw, settings.opt_in_label)}
     isolated = {object_name(raw) for raw in namespaces if is_isolated(raw, settings.own_namespace)}
-    mapped = [one async for one in kept(api, STATEFUL_SETS_PATH, mapped_set)]
+    mapped = [one async for one in listed(api, STATEFUL_SETS_PATH, mapped_set)]
     return Facts(
         pods=pods,
         held=[one for key, one in after.held.items() if key in before.held],
         opted_in=ours,
         isolated=ours & isolated,
         unsettled={id for id, _ in before.held.keys() ^ after.held.keys()},
-        evidence={name: word async for name, word in kept(api, NODE_EVIDENCES_PATH, evidence_in)},
+        evidence={name: word async for name, word in listed(api, NODE_EVIDENCES_PATH, evidence_in)},
         maps_without_label=[one for one in mapped if one[0] in ours - keeping],
         unreadable=after.unreadable,
     )
 
 
-async def kept(api: ApiClient, path: str, matters: Callable[[Raw], Kept | None]) -> AsyncIterator[Kept]:
-    """What matters of each object, page by page. Raises CannotReadError."""
+async def listed(api: ApiClient, path: str, read: Callable[[Raw], Kept | None]) -> AsyncIterator[Kept]:
+    """What `read` returns for each object, without None. Raises CannotReadError."""
     try:
         async for page, _ in pages(api, path):
             for raw in page:
-                found = matters(raw)
+                found = read(raw)
                 if found is not None:
                     yield found
     except WATCH_ERRORS as exc:
@@ -126,9 +126,9 @@ async def kept(api: ApiClient, path: str, matters: Callable[[Raw], Kept | None])
 
 
 async def refused_volumes_in(api: ApiClient) -> Volumes:
-    """Who may not list them is told, and learns the rest. Raises CannotReadError."""
+    """Empty, with a warning, if the caller may not list PersistentVolumes. Raises CannotReadError."""
     try:
-        return dict([one async for one in kept(api, VOLUMES_PATH, refused_volume)])
+        return dict([one async for one in listed(api, VOLUMES_PATH, refused_volume)])
     except MayNotReadError as exc:
         log.warning("pods judged without their PersistentVolumes", error=str(exc))
         return {}
@@ -137,7 +137,7 @@ async def refused_volumes_in(api: ApiClient) -> Volumes:
 async def ledger_in(api: ApiClient) -> LedgerSnapshot:
     held: dict[tuple[ReservationId, str], Reservation] = {}
     unreadable = []
-    async for raw in kept(api, GPU_NODES_PATH, lambda raw: raw):
+    async for raw in listed(api, GPU_NODES_PATH, lambda raw: raw):
         try:
             node = GpuNode.parse(raw)
         except UnreadableGpuNodeError:
@@ -148,7 +148,7 @@ async def ledger_in(api: ApiClient) -> LedgerSnapshot:
 
 
 def evidence_in(raw: Raw) -> tuple[str, Evidence | None] | None:
-    """What all sources say together. An object that cannot be read proves nothing."""
+    """The combined evidence of all sources. An unreadable object proves nothing."""
     try:
         return object_name(raw), NodeEvidence.parse(raw).combined_evidence
     except UnreadableEvidenceError:
@@ -160,15 +160,15 @@ def mapped_set(raw: Raw) -> tuple[str, str] | None:
     return (meta.get("namespace") or "", meta["name"]) if map_of(raw) else None
 
 
-# How it is told.
+# Output.
 
 
 def as_json(found: Sequence[Finding]) -> str:
-    told = [
+    entries = [
         {"kind": one.kind, "namespace": one.namespace, "object": one.object, "node": one.node, "message": one.message}
         for one in found
     ]
-    return msgspec.json.format(msgspec.json.encode({"findings": told}), indent=2).decode() + "\n"
+    return msgspec.json.format(msgspec.json.encode({"findings": entries}), indent=2).decode() + "\n"
 
 
 def as_table(found: Sequence[Finding]) -> str:

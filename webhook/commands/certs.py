@@ -1,5 +1,6 @@
-"""`gpuwarden certs ensure` and `keep`: a CA and a certificate of our own in a Secret, and the CA in the webhook
-configurations. Any number may run at once: whoever comes second to a write has seen too little, and looks again.
+"""`gpuwarden certs ensure` and `keep`: write a CA and a certificate to a Secret, and the CA to webhook configurations.
+
+Any number of processes may run at once: a write that conflicts with another is not repeated; the process reads again.
 """
 
 import asyncio
@@ -52,21 +53,21 @@ CONFIGURATIONS_PATH = "/apis/admissionregistration.k8s.io/v1/{kind}webhookconfig
 CONFIGURATION_PATH = f"{CONFIGURATIONS_PATH}/{{name}}"
 KINDS = ("mutating", "validating")
 OPAQUE = "Opaque"
-# Between two steps.
+# Pause between two steps.
 SOON = timedelta(seconds=0.05)
 
 
 class CertificatesError(GpuwardenError):
-    """Our certificates cannot be looked after; the message says what stands in the way."""
+    """The certificates cannot be read or written; the message says why."""
 
 
 class OvertakenError(GpuwardenError):
-    """Somebody else has written since we looked."""
+    """The object has changed since it was read."""
 
 
 @frozen
 class WebhookConfiguration:
-    """A webhook configuration as it was seen: what each of its webhooks has for a CA bundle."""
+    """A webhook configuration as it was read, with the CA bundle of each webhook."""
 
     kind: str
     name: str
@@ -76,10 +77,10 @@ class WebhookConfiguration:
 
 @frozen
 class CertificateSnapshot:
-    """All there is. The configurations were read before the Secret."""
+    """Configurations and Secret. The configurations were read before the Secret."""
 
     configurations: tuple[WebhookConfiguration, ...]
-    # Of the Secret; None: there is none.
+    # Of the Secret; None: it does not exist.
     version: str | None
     state: CertificateState | None
 
@@ -89,7 +90,7 @@ class CertificateSnapshot:
 
 
 class CertificateStore(Protocol):
-    """Where state and bundles are. Writes raise OvertakenError; everything raises CertificatesError."""
+    """Stores state and bundles. Writes raise OvertakenError; every method raises CertificatesError."""
 
     async def look(self) -> CertificateSnapshot: ...
 
@@ -99,58 +100,58 @@ class CertificateStore(Protocol):
 
 
 @frozen
-class CertificateRound:
-    """What is kept after a look and a step, and whether that was the last step that is due."""
+class RotationStep:
+    """The state after one step, and whether no further step is due."""
 
     state: CertificateState | None
     is_done: bool
 
 
-async def one_round(place: CertificateStore, rules: RotationRules) -> CertificateRound:
-    """Look, and take the step that is due."""
+async def rotate_once(place: CertificateStore, rules: RotationRules) -> RotationStep:
+    """Reads the state and takes the step that is due."""
     seen = await place.look()
     state = seen.state
     try:
         match next_step(state, seen.bundles, rules, utc_now()):
             case None:
-                return CertificateRound(state, is_done=state is not None and state.leaf is not None)
+                return RotationStep(state, is_done=state is not None and state.leaf is not None)
             case WriteSecret(new, why):
                 await place.keep(seen, new)
                 log.info("certificates", step=why)
-                return CertificateRound(new, is_done=False)
+                return RotationStep(new, is_done=False)
             case PublishBundle(bundle):
                 await place.publish(seen, bundle)
                 log.info("certificates", step="CA bundle written", configurations=len(seen.configurations))
     except OvertakenError:
-        log.debug("somebody else was faster")
-    return CertificateRound(state, is_done=False)
+        log.debug("certificates changed by another process")
+    return RotationStep(state, is_done=False)
 
 
 async def ensure(settings: Settings) -> None:
-    """Once: afterwards there is a certificate, and every configuration that is there trusts it."""
+    """Creates the certificate. Afterwards every existing webhook configuration trusts it."""
     configure_logging(settings.log_level)
     async with await connect(settings) as api:
-        state = await all_rounds(ApiCertificateStore(api, settings), rules_of(settings))
-    write_out(settings, state)
+        state = await rotate_until_done(ApiCertificateStore(api, settings), rules_of(settings))
+    write_files(settings, state)
 
 
-async def all_rounds(place: CertificateStore, rules: RotationRules) -> CertificateState | None:
-    """Until nothing is due. Where another CA was trusted before, that takes as long as ours needs to settle."""
-    done = CertificateRound(None, is_done=False)
+async def rotate_until_done(place: CertificateStore, rules: RotationRules) -> CertificateState | None:
+    """Steps until none is due. If another CA was trusted before, this takes --certs-settle."""
+    done = RotationStep(None, is_done=False)
     while not done.is_done:
-        done = await one_round(place, rules)
+        done = await rotate_once(place, rules)
         await asyncio.sleep(SOON.total_seconds())
     return done.state
 
 
 async def keep(settings: Settings) -> None:
-    """Until SIGTERM or SIGINT."""
+    """Runs until SIGTERM or SIGINT."""
     configure_logging(settings.log_level)
     stop = stop_signal()
-    news = ConfigurationListener()
+    changes = ConfigurationListener()
     async with await connect(settings) as api, Probes(settings).listening() as probes:
-        looking = look_again_and_again(settings, ApiCertificateStore(api, settings), probes, news.there)
-        watches = (watch.run() for watch in watches_of(settings, api, news))
+        looking = rotate_repeatedly(settings, ApiCertificateStore(api, settings), probes, changes.event)
+        watches = (watch.run() for watch in watches_of(settings, api, changes))
         await run_until(stop, all_of(looking, *watches))
     log.info("stopped")
 
@@ -160,54 +161,55 @@ async def all_of(*work: Coroutine[Any, Any, None]) -> None:
 
 
 class ConfigurationListener:
-    """Hears that a configuration has come or changed. Until it has its CA bundle, the API server refuses every pod that
-    asks for GPUs: it is looked at at once."""
+    """Sets an event when a webhook configuration is created or changed. It gets its CA bundle at once: without one, the
+    API server refuses every pod that asks for GPUs."""
 
     def __init__(self) -> None:
-        self.there = asyncio.Event()
+        self.event = asyncio.Event()
 
     def replaced(self, objects: Mapping[str, Raw]) -> None:
-        self.there.set()
+        self.event.set()
 
     def changed(self, raw: Raw) -> None:
-        self.there.set()
+        self.event.set()
 
     def deleted(self, raw: Raw) -> None:
-        """Nothing is left to be written there."""
+        """A deleted configuration needs no bundle."""
 
 
-def watches_of(settings: Settings, api: ApiClient, news: ConfigurationListener) -> list[Watch]:
+def watches_of(settings: Settings, api: ApiClient, changes: ConfigurationListener) -> list[Watch]:
     return [
-        Watch(api, CONFIGURATIONS_PATH.format(kind=kind), news, only={"fieldSelector": f"metadata.name={name}"})
+        Watch(api, CONFIGURATIONS_PATH.format(kind=kind), changes, only={"fieldSelector": f"metadata.name={name}"})
         for kind in KINDS
         for name in settings.certs_configurations
     ]
 
 
-async def look_again_and_again(
-    settings: Settings, place: CertificateStore, probes: Probes, news: asyncio.Event
+async def rotate_repeatedly(
+    settings: Settings, place: CertificateStore, probes: Probes, changes: asyncio.Event
 ) -> None:
-    """An API server that is away, or a right that is missing, is waited for: what is served stays good for weeks."""
+    """Runs for ever and retries after errors, such as an unreachable API server or a missing right: the certificate is
+    valid for weeks."""
     rules, has_begun = rules_of(settings), False
     while True:
-        news.clear()
+        changes.clear()
         pause = settings.certs_look_interval
         try:
-            done = await one_round(place, rules)
-            write_out(settings, done.state)
+            done = await rotate_once(place, rules)
+            write_files(settings, done.state)
             if not done.is_done:
                 pause = SOON
             elif not has_begun:
                 has_begun = True
                 probes.begin()
-            show(probes, done.state)
+            show_certificates(probes, done.state)
         except (CertificatesError, OSError) as exc:
             probes.metrics.count_provider_error("certificates")
-            log.warning("certificates cannot be looked after", problem=str(exc))
-        await wait_for_change(news, pause.total_seconds(), SOON.total_seconds())
+            log.warning("certificates cannot be rotated", problem=str(exc))
+        await wait_for_change(changes, pause.total_seconds(), SOON.total_seconds())
 
 
-def show(probes: Probes, state: CertificateState | None) -> None:
+def show_certificates(probes: Probes, state: CertificateState | None) -> None:
     if state is None:
         return
     for name, pair in (("issued", state.leaf), ("issuing-ca", state.signing)):
@@ -228,7 +230,7 @@ def rules_of(settings: Settings) -> RotationRules:
     )
 
 
-# In the API server.
+# The API server.
 
 
 class ApiCertificateStore:
@@ -241,14 +243,15 @@ class ApiCertificateStore:
 
     async def look(self) -> CertificateSnapshot:
         configurations = [await self._configuration(kind, name) for kind in KINDS for name in self._names]
-        secret = await self._answer("GET", f"{SECRETS_PATH}/{{name}}", self._own_names, fine=(NOT_FOUND,))
+        secret = await self._answer("GET", f"{SECRETS_PATH}/{{name}}", self._own_names, accepted=(NOT_FOUND,))
         there = tuple(one for one in configurations if one is not None)
         if secret is None:
             return CertificateSnapshot(there, None, None)
-        # Of another type it could never be written: the API server demands of that what we take away meanwhile.
+        # The API server requires keys of other types that a rotation removes for a moment.
         if secret.get("type") != OPAQUE:
             raise CertificatesError(
-                f"Secret {self._namespace}/{self._secret} is of type {secret.get('type')}, so it is somebody else's: "
+                f"Secret {self._namespace}/{self._secret} is not gpuwarden's, because it is of type "
+                f"{secret.get('type')}: "
                 "name another by --certs-secret"
             )
         data = {name: base64.b64decode(text) for name, text in (secret.get("data") or {}).items()}
@@ -256,7 +259,7 @@ class ApiCertificateStore:
             return CertificateSnapshot(there, secret["metadata"]["resourceVersion"], decode_state(data))
         except BadStateError as exc:
             raise CertificatesError(
-                f"Secret {self._namespace}/{self._secret}: {exc}; delete it, and everything begins anew"
+                f"Secret {self._namespace}/{self._secret}: {exc}; delete it to start again"
             ) from exc
 
     async def keep(self, seen: CertificateSnapshot, state: CertificateState) -> None:
@@ -276,14 +279,14 @@ class ApiCertificateStore:
             wrong = [number for number, found in enumerate(one.bundles) if found != bundle]
             if not wrong:
                 continue
-            # The version makes the patch fail where somebody has changed the configuration since.
+            # With the version, the patch fails if the configuration has changed since it was read.
             patch = [{"op": "replace", "path": "/metadata/resourceVersion", "value": one.version}]
             patch += [{"op": "add", "path": f"/webhooks/{k}/clientConfig/caBundle", "value": text} for k in wrong]
             names = {"kind": one.kind, "name": one.name}
             await self._answer("PATCH", CONFIGURATION_PATH, names, patch, kind=JSON_PATCH)
 
     async def _configuration(self, kind: str, name: str) -> WebhookConfiguration | None:
-        raw = await self._answer("GET", CONFIGURATION_PATH, {"kind": kind, "name": name}, fine=(NOT_FOUND,))
+        raw = await self._answer("GET", CONFIGURATION_PATH, {"kind": kind, "name": name}, accepted=(NOT_FOUND,))
         if raw is None:
             return None
         bundles = tuple(
@@ -303,38 +306,38 @@ class ApiCertificateStore:
         body: object = None,
         *,
         kind: str = JSON,
-        fine: tuple[int, ...] = (),
+        accepted: tuple[int, ...] = (),
     ) -> Raw | None:
-        """What the API server says; None where it refuses in a way that is no mistake."""
+        """The API server's answer; None for a status in `accepted`."""
         try:
             status, said = await request_json(self._api, method, path, names, body, seconds=REQUEST_TIMEOUT, kind=kind)
         except REQUEST_ERRORS as exc:
             raise CertificatesError("the API server cannot be reached") from exc
-        if status in fine:
+        if status in accepted:
             return None
         if status == CONFLICT:
             raise OvertakenError
         try:
             raw = object_in(said)
         except msgspec.DecodeError as exc:
-            raise CertificatesError(f"the API server answered {status}, and no object") from exc
+            raise CertificatesError(f"the API server answered {status} without an object") from exc
         if status >= 400:
             raise CertificatesError(f"the API server answered {status}: {raw.get('message', '')}")
         return raw
 
 
-# In a directory.
+# The directory.
 
 
-def write_out(settings: Settings, state: CertificateState | None) -> None:
-    """What `serve` needs, where it is not shown a Secret as files."""
+def write_files(settings: Settings, state: CertificateState | None) -> None:
+    """Writes the files of `serve`, for an installation that does not mount the Secret."""
     if settings.certs_dir is not None and state is not None and state.leaf is not None:
         files = {CERT: state.leaf.cert_pem, KEY: state.leaf.key_pem, BUNDLE: state.bundle}
-        swap_in(settings.certs_dir, files)
+        replace_files(settings.certs_dir, files)
 
 
-def swap_in(directory: Path, files: Mapping[str, bytes]) -> None:
-    """All files change at one moment, as where kubelet shows a Secret: they are links into `..data`, which is one."""
+def replace_files(directory: Path, files: Mapping[str, bytes]) -> None:
+    """Replaces all files at once, as the kubelet does for a Secret: they are links into `..data`, a link itself."""
     directory.mkdir(parents=True, exist_ok=True)
     data = directory / "..data"
     with suppress(OSError):
@@ -354,7 +357,7 @@ def swap_in(directory: Path, files: Mapping[str, bytes]) -> None:
 
 
 def put_link(link: Path, target: str) -> None:
-    """There at once, whatever was there before."""
+    """Creates or replaces the link atomically."""
     if link.is_symlink() and os.readlink(link) == target:
         return
     new = link.with_name(f"..new-{link.name.lstrip('.')}")

@@ -1,6 +1,6 @@
-"""One process of `gpuwarden export`: which GPUs there are and who used them, brought to stores.
+"""`gpuwarden export`: exports readings of GPUs and their uses to stores.
 
-Of several, the elected one works. What it was given is stored, or waits on its disk, before another is elected.
+Of several processes, the leader works. Before another is elected, it stores its records or keeps them on its disk.
 """
 
 import asyncio
@@ -62,21 +62,21 @@ log = structlog.get_logger(__name__)
 STOPPED, LOST = 0, 1
 # Of <malloc.h>.
 M_ARENA_MAX: Final = -8
-# At the end, for what is still to be stored; under the 30 s that Kubernetes gives a Pod to end.
+# The time to store records at the end; less than the 30 s of a Pod's default grace period.
 DRAIN: Final = timedelta(seconds=20)
-# Before a Lease that was not renewed is another's, the last write has to have ended.
+# The last write must end this long before another process can take the Lease.
 MARGIN: Final = timedelta(seconds=1)
-# How often an outbox is tried that another process has not let go of yet.
+# Between two attempts to open an outbox that another process still uses.
 OUTBOX_PAUSE: Final = 0.5
 USES_PAUSE: Final = 0.5
 USES_BACKOFF: Final = Backoff(timedelta(seconds=1), timedelta(seconds=5))
-# Stores are asked this often at most, however often somebody asks for our readiness, and have this long to answer.
+# The shortest interval between two checks of the stores by readiness probes, and the timeout of a check.
 CHECK_EVERY: Final = 2.0
 CHECK_LONGEST: Final = 5.0
 
 
 def read_file(path: str, cluster: str, node: str, machine: str | None) -> int:
-    """One reading of one host: a JSON line a GPU on stdout."""
+    """Prints the reading of one host, one JSON line per GPU."""
     source = "stdin" if path == "-" else path
     found = node_gpus(parse(content_of(path)), "", None, utc_now())
     for record in readings_of(found, ReadingSource(cluster, node, machine or NO_MACHINE, source)):
@@ -87,7 +87,7 @@ def read_file(path: str, cluster: str, node: str, machine: str | None) -> int:
 
 
 def content_of(path: str) -> bytes:
-    """As much as can be parsed, and a byte. Raises GpuwardenError."""
+    """At most one byte more than can be parsed. Raises GpuwardenError."""
     try:
         if path == "-":
             return sys.stdin.buffer.read(MAX_SIZE + 1)
@@ -98,17 +98,17 @@ def content_of(path: str) -> bytes:
 
 
 def keep_to_one_heap() -> None:
-    """Threads only wait for disks here, but glibc gives each a heap of its own: a tenth of what the process takes."""
+    """Threads only wait for disks, but glibc gives each its own heap: a tenth of the process's memory."""
     with suppress(AttributeError, OSError):  # another libc
         ctypes.CDLL(None).mallopt(M_ARENA_MAX, 1)
 
 
 async def export(settings: ExportSettings) -> int:
-    """Until SIGTERM or SIGINT, or until the Lease is lost. The exit code."""
+    """Runs until SIGTERM or SIGINT, or until the Lease is lost. Returns the exit code."""
     keep_to_one_heap()
     configure_logging(settings.log_level)
     for note in settings.notes:
-        log.warning("setting passed over", problem=note)
+        log.warning("setting ignored", problem=note)
     stop = stop_signal()
     async with await connect(settings.connection()) as api, ExportProcess(settings, api).listening() as process:
         ended = await process.run(stop)
@@ -118,10 +118,10 @@ async def export(settings: ExportSettings) -> int:
 
 @frozen
 class NodeFacts:
-    """What matters of a Node between its readings."""
+    """What is kept of a Node between its readings."""
 
     boot: str | None
-    # What was read of its GPUs, packed: some kilobytes of each node, which are rarely looked at.
+    # The last reading of its GPUs, compressed: some kilobytes per node, rarely used.
     gpus: bytes | None
 
 
@@ -134,7 +134,7 @@ def node_facts(raw: Raw) -> NodeFacts:
 
 
 class BootListener(Protocol):
-    """Who is told of boots."""
+    """Is notified of boots of nodes."""
 
     def booted(self, node: str, boot: str | None) -> None: ...
 
@@ -142,12 +142,12 @@ class BootListener(Protocol):
 
 
 class NodesView(ObjectView[NodeFacts]):
-    """Nodes as a watch tells of them, and who is told of new boots."""
+    """The watched Nodes. Notifies a listener of new boots."""
 
     def __init__(self, reader: BootListener) -> None:
         super().__init__(node_facts)
         self._reader = reader
-        # Of the node that was asked about last: what its annotation was, and what it said of each UUID.
+        # A cache of the last node: its name, its compressed reading and its GPUs by UUID.
         self._gpus: tuple[str, bytes, Mapping[str, GpuWire]] = ("", b"", {})
 
     def changed(self, raw: Raw) -> None:
@@ -180,7 +180,7 @@ def gpus_by_uuid(text: str) -> Mapping[str, GpuWire]:
 
 
 class ClusterFacts:
-    """What the cluster knows of those who use GPUs."""
+    """Facts about pods, GPUs and nodes for the records of uses."""
 
     def __init__(
         self, nodes: ApiNode, nodes_view: NodesView, uses: Callable[[], UseRecorder], evidence: ObjectView[str | None]
@@ -198,7 +198,7 @@ class ClusterFacts:
         return UsePodFacts(owner=f"{owners[0]['kind']}/{owners[0]['name']}" if owners else None)
 
     def gpu(self, node: str, uuid: str) -> GpuNames:
-        """By what was read, else by what its GPUNode says."""
+        """From the last reading, else from the GPUNode."""
         read = self._nodes_view.gpu(node, uuid)
         if read is not None:
             return GpuNames(read.serial, read.chassis)
@@ -215,7 +215,7 @@ def evidence_hash(raw: Raw) -> str | None:
 
 
 def exporters_of(settings: ExportSettings) -> list[Exporter]:
-    """Imported by need: each leans on a library of its own."""
+    """Imports an exporter only if it is used, because each needs its own library."""
     found: list[Exporter] = []
     for name in settings.exporter_type:
         if name == "stdout":
@@ -238,7 +238,7 @@ def exporters_of(settings: ExportSettings) -> list[Exporter]:
 
 
 class StoreHealth(Health):
-    """Ready if every store would take something at this moment, and takes what it is given."""
+    """Ready if every store is reachable and accepts the records."""
 
     def __init__(self, check: Callable[[], Awaitable[None]], every: float = CHECK_EVERY) -> None:
         super().__init__()
@@ -270,7 +270,7 @@ class StoreHealth(Health):
 
 
 class ExportProcess:
-    """All parts of the process."""
+    """The parts of the process."""
 
     def __init__(self, settings: ExportSettings, api: ApiClient) -> None:
         loop = asyncio.get_running_loop()
@@ -279,7 +279,7 @@ class ExportProcess:
         self._metrics = ExportMetrics()
         self._metrics.initialize_counters(list(settings.exporter_type))
         self._exporters = exporters_of(settings)
-        # Opened by whoever is elected: several may have one directory, one after the other.
+        # Only the leader opens it: several processes may use one directory in turn.
         self._open_outbox = opener(settings.outbox)
         self._delivery: Delivery | None = None
         limit = RateLimit(settings.qps, settings.burst, loop.time)
@@ -314,7 +314,7 @@ class ExportProcess:
         wanted = {"labelSelector": settings.label_selector}
         self._watches = [Watch(api, pods, self._reader, wanted, trim_pod), nodes_watch]
         self._history_watches = [gpu_nodes_watch, Watch(api, NODE_EVIDENCES_PATH, evidence, trimmed=trim_object)]
-        # Elections are not held up by what else there is to ask.
+        # Requests for the Lease do not wait for other requests.
         urgent = RateLimitedClient(
             api, RateLimit(50, 100, loop.time), longest=settings.lease_renew_deadline.total_seconds()
         )
@@ -340,7 +340,7 @@ class ExportProcess:
             yield self
 
     async def run(self, stop: asyncio.Event) -> int:
-        """Until `stop` is set (0) or the Lease is lost (1). Nothing is written after the Lease is given back."""
+        """Runs until `stop` is set (0) or the Lease is lost (1). Writes nothing after the Lease is released."""
         stopping = asyncio.ensure_future(stop.wait())
         watching = [asyncio.ensure_future(one.run()) for one in await self._all_watches()]
         self._health.stage = Stage.SERVING
@@ -358,11 +358,11 @@ class ExportProcess:
         if not self._settings.history:
             return self._watches
         try:
-            problem = None if await self._nodes.is_served(GPU_NODES_PATH) else "there is no such kind of object"
+            problem = None if await self._nodes.is_served(GPU_NODES_PATH) else "the API server does not serve GPUNodes"
         except ApiRefusesError as exc:
-            problem = str(exc)  # also where the kind is not there, and we may not know
+            problem = str(exc)  # also if the API server does not serve GPUNodes and gpuwarden may not know
         if problem is not None:
-            log.warning("no GPUNodes can be seen: the use of GPUs is not exported", problem=problem)
+            log.warning("GPUNodes cannot be read: uses of GPUs are not exported", problem=problem)
             return self._watches
         return [*self._watches, *self._history_watches]
 
@@ -387,11 +387,11 @@ class ExportProcess:
         all_tasks: list[asyncio.Future[Any]] = [opening, *watching]
         for task in all_tasks:
             if task.done() and not task.cancelled():
-                task.result()  # an outbox that cannot be kept, or a bug
+                task.result()  # an unusable outbox, or a bug
         return LOST if is_lost else STOPPED
 
     async def _opened(self) -> Delivery:
-        """Once whoever had the outboxes before has ended. Raises ExportError where there cannot be any."""
+        """Waits until no other process uses the outboxes. Raises ExportError if they cannot be opened."""
         observer = DeliveryObserver(stored=self._stored, failed=self._not_stored, refused=self._refused)
         logged = False
         while True:
@@ -420,7 +420,7 @@ class ExportProcess:
         all_tasks = [stopping, holding, delivering, *working, *watching]
         done, _ = await asyncio.wait(all_tasks, return_when=asyncio.FIRST_COMPLETED)
         is_lost = holding in done and stopping not in done
-        # Workers first: what they have given to be stored is stored after them, and before anybody else is elected.
+        # Workers stop first: their records are stored afterwards, and before another leader is elected.
         await cancelled(*working)
         if elects and not is_lost:
             left = await drained_while(holding, delivery)
@@ -431,13 +431,13 @@ class ExportProcess:
         if elects and not is_lost:
             await self._candidate.release()
         for task in done - {stopping, holding}:
-            task.result()  # none of these ends by itself: a bug shows here
+            task.result()  # none of these tasks ends without a bug
         return LOST if is_lost else STOPPED
 
     async def _take(self, batch: Batch) -> None:
         """Raises ExportError."""
         if self._delivery is None:
-            raise ExportError("nothing is taken by a process that stands by")
+            raise ExportError("a process that is not the leader accepts no records")
         await self._delivery.take(batch)
 
     async def _stored_open_uses(self) -> AsyncIterator[Use]:
@@ -450,7 +450,7 @@ class ExportProcess:
         await check(self._exporters, self._states())
 
     async def _follow_uses(self) -> None:
-        """A bug in one pass must not end them all. What fails every time is told once, and tried less often."""
+        """A bug in one pass does not end the loop. A repeated problem is logged once and retried less often."""
         logged: str | None = None
         failures = 0
         while True:
@@ -462,7 +462,7 @@ class ExportProcess:
             await asyncio.sleep(USES_BACKOFF.seconds(failures) if failures else USES_PAUSE)
 
     async def _problem_with_uses(self) -> str | None:
-        """Of one pass; None if there was none."""
+        """Runs one pass. Returns its problem, or None."""
         try:
             await self._uses.step()
         except GpuwardenError as exc:
@@ -497,12 +497,12 @@ class ExportProcess:
 
 
 def time_to_drain(left: timedelta) -> timedelta:
-    """Once the Lease is not renewed any more, and is ours for so long."""
+    """How long records may be stored if the Lease is no longer renewed and ends after `left`."""
     return min(DRAIN, max(timedelta(0), left - MARGIN))
 
 
 async def drained_while(holding: "asyncio.Future[Any]", delivery: Delivery) -> int:
-    """The Lease is renewed meanwhile; once it cannot be, nothing is written any more."""
+    """Stores records while the Lease is renewed; stops writing if the Lease is lost."""
     draining = asyncio.ensure_future(delivery.drain(DRAIN))
     await asyncio.wait([draining, holding], return_when=asyncio.FIRST_COMPLETED)
     if not draining.done():
@@ -512,7 +512,7 @@ async def drained_while(holding: "asyncio.Future[Any]", delivery: Delivery) -> i
 
 
 async def until(work: Awaitable[None], stopping: "asyncio.Future[Any]") -> bool:
-    """Whether the work was done before the stop."""
+    """Whether the work ends before the stop."""
     task = asyncio.ensure_future(work)
     await asyncio.wait([task, stopping], return_when=asyncio.FIRST_COMPLETED)
     if task.done():

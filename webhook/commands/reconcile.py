@@ -1,4 +1,4 @@
-"""One process of `gpuwarden reconcile`: of any number, the elected one acts."""
+"""`gpuwarden reconcile`: any number of processes may run; the elected leader acts."""
 
 import asyncio
 from functools import partial
@@ -45,14 +45,14 @@ from webhook.web.probes import Probes
 log = structlog.get_logger(__name__)
 
 LEASE = "gpuwarden-reconcile"
-# Between two passes: what nobody tells of is looked at this often, and what somebody does, this soon.
+# The longest pause between two passes, and the shortest one after an event.
 PAUSE = 0.5
 BREATH = 0.05
 ON_NO_NODE = {"fieldSelector": "spec.nodeName="}
 
 
 async def reconcile(settings: Settings) -> None:
-    """Until SIGTERM or SIGINT. Whoever is not elected watches too, and is ready when it is."""
+    """Runs until SIGTERM or SIGINT. A process that is not the leader watches too, so it can take over at once."""
     configure_logging(settings.log_level)
     stop = stop_signal()
     async with await connect(settings) as api, Probes(settings).listening() as probes:
@@ -181,8 +181,7 @@ async def work(settings: Settings, api: ApiClient, probes: Probes) -> None:
 
 
 async def read_anew(api: ApiClient, ledger: ClusterLedger, waiting_pods: WaitingPods) -> bool:
-    """What is held, and the pods that wait, as they are at this moment: a watch may be far behind, and what it has not
-    told yet of another leader's work would be done twice."""
+    """Lists GPUNodes and waiting pods: a watch may be far behind, and work of the last leader would be done twice."""
     known = list(waiting_pods.raws)
     try:
         gpu_nodes, _ = await whole_list(api, GPU_NODES_PATH)

@@ -1,7 +1,7 @@
-"""`gpuwarden release`: an operator ends what is held for a pod that is gone, with the caller's own rights.
+"""`gpuwarden release`: ends the reservation of a pod that is gone, with the caller's rights.
 
-Whoever runs it says that the pod's containers do not run any more. A policy lets only those write a GPUNode's status
-who may `manage reservations.gpuwarden.io`.
+The caller confirms that the pod's containers do not run any more. A policy allows writes to a GPUNode's status only to
+users with the right to `manage reservations.gpuwarden.io`.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from webhook.runtime.settings import Settings
 
 
 class NotReleasedError(GpuwardenError):
-    """Nothing was released; the text says why."""
+    """Nothing was released; the message says why."""
 
 
 def run(settings: Settings, context: str | None, wanted: Sequence[str]) -> int:
@@ -49,7 +49,7 @@ async def released(settings: Settings, context: str | None, wanted: Sequence[str
 
 
 async def held_in(api: ApiClient, ledger: ClusterLedger) -> list[Reservation]:
-    """What all GPUNodes hold, which the ledger learns too."""
+    """The reservations in all GPUNodes. The ledger learns them too."""
     held: list[Reservation] = []
     try:
         async for page, _ in pages(api, GPU_NODES_PATH):
@@ -66,15 +66,15 @@ async def held_in(api: ApiClient, ledger: ClusterLedger) -> list[Reservation]:
 
 
 def orphan_of(wanted: str, held: Sequence[Reservation]) -> Reservation:
-    """The one reservation that a reservation id, the UUID of a GPU, or NAMESPACE/POD means."""
+    """The orphaned reservation that has this id, this GPU, or this NAMESPACE/POD."""
     found = [one for one in held if wanted in (one.id, *one.uuids, f"{one.namespace}/{one.pod_name}")]
     orphans = [one for one in found if one.orphan is not None and one.phase is Phase.FINALIZED]
     if not found:
-        raise NotReleasedError(f"nothing is held for {wanted}")
+        raise NotReleasedError(f"there is no reservation for {wanted}")
     if not orphans:
         raise NotReleasedError(f"the pod of {said(found[0])} is not gone: delete the pod")
     if len(orphans) > 1:
-        raise NotReleasedError(f"{wanted} means several reservations: {', '.join(sorted(one.id for one in orphans))}")
+        raise NotReleasedError(f"{wanted} matches several reservations: {', '.join(sorted(one.id for one in orphans))}")
     return orphans[0]
 
 
@@ -86,8 +86,8 @@ async def release(api: ApiClient, ledger: ClusterLedger, one: Reservation) -> No
             f"{said(one)}: the API server did not take the change; may you manage reservations.gpuwarden.io?"
         ) from exc
     if not is_released:
-        raise NotReleasedError(f"{said(one)}: it has changed meanwhile, look again")
-    text = f"{gpus_of(one)} of pod {one.namespace}/{one.pod_name} is free again: an operator has released it"
+        raise NotReleasedError(f"{said(one)}: the reservation has changed, try again")
+    text = f"{gpus_of(one)} of pod {one.namespace}/{one.pod_name} is free: an operator has released it"
     happening = QueuedEvent(Subject.of_node(one.node), Reason.ORPHAN_ENDED, text, is_warning=False, at=utc_now())
     try:
         status, _ = await request_json(

@@ -1,6 +1,6 @@
-"""`gpuwarden score`: a small scorer of our own. The tightest fit of the models with a free GPU, priority by tenant.
+"""`gpuwarden score`: a small scorer. It selects the smallest sufficient model with a free GPU, and a tenant's priority.
 
-Any server that speaks `POST /v1/score` can stand in its place.
+Any other server with `POST /v1/score` can replace it.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ from webhook.web.health import Health, Stage
 log = structlog.get_logger(__name__)
 
 DEFAULT_SCORE = 50.0
-# How old the count of free GPUs may be; each count looks at every GPU.
+# The maximum age of the count of free GPUs, because a count iterates over every GPU.
 COUNT_SECONDS = 1.0
 MEMORY = re.compile(r"([0-9]{1,7})\s*(Gi?B?|Mi?B?)?\s*", re.IGNORECASE)
 MEMORY_IN_NAME = re.compile(r"(?:^|[-_ ])([0-9]{1,5})\s*GB?(?:$|[-_ ])", re.IGNORECASE)
@@ -47,7 +47,7 @@ class FeaturesWire(msgspec.Struct, frozen=True):
 
 
 class QuestionWire(msgspec.Struct, frozen=True):
-    """What is read of a question; other members may be there."""
+    """The members of a question that are read; there may be others."""
 
     job_type: Name
     candidate_gpu_types: Names
@@ -57,14 +57,14 @@ class QuestionWire(msgspec.Struct, frozen=True):
 
 @frozen
 class ModelStock:
-    """GPUs of one model: how many are free, how many gigabytes each has."""
+    """GPUs of one model: the number of free ones, and the gigabytes of each."""
 
     free: int
     memory: float
 
 
 class ModelStocks:
-    """What is free of each model, by the labels of the nodes."""
+    """The stock of each model, by the labels of the nodes."""
 
     def __init__(self, fleet: Fleet, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._fleet = fleet
@@ -78,7 +78,7 @@ class ModelStocks:
         return self._stocks
 
     def _counted(self) -> Mapping[str, ModelStock]:
-        """What a pod without a map could be given: those on nodes that take none, and those kept for maps, are not."""
+        """Counts the GPUs that a pod without a map can get: not those of unready or cordoned nodes, nor those of maps."""
         free = Counter[str]()
         memory: dict[str, float] = {}
         for indexed in self._fleet.indexed_nodes.values():
@@ -100,7 +100,7 @@ def gigabytes(text: str) -> float:
 
 
 def memory_in(model: str) -> float:
-    """As models are called: A100-80GB."""
+    """From a model's name, such as A100-80GB."""
     read = MEMORY_IN_NAME.search(model)
     return float(read[1]) if read else 0.0
 
@@ -119,8 +119,8 @@ def answer(question: QuestionWire, stocks: Mapping[str, ModelStock], priorities:
 
 
 def best_fit(candidates: list[str], needed: float, stocks: Mapping[str, ModelStock]) -> str:
-    """The smallest model that suffices and is free, so that large ones stay for who needs them; else one that would
-    suffice, else the largest."""
+    """The smallest sufficient model that is free, so that large ones stay free; else a sufficient one, else the
+    largest."""
 
     def rank(model: str) -> tuple[bool, bool, float, int, str]:
         stock = stocks.get(model, ModelStock(0, memory_in(model)))
@@ -159,13 +159,13 @@ def app_of(fleet: Fleet, priorities: Mapping[str, float], health: Health, metric
 
 
 async def score(settings: Settings) -> None:
-    """Until SIGTERM or SIGINT."""
-    from webhook.assembly.serving import assembled
+    """Runs until SIGTERM or SIGINT."""
+    from webhook.assembly.serving import watched_fleet
 
     configure_logging(settings.log_level)
     stop = stop_signal()
-    async with assembled(settings) as assembly:
-        parts, health = assembly.parts, Health()
+    async with watched_fleet(settings) as parts:
+        health = Health()
         app = app_of(parts.fleet, settings.tenant_priorities, health, parts.metrics)
         listener = Listener(app, host=settings.host, port=settings.ui_port)
         await listener.start()
@@ -183,7 +183,7 @@ async def score(settings: Settings) -> None:
 
 
 async def fed(settings: Settings, fleet_source: FleetSource, health: Health, url: str) -> None:
-    """Load what there is, say so, and keep it current."""
+    """Loads the fleet, reports that the process is ready, and keeps the fleet current."""
     await fleet_source.load()
     health.stage = Stage.SERVING
     sys.stdout.write(f"ready http={url}\n")

@@ -5,7 +5,6 @@ import gc
 import sys
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import AsyncExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import structlog
 
 from webhook.admission.explanation import Explainer
 from webhook.admission.reviewer import Reviewer
-from webhook.assembly.parts import counts
+from webhook.assembly.parts import fleet_counts
 from webhook.assembly.serving import Assembly, assembled
 from webhook.runtime.clock import utc_now
 from webhook.runtime.http.budgets import Budgets, RequestLimits
@@ -64,7 +63,7 @@ async def serve(settings: Settings, *, hints: bool = False) -> None:
 
 
 async def started(server: "Server", stop: asyncio.Event) -> bool:
-    """False if a stop was asked for before everything was there: an API server that is away is waited for, for ever."""
+    """False if a signal stops the start: it waits for the API server without a limit."""
     starting, stopping = asyncio.ensure_future(server.start()), asyncio.ensure_future(stop.wait())
     await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
     stopping.cancel()
@@ -77,7 +76,7 @@ async def started(server: "Server", stop: asyncio.Event) -> bool:
 
 
 class Server:
-    """The listeners and what keeps them supplied."""
+    """The listeners and their background tasks."""
 
     def __init__(self, settings: Settings, assembly: Assembly) -> None:
         self._settings = settings
@@ -105,7 +104,7 @@ class Server:
             outdated=lambda: parts.fleet_source.outdated,
             lapses=parts.lapses,
             gate=gate,
-            count=partial(counts, parts),
+            count=lambda: fleet_counts(parts.fleet, parts.ledger, parts.reserver.policy, parts.clock()),
         )
         explain = Explain(Explainer(parts, reviewer), health, gate)
         if not settings.is_embedded:
@@ -148,7 +147,7 @@ class Server:
         return (self._tls, self._plain, self._extender, *asked)
 
     async def start(self) -> None:
-        """Listen at once, answering 503 until the first readings are in."""
+        """Listens at once, and answers 503 until everything is loaded."""
         async with AsyncExitStack() as undo:
             for listener in self._listeners:
                 await listener.start()
@@ -171,24 +170,27 @@ class Server:
         )
 
     async def _load(self) -> None:
-        gc.disable()  # loading makes no garbage, and each look at all of it would cost a third of a second
+        gc.disable()  # loading makes no garbage, and each collection would cost a third of a second
         try:
             await self._parts.fleet_source.load()
             if self._parts.attestation is not None:
                 await self._parts.attestation.load()
         finally:
-            gc.freeze()  # the fleet stays: no later collection has to look at it
+            gc.freeze()  # the fleet stays, so later collections can skip it
             gc.enable()
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Until `stop` is set, or a background task fails: that is a bug, and a restart beats half a server."""
+        """Runs until `stop` is set or a background task fails. A failed task is a bug, and ends the process."""
         interval = self._settings.reload_interval.total_seconds()
         pairs = self._certificates.items()
         background: list[asyncio.Future[Any]] = [
             asyncio.ensure_future(task)
             for task in (
                 self._parts.fleet_source.run(interval),
-                *(source.watch(self._teller(name), every=self._settings.reload_interval) for name, source in pairs),
+                *(
+                    source.watch(self._reload_observer(name), every=self._settings.reload_interval)
+                    for name, source in pairs
+                ),
                 every(COLLECT_INTERVAL, self._collect),
                 *([] if self._parts.attestation is None else [self._parts.attestation.run()]),
                 *([] if self._hinting is None else [self._hinting]),
@@ -213,10 +215,10 @@ class Server:
         for one in await self._parts.ledger.collect(self._parts.clock()):
             log.info("reservation expired", reservation=one.id, namespace=one.namespace, node=one.node)
 
-    def _teller(self, name: str) -> Callable[[Reload], None]:
-        """Says what became of a listener's new certificate."""
+    def _reload_observer(self, name: str) -> Callable[[Reload], None]:
+        """Logs and counts the reloads of a listener's certificate."""
 
-        def tell(outcome: Reload) -> None:
+        def observe(outcome: Reload) -> None:
             source, metrics = self._certificates[name], self._parts.metrics
             if outcome is Reload.REFUSED:
                 metrics.count_certificate_reload(name, "refused")
@@ -226,7 +228,7 @@ class Server:
                 log.info("certificate reloaded", listener=name, not_after=source.not_after.isoformat())
             metrics.show_certificate(name, source.not_after)
 
-        return tell
+        return observe
 
     @property
     def ready_line(self) -> str:
@@ -245,7 +247,7 @@ class Server:
 
 
 def certificates(settings: Settings) -> dict[str, CertificateSource]:
-    """One pair for both TLS listeners, each with its own idea of who may call."""
+    """The same pair for both TLS listeners, each with its own CAs of clients."""
     if settings.tls_cert is not None and settings.tls_key is not None:
         cert, key = settings.tls_cert, settings.tls_key
     else:
@@ -253,7 +255,7 @@ def certificates(settings: Settings) -> dict[str, CertificateSource]:
         cert, key = made.cert, made.key
         log.warning("serving with development certificates", directory=str(DEV_CERTIFICATES))
     return {
-        # Browsers, nodes and the API server come here: who posts reviews shows a certificate, the others need none.
+        # Browsers, nodes and the API server use this listener. Only reviews require a client certificate.
         "tls": CertificateSource(
             cert, key, clock=utc_now, client_ca=settings.client_ca, requires_client_certificate=False
         ),
@@ -262,16 +264,16 @@ def certificates(settings: Settings) -> dict[str, CertificateSource]:
 
 
 def warn_if_open(settings: Settings) -> None:
-    """On loopback it is fine to ask nobody who he is."""
+    """Logs warnings about listeners that accept unauthenticated callers. On loopback there are none."""
     if settings.plain_extender_at is not None:
         host, port = settings.plain_extender_at
-        log.warning("the extender answers in plain HTTP, to whoever reaches it", host=host, port=port)
+        log.warning("the extender serves plain HTTP to every caller", host=host, port=port)
     if is_loopback(settings.host):
         return
     if settings.is_embedded:
-        log.warning("everyone who reaches this server may use all of it", host=settings.host)
+        log.warning("every caller may use all of this server", host=settings.host)
     elif not settings.proves_reviewers:
-        log.warning("everyone who reaches the TLS listener may post reviews", host=settings.host)
+        log.warning("every caller may post reviews to the TLS listener", host=settings.host)
 
 
 async def every(interval: float, step: Callable[[], Awaitable[None]]) -> None:

@@ -1,19 +1,28 @@
-"""Kinds of values that only the settings of `gpuwarden export` have. gpuid is written in Go, so some have Go's
+"""The kinds of values of `gpuwarden export`'s have. gpuid is written in Go, so some have Go's
 syntax."""
 
 import re
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final
 
-from webhook.runtime.setting_kinds import SettingKind, read_namespace, read_port, read_url
-
-T = TypeVar("T")
+from webhook.runtime import setting_schemas as schemas
+from webhook.runtime.setting_kinds import (
+    MAX_COUNT,
+    MAX_PORT,
+    NAMESPACE_NAME,
+    SettingKind,
+    one_of,
+    read_namespace,
+    read_port,
+    read_url,
+    whole_number,
+)
 
 # Go's syntax (time.ParseDuration, strconv.ParseBool), without negative values.
 GO_UNITS: Final = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 GO_PART: Final = re.compile(r"([0-9]{1,12}(?:\.[0-9]{0,9})?|\.[0-9]{1,9})(ns|us|µs|ms|s|m|h)")
+GO_PARTS: Final = rf"({GO_PART.pattern})+"
 GO_TRUE: Final = ("1", "t", "T", "TRUE", "true", "True")
 GO_FALSE: Final = ("0", "f", "F", "FALSE", "false", "False")
 LONGEST: Final = timedelta(days=366)
@@ -76,15 +85,7 @@ def read_true_or_not(text: str) -> bool:
 
 
 def integer_between(least: int, most: int) -> Callable[[str], int]:
-    def read(text: str) -> int:
-        if not re.fullmatch(r"[0-9]{1,7}", text) or not least <= int(text) <= most:
-            raise ValueError(f"{text!r} is not a whole number from {least} to {most}")
-        return int(text)
-
-    return read
-
-
-def read_rate(text: str) -> float:
+    def read(text: str) -> float:
     if not re.fullmatch(r"[0-9]{1,6}(?:\.[0-9]{1,6})?", text) or float(text) <= 0:
         raise ValueError(f"{text!r} is not a number above 0")
     return float(text)
@@ -158,29 +159,56 @@ def one_of(*known: str) -> Callable[[str], str]:
     return read
 
 
-GO_DURATION: Final = SettingKind("`90s`, `1m30s`, `500ms`, or 0; at most `168h`", read_go_duration)
-GO_INTERVAL: Final = SettingKind("`90s`, `1m30s`, `500ms`; not 0, at most `168h`", read_go_interval)
-PATIENCE: Final = SettingKind("`30s`, `1m30s`; not 0, at most `10m`", read_patience)
-GO_TRUTH: Final = SettingKind("1, t, true, 0, f, false, also in capitals", read_go_truth)
-MIGRATE: Final = SettingKind("`true`; anything else is false", read_true_or_not)
-ENDPOINT: Final = SettingKind("a URL with http or https, without user or fragment", read_endpoint)
-WORKERS: Final = SettingKind("1 to 100", integer_between(1, 100))
-RATE: Final = SettingKind("a number above 0", read_rate)
-BURST: Final = SettingKind("a whole number, not less than the rate", integer_between(1, 9_999_999))
-SERVER_PORT: Final = SettingKind("1000 to 65535; 0, as a flag, picks a free one", read_server_port)
-STORE_PORT: Final = SettingKind("1 to 65535", read_store_port)
-SELECTOR: Final = SettingKind("a label selector; empty selects every pod", read_selector)
-WORDS: Final = SettingKind("printable text, not empty", read_words)
-CONTAINER: Final = SettingKind("a container's name; empty: the pod's only container", read_container)
-EXPORTER_LIST: Final = SettingKind(f"a comma-separated list of: {', '.join(EXPORTERS)}", read_exporters, list)
-LENIENT_LOG_LEVEL: Final = SettingKind("debug, info, warn, error; any other word is info", read_log_level)
-PARTITION_PATTERN: Final = SettingKind("text with %Y, %m, %d, %H", read_partition)
-DIRECTORY: Final = SettingKind("a directory; it is created", Path)
-TEXT: Final = SettingKind("any text", read_text)
-OBJECT_FORMAT: Final = SettingKind("csv, parquet", one_of("csv", "parquet"))
+GO_DURATION: Final = SettingKind(
+    "`90s`, `1m30s`, `500ms`, or 0; at most `168h`",
+    read_go_duration,
+    schema={**schemas.text(f"(0|{GO_PARTS})"), "type": ["string", "integer"], "minimum": 0, "maximum": 0},
+)
+GO_INTERVAL: Final = SettingKind(
+    "`90s`, `1m30s`, `500ms`; not 0, at most `168h`", read_go_interval, schema=schemas.text(GO_PARTS)
+)
+PATIENCE: Final = SettingKind("`30s`, `1m30s`; not 0, at most `10m`", read_patience, schema=schemas.text(GO_PARTS))
+GO_TRUTH: Final = SettingKind("1, t, true, 0, f, false, also in upper case", read_go_truth)
+MIGRATE: Final = SettingKind("`true`; anything else is false", read_true_or_not, schema={"type": ["boolean", "string"]})
+ENDPOINT: Final = SettingKind(
+    "a URL with http or https, without user or fragment",
+    read_endpoint,
+    schema=schemas.text(r"[hH][tT][tT][pP][sS]?://[^\s#]+"),
+)
+WORKERS: Final = whole_number(1, 100, integer_between(1 to 100")
+RATE: Final = SettingKind(
+    "a number above 0",
+    read_rate,
+    schema={"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1_000_000},
+)
+BURST: Final = whole_number(1, MAX_COUNT, "a whole number, not less than the rate", integer_between(1, 9_999_999))
+SERVER_PORT: Final = SettingKind("1000 to 65535; 0, as a flag, selects a free port", read_server_port)
+STORE_PORT: Final = SettingKind("1 to 65535", read_store_port, schema=schemas.whole(1, MAX_PORT))
+SELECTOR: Final = SettingKind(
+    "a label selector; empty selects every pod",
+    read_selector,
+    schema=schemas.text(rf"(\s*|{REQUIREMENT.pattern}(,{REQUIREMENT.pattern})*)"),
+)
+WORDS: Final = SettingKind("printable text, not empty", read_words, schema={**schemas.ANY_TEXT, "pattern": r"\S"})
+CONTAINER: Final = SettingKind(
+    "a container's name; empty: the pod's only container",
+    read_container,
+    schema=schemas.text(f"({NAMESPACE_NAME})?"),
+)
+EXPORTER_LIST: Final = SettingKind(
+    f"a comma-separated list of: {', '.join(EXPORTERS)}", read_exporters, list, schemas.comma_list(f"({'|'.join(EXPORTERS)})")
+)
+LENIENT_LOG_LEVEL: Final = SettingKind(
+    "debug, info, warn, error; any other word is info", read_log_level, schema={"type": "string"}
+)
+PARTITION_PATTERN: Final = SettingKind(
+    "text with %Y, %m, %d, %H", read_partition, schema=schemas.text(PARTITION.pattern)
+)
+DIRECTORY: Final = SettingKind("a directory; it if it does not created", Path)
+TEXT: Final = SettingKind("any text", read_text, schema=schemas.ANY_TEXT)
+OBJECT_FORMAT: Final = SettingKind("csv, parquet", one_of("csv", "parquet")
 # Not FILE: libpq reads the file itself, for each connection.
-ROOT_CERTIFICATES: Final = SettingKind("a file with certificates in PEM", read_text)
+ROOT_CERTIFICATES: Final = SettingKind("a file with certificates in PEM", read_text, schema={"type": "string"})
 SSL_MODE: Final = SettingKind(
     "disable, allow, prefer, require, verify-ca, verify-full",
-    one_of("disable", "allow", "prefer", "require", "verify-ca", "verify-full"),
-)
+    one_of("disable", "allow", "prefer", "require", "verify-ca", "verify-full")

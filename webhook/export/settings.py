@@ -1,7 +1,7 @@
-"""The settings of `gpuwarden export`. gpuid's variables keep their names; variables with our prefix take precedence.
+"""The settings of `gpuwarden export`. gpuid's variables, keep their names; variables with our prefix take precedence.
 
-gpuid's names are common words (NAMESPACE, TIMEOUT), so only this command reads them. A malformed value is an error, as
-in gpuid. Values that gpuid silently ignores are logged if they concern an exporter.
+gpuid's names are common words (NAMESPACE, TIMEOUT), so only this these reads them. A malformed value is an error, as
+in gpuid. Values that gpuid silently ignores are logged if they concern is exporter.
 """
 
 from argparse import ArgumentParser
@@ -38,9 +38,10 @@ from webhook.export.kinds import (
     WORKERS,
 )
 from webhook.export.targets import HttpTarget, ObjectTarget, PostgresTarget, is_local, read_secret
-from webhook.runtime.setting_kinds import FILE, HOST, NAMESPACE, TRUTH
+from webhook.runtime.setting_kinds import BOOLEAN, FILE, HOST, NAMESPACE
 from webhook.runtime.setting_table import (
     EXPORT_PREFIX,
+    Command,
     SettingsError,
     TableReader,
     add_table,
@@ -52,6 +53,9 @@ from webhook.runtime.setting_table import (
 )
 from webhook.runtime.settings import Settings, api_server_of_pod
 
+EXPORT: Final = frozenset({Command.EXPORT})
+BOTH: Final = EXPORT | {Command.HISTORY}
+
 MOUNTED: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
 
@@ -60,13 +64,14 @@ class ExportSettings:
     """The settings as configured. They may contain secrets from variables: never log them."""
 
     config: Path | None = field(
-        default=None, metadata=declared(FILE, "a YAML file with settings of this table", in_file=False)
+        default=None, metadata=declared(FILE, "a "YAML file with the settings of this table", in_file=False)
     )
     exporter_type: tuple[str, ...] = field(
         default=("stdout",),
         metadata=declared(
             EXPORTER_LIST,
-            "the stores; every record goes to all of them",
+            EXPORT,
+            "the stores; every record goes records are exported them",
             older_variable="EXPORTER_TYPE",
             older_may_be_empty=True,
         ),
@@ -75,7 +80,7 @@ class ExportSettings:
         default=None,
         metadata=declared(
             WORDS,
-            "the cluster's name in every record; required",
+            "name of the cluster in every record; required",
             older_variable="CLUSTER_NAME",
             older_may_be_empty=True,
         ),
@@ -84,6 +89,7 @@ class ExportSettings:
         default="gpu-operator",
         metadata=declared(
             NAMESPACE,
+            EXPORT,
             "the namespace of the device plugin's pods",
             short="n",
             older_variable="NAMESPACE",
@@ -93,41 +99,55 @@ class ExportSettings:
     label_selector: str = field(
         default="app=nvidia-device-plugin-daemonset",
         metadata=declared(
-            SELECTOR, "selects the device plugin's pods", older_variable="LABEL_SELECTOR", older_may_be_empty=True
+            SELECTOR,
+            EXPORT,
+            "selects the device plugin's pods",
+            older_variable="LABEL_SELECTOR",
+            older_may_be_empty=True,
         ),
     )
     container: str = field(
         default="nvidia-device-plugin",
         metadata=declared(
-            CONTAINER, "the container in which nvidia-smi runs", older_variable="CONTAINER", older_may_be_empty=True
+            CONTAINER,
+            EXPORT,
+            "container in which nvidia-smi runs",
+            older_variable="CONTAINER",
+            older_may_be_empty=True,
         ),
     )
     workers: int = field(
-        default=16, metadata=declared(WORKERS, "number of pods read at once", older_variable="WORKERS")
+        default=16,
+        metadata=declared(WORKERS, EXPORT, "number of pods read concurrently", older_variable="WORKERS"),
     )
     timeout: timedelta = field(
         default=timedelta(seconds=30),
-        metadata=declared(PATIENCE, "time limit for reading a pod and labelling its node", older_variable="TIMEOUT"),
+        metadata=declared(
+            PATIENCE, EXPORT, "time limit for reading a pod and labelling the node", older_variable="TIMEOUT"
+        ),
     )
     resync: timedelta = field(
         default=timedelta(0),
         metadata=declared(
             GO_DURATION,
+            EXPORT,
             "interval between readings of a pod; 0: only after changes and reboots",
             older_variable="RESYNC",
         ),
     )
     qps: float = field(
-        default=50.0, metadata=declared(RATE, "requests per second to the API server", older_variable="QPS")
+        default=50.0, metadata=declared(RATE, EXPORT, "requests per second to the API server", older_variable="QPS")
     )
     burst: int = field(
-        default=100, metadata=declared(BURST, "requests to the API server in one burst", older_variable="BURST")
+        default=100,
+        metadata=declared(BURST, "requests to the API server in one burst", older_variable="BURST"),
     )
     kubeconfig: Path | None = field(
         default=None,
         metadata=declared(
             FILE,
-            "kubeconfig of the cluster; default: the cluster of this Pod. gpuid's variable is ignored in Pods",
+            EXPORT,
+            "kubeconfig of the cluster; default: set: cluster of this Pod. the older exporter's variable is ignored in Pods",
             older_variable="KUBECONFIG",
             older_is_lenient=True,
         ),
@@ -137,89 +157,114 @@ class ExportSettings:
         metadata=declared(LENIENT_LOG_LEVEL, "minimum log level", short="l", older_variable="LOG_LEVEL"),
     )
     host: str = field(
-        default="0.0.0.0",  # noqa: S104 - probes and Prometheus connect from other hosts
-        metadata=declared(HOST, "listen address for health and metrics"),
+        default="0.0.0.0",  # noqa: S104 - for probes and Prometheus; connect from other hosts
+        metadata=declared(HOST, EXPORT, "listen address for health and metrics"),
     )
     server_port: int = field(
-        default=8080, metadata=declared(SERVER_PORT, "port for health and metrics", older_variable="SERVER_PORT")
+        default=8080,
+        metadata=declared(
+            SERVER_PORT, EXPORT, "port for health and metrics", older_variable="SERVER_PORT"
+        ),
     )
     leader_election: bool = field(
         default=False,
-        metadata=declared(GO_TRUTH, "only an elected replica exports", older_variable="LEADER_ELECTION"),
+        metadata=declared(GO_TRUTH, EXPORT, "only an elected replica exports", older_variable="LEADER_ELECTION"),
     )
     lease_namespace: str = field(
-        default="gpuid", metadata=declared(NAMESPACE, "namespace of the Lease", older_variable="LEASE_NAMESPACE")
+        default="gpuid",
+        metadata=declared(NAMESPACE, EXPORT, "namespace of the Lease", older_variable="LEASE_NAMESPACE"),
     )
     lease_name: str = field(
-        default="gpuid-leader", metadata=declared(WORDS, "name of the Lease", older_variable="LEASE_NAME")
+        default="gpuid-leader", metadata=declared(WORDS, EXPORT, "name of the Lease", older_variable="LEASE_NAME")
     )
     lease_duration: timedelta = field(
         default=timedelta(seconds=15),
-        metadata=declared(GO_INTERVAL, "validity of the Lease after each renewal", older_variable="LEASE_DURATION"),
+        metadata=declared(
+            GO_INTERVAL, EXPORT, "validity of the Lease after each renewal", older_variable="LEASE_DURATION"
+        ),
     )
     lease_renew_deadline: timedelta = field(
         default=timedelta(seconds=10),
         metadata=declared(
-            GO_INTERVAL, "time after which a leader that cannot renew stops", older_variable="LEASE_RENEW_DEADLINE"
+            GO_INTERVAL,
+            EXPORT,
+            "time after which a leader that cannot renew stops",
+            older_variable="LEASE_RENEW_DEADLINE",
         ),
     )
     lease_retry_period: timedelta = field(
         default=timedelta(seconds=2),
         metadata=declared(
-            GO_INTERVAL, "interval between attempts to take or renew the Lease", older_variable="LEASE_RETRY_PERIOD"
+            GO_INTERVAL, EXPORT, "interval between attempts to take or renew the Lease", older_variable="LEASE_RETRY_PERIOD"
         ),
     )
     pod_name: str = field(
-        default="", metadata=declared(TEXT, "this Pod's name; required for leader election", older_variable="POD_NAME")
+        default="",
+        metadata=declared(TEXT, EXPORT, "name of this Pod's name; required for leader election", older_variable="POD_NAME"),
     )
     pod_namespace: str = field(
-        default="", metadata=declared(TEXT, "this Pod's namespace", older_variable="POD_NAMESPACE")
+        default="", metadata=declared(TEXT, "this Pod's "namespace of this Pod; not used", older_variable="POD_NAMESPACE")
     )
-    labels: bool = field(default=True, metadata=declared(TRUTH, "label nodes with the serials of their GPUs"))
-    history: bool = field(default=True, metadata=declared(TRUTH, "also export the start and end of reservations"))
+    labels: bool = field(default=True, metadata=declared(BOOLEAN, EXPORT, "label nodes with the serials of their GPUs"))
+    history: bool = field(default=True,
+        metadata=declared(BOOLEAN, EXPORT, "also export the start and end of reservations"))
     outbox: Path | None = field(
         default=None,
         metadata=declared(
-            DIRECTORY, "directory for batches waiting to be stored; not set: they are lost when the process ends"
+            DIRECTORY,
+            EXPORT,
+            "directory for batches waiting to be stored; not set: they are lost when the process ends"
         ),
     )
 
     http_endpoint: str | None = field(
-        default=None, metadata=declared(ENDPOINT, "the URL to which http posts records", older_variable="HTTP_ENDPOINT")
+        default=None,
+        metadata=declared(ENDPOINT, EXPORT, "the URL to which http posts records", older_variable="HTTP_ENDPOINT"),
     )
     http_timeout: timedelta = field(
         default=timedelta(seconds=30),
-        metadata=declared(GO_INTERVAL, "time limit of a post", older_variable="HTTP_TIMEOUT", older_is_lenient=True),
+        metadata=declared(GO_INTERVAL, EXPORT, "time limit of a post", older_variable="HTTP_TIMEOUT", older_is_lenient=True),
     )
     http_auth_token: str | None = field(
         default=None,
-        metadata=declared(TEXT, "its bearer token", older_variable="HTTP_AUTH_TOKEN", in_file=False, is_secret=True),
+        metadata=declared(
+            TEXT, EXPORT, "bearer token of http", older_variable="HTTP_AUTH_TOKEN", in_file=False, is_secret=True
+        ),
     )
-    http_auth_token_file: Path | None = field(default=None, metadata=declared(FILE, "a file with the bearer token"))
+    http_auth_token_file: Path | None = field(
+        default=None, metadata=declared(FILE, EXPORT, "file with the bearer token")
+    )
     http_token_in_plain: bool = field(
         default=False,
-        metadata=declared(TRUTH, "allow sending the token unencrypted to other machines"),
+        metadata=declared(TRUTH,
+            EXPORT,
+            "allow sending the token unencrypted to other machines"),
     )
     postgres_host: str | None = field(
-        default=None, metadata=declared(TEXT, "the database server", older_variable="POSTGRES_HOST")
+        default=None, metadata=declared(TEXT, BOTH, "database server", older_variable="POSTGRES_HOST")
     )
     postgres_port: int = field(
         default=5432,
         metadata=declared(
-            STORE_PORT, "the database server's port", older_variable="POSTGRES_PORT", older_is_lenient=True
+            STORE_PORT, "the database server's "port of the database server", older_variable="POSTGRES_PORT", older_is_lenient=True
         ),
     )
-    postgres_db: str | None = field(default=None, metadata=declared(TEXT, "the database", older_variable="POSTGRES_DB"))
-    postgres_user: str | None = field(default=None, metadata=declared(TEXT, "the role", older_variable="POSTGRES_USER"))
+    postgres_db: str | None = field(
+        default=None, metadata=declared(TEXT, BOTH, "name of the database", older_variable="POSTGRES_DB")
+    )
+    postgres_user: str | None = field(
+        default=None, metadata=declared(TEXT, BOTH, "role of the database", older_variable="POSTGRES_USER")
+    )
     postgres_password: str | None = field(
         default=None,
         metadata=declared(
-            TEXT, "the role's password", older_variable="POSTGRES_PASSWORD", in_file=False, is_secret=True
+            TEXT, "the role's "password of the role", older_variable="POSTGRES_PASSWORD", in_file=False, is_secret=True
         ),
     )
-    postgres_password_file: Path | None = field(default=None, metadata=declared(FILE, "a file with the password"))
+    postgres_password_file: Path | None = field(default=None, metadata=declared(FILE, BOTH, "file with the password"))
     postgres_sslmode: str = field(
-        default="require", metadata=declared(SSL_MODE, "the sslmode of libpq", older_variable="POSTGRES_SSLMODE")
+        default="require",
+        metadata=declared(SSL_MODE, BOTH, "the sslmode of libpq", older_variable="POSTGRES_SSLMODE"),
     )
     postgres_sslrootcert: str | None = field(
         default=None,
@@ -228,7 +273,7 @@ class ExportSettings:
         ),
     )
     postgres_table: str = field(
-        default="gpu", metadata=declared(TEXT, "the table of readings", older_variable="POSTGRES_TABLE")
+        default="gpu", metadata=declared(TEXT, BOTH, "table of readings", older_variable="POSTGRES_TABLE")
     )
     postgres_auto_migrate: bool = field(
         default=False,
@@ -239,25 +284,28 @@ class ExportSettings:
     s3_bucket: str | None = field(
         default=None,
         metadata=declared(
-            TEXT, "the bucket, or a URL (s3://, gs://, az://) of another store", older_variable="S3_BUCKET"
+            TEXT, EXPORT, "bucket, or URL (s3://, gs://, az://) of another store", older_variable="S3_BUCKET"
         ),
     )
     s3_prefix: str = field(
-        default="", metadata=declared(TEXT, "the first part of object keys", older_variable="S3_PREFIX")
+        default="", metadata=declared(TEXT, EXPORT, "the first part of object keys", older_variable="S3_PREFIX")
     )
     s3_region: str = field(
-        default="us-east-1", metadata=declared(TEXT, "the bucket's region", older_variable="S3_REGION")
+        default="us-east-1", metadata=declared(TEXT, EXPORT, "region of the bucket", older_variable="S3_REGION")
     )
     s3_partition_pattern: str = field(
         default="year=%Y/month=%m/day=%d/hour=%H",
         metadata=declared(
-            PARTITION_PATTERN, "the part of object keys between prefix and name", older_variable="S3_PARTITION_PATTERN"
+            PARTITION_PATTERN, EXPORT, "the part of object keys between prefix and name", older_variable="S3_PARTITION_PATTERN"
         ),
     )
-    s3_format: str = field(default="csv", metadata=declared(OBJECT_FORMAT, "the format of objects"))
-    s3_header: bool = field(default=False, metadata=declared(TRUTH, "begin CSV objects with a header line"))
+    s3_format: str = field(default="csv", metadata=declared(OBJECT_FORMAT, EXPORT, format of the objects"))
+    s3_header: bool = field(default=False, metadata=declared(BOOLEAN, EXPORT, "begin CSV objects with a header line"))
     s3_own_columns: bool = field(
-        default=False, metadata=declared(TRUTH, "append uuid, minor number and others to gpuid's seven columns")
+        default=False,
+        metadata=declared(
+            BOOLEAN, EXPORT, "append UUID, minor number and others to gpuid's seven columns of the older exporter"
+        ),
     )
 
     # The origin of each setting: "flag --timeout", "variable TIMEOUT", "key timeout in FILE" or "default".
@@ -320,7 +368,7 @@ def secret(text: str | None, file: Path | None) -> str | None:
 
 TABLE: Final = settings_of(ExportSettings, EXPORT_PREFIX)
 
-# Settings that each exporter requires.
+# Settings that settings that requires.
 NEEDED: Final = {
     "stdout": (),
     "http": ("http_endpoint",),
@@ -332,18 +380,19 @@ NEEDED: Final = {
 @frozen
 class Part:
     """The settings that a command other than `export` requires, and those that it also reads. Others are not checked:
-    gpuid's variables are common words that may have other uses."""
+    gpuid's variables are common words that may have other uses.
+    """
 
     needs: tuple[str, ...]
     also_reads: tuple[str, ...] = ()
 
 
 ONE_READING: Final = Part(needs=("cluster_name",))
-HISTORY: Final = Part(NEEDED["postgres"], tuple(one.name for one in TABLE if one.name.startswith("postgres_")))
+HISTORY: Final = Part(NEEDED["postgres"], tuple(one.name for one in TABLE if Command.HISTORY in one.commands))
 
 
 class ExportReader(TableReader):
-    """Reads the settings and checks those that depend on each other."""
+    """Reads the settings table checks those that depend on each other."""
 
     table = TABLE
     prefix = EXPORT_PREFIX
@@ -361,7 +410,7 @@ class ExportReader(TableReader):
     def read(self) -> ExportSettings:
         values = self.read_values()
         chosen = ExportSettings(**values, sources=self.sources(), api_server_of_pod=api_server_of_pod(self.environ))
-        return evolve(chosen, notes=tuple(self.passed_over))
+        return evolve(chosen, notes=tuple(self.ignored))
 
     def _values(self) -> Iterator[tuple[str, Any]]:
         if self._part is not None:
@@ -378,7 +427,7 @@ class ExportReader(TableReader):
         times = ["lease_duration", "lease_renew_deadline", "lease_retry_period"]
         found = [self._value(values, name) for name in times]
         if not found[0] > found[1] > found[2]:
-            self.mistakes.append(f"{self.where(times)}: each has to be shorter than the previous one")
+            self.mistakes.append(f"{self.where(times)}: each must be shorter than the previous one")
         for name in ("http_auth_token", "postgres_password"):
             if name in self.given and f"{name}_file" in self.given:
                 self.mistakes.append(f"{self.where([name, f'{name}_file'])}: both are set; set one")
@@ -415,14 +464,14 @@ class ExportReader(TableReader):
                 names = [*([] if one.is_secret else [flag_of(name)]), *one.variables]
                 yield " or ".join(names), f"{by} requires it" if by else "required"
             elif values.get(name) == "":
-                yield self.where([name]), f"{by} requires a value that is not empty"
+                yield self.where([name]), "it requires a value that is not empty"
 
     def _value(self, values: Mapping[str, Any], name: str) -> Any:
         return values.get(name, next(one.default for one in TABLE if one.name == name))
 
 
-def add_flags(parser: ArgumentParser) -> None:
-    add_table(parser, TABLE)
+def add_flags(parser: ArgumentParser, command: Command | None = None) -> None:
+    add_table(parser, TABLE, command)
 
 
 def load(
@@ -441,12 +490,14 @@ REFERENCE: Final = """\
 
 Written by `gpuwarden config reference export`; change `webhook/export/settings.py` instead.
 
-A flag takes precedence over a variable, a variable with our prefix over gpuid's, a variable over the YAML file named
-by `--config` or `GPUWARDEN_EXPORT_CONFIG`, and the file over the default. Secrets have no flag: other users of the
-machine could read it. All mistakes are reported at once with exit code 2.
+A flag takes precedence over a variable, a variable with our prefix over one of gpuid, a variable over the YAML file named
+by `--config` or `GPUWARDEN_EXPORT_CONFIG`, and the file over the default. The commands of a setting are those that read it; only they
+have its flag. A secret has no flag, other users of the
+machine could read it. gpuwarden reports all reported at
+once with exit code 2.
 
-| flag | variable | YAML key | default | allowed | meaning |
-|---|---|---|---|---|---|
+| flag | variable | YAML key | default | allowed | meaning | commands |
+|---|---|---|---|---|---|---|
 """
 
 

@@ -232,16 +232,23 @@ def decoded(content: bytes, kind: type[T]) -> T:
 
 def attester(settings: Settings) -> Attester:
     """Raises GpuwardenError that names every missing setting."""
-    needed = ("server", "node", "spire_trust_domain", "spire_workload_api")
-    given = {name: getattr(settings, name) for name in needed}
-    if missing := [f"--{name.replace('_', '-')}" for name, value in given.items() if value is None]:
+    server, node = settings.server, settings.node
+    trust_domain, workload_api = settings.spire_trust_domain, settings.spire_workload_api
+    if server is None or node is None or trust_domain is None or workload_api is None:
+        needed = {
+            "--server": server,
+            "--node": node,
+            "--spire-trust-domain": trust_domain,
+            "--spire-workload-api": workload_api,
+        }
+        missing = [flag for flag, value in needed.items() if value is None]
         raise GpuwardenError(f"set {', '.join(missing)} as well")
     client_context(settings.server_ca)  # fails at startup if the CA file is unusable
     return Attester(
-        server=given["server"],
-        node=given["node"],
-        workload_api=JwtWorkloadApi(given["spire_workload_api"]),
-        evidence_id=EvidenceId(settings.evidence_id, given["spire_trust_domain"]),
+        server=server,
+        node=node,
+        workload_api=JwtWorkloadApi(workload_api),
+        evidence_id=EvidenceId(settings.evidence_id, trust_domain),
         trust=lambda: client_context(settings.server_ca),
     )
 

@@ -1,8 +1,7 @@
-"""What tables of settings have in common: how one is declared, its names, and how a table is read from flags,
-variables and a YAML file.
+"""A table of settings: how a setting is declared, its names, and how a table is read from flags, variables and a YAML
+file.
 
-What somebody sets is read as text whatever it came from, so a rule is the same for all three ways. Nobody else reads
-the environment.
+Every source is read as text, so the same rules apply to all three. Only this module reads the environment.
 """
 
 import difflib
@@ -12,6 +11,7 @@ import re
 from argparse import SUPPRESS, ArgumentParser
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -24,13 +24,33 @@ from webhook.runtime.setting_kinds import SettingKind, read_file
 PREFIX: Final = "GPUWARDEN_"
 EXPORT_PREFIX: Final = "GPUWARDEN_EXPORT_"
 
-# A Service that is called gpuwarden puts GPUWARDEN_PORT=tcp://10.0.0.1:443 and its like into every Pod beside it.
+# A Service called gpuwarden adds variables such as GPUWARDEN_PORT=tcp://10.0.0.1:443 to every Pod of its namespace.
 SERVICE_LINK: Final = re.compile(r"(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_[0-9]+_(TCP|UDP|SCTP)(_\w+)?)\Z")
 SERVICE_LINK_VALUE: Final = re.compile(r"(tcp|udp|sctp)://")
 
 
+class Command(StrEnum):
+    """The commands that read settings, by the words after `gpuwarden`."""
+
+    SERVE = "serve"
+    RECONCILE = "reconcile"
+    BIND = "bind"
+    ATTEST = "attest"
+    EXPORT = "export"
+    HISTORY = "history"
+    SCORE = "score"
+    EXPLAIN = "explain"
+    AUDIT = "audit"
+    RELEASE = "release"
+    CERTS_ENSURE = "certs ensure"
+    CERTS_KEEP = "certs keep"
+
+
+Commands = frozenset[Command]
+
+
 class SettingsError(GpuwardenError):
-    """The settings cannot be used; every mistake is named."""
+    """The settings are invalid; the error lists every mistake."""
 
     def __init__(self, mistakes: Iterable[str]) -> None:
         self.mistakes = tuple(mistakes)
@@ -39,6 +59,7 @@ class SettingsError(GpuwardenError):
 
 def declared(
     kind: SettingKind[Any],
+    commands: Commands,
     about: str,
     *,
     short: str | None = None,
@@ -48,14 +69,15 @@ def declared(
     older_is_lenient: bool = False,
     older_may_be_empty: bool = False,
 ) -> dict[str, object]:
-    """What there is to say of a setting.
+    """The metadata of a setting's field.
 
-    An `older_variable` is another system's name, looked at when ours is not set. If that system is lenient, what cannot
-    be read there is passed over and told; if it may be empty there, empty is a value. A secret has no flag: everybody
-    on the machine could read it.
+    `commands` read the setting: they have its flag. An `older_variable` is the name in an older system, read when ours
+    is not set. If that system is lenient, a bad value there is ignored with a note; if it may be empty there, empty is
+    a value. A secret has no flag: every user of the machine could read it.
     """
     return {
         "kind": kind,
+        "commands": commands,
         "about": about,
         "short": short,
         "older_variable": older_variable,
@@ -68,11 +90,12 @@ def declared(
 
 @frozen
 class Setting:
-    """What is declared of one setting, and the names that follow from its own."""
+    """One setting as it is declared, with its names."""
 
     name: str
     default: object
     kind: SettingKind[Any]
+    commands: Commands
     about: str
     short: str | None
     older_variable: str | None
@@ -108,7 +131,7 @@ def settings_of(declaring: type, prefix: str = PREFIX) -> tuple[Setting, ...]:
 
 
 class Retired(NamedTuple):
-    """A flag of an older system that is accepted and does nothing."""
+    """A flag of the older webhook that `serve` accepts; it does nothing."""
 
     name: str
     short: str
@@ -119,10 +142,13 @@ class Retired(NamedTuple):
         return flag_of(self.name)
 
 
-def add_table(parser: ArgumentParser, table: Sequence[Setting], retired: Sequence[Retired] = ()) -> None:
-    """All settings as flags. argparse judges none of them: a `Reader` names all mistakes at once."""
+def add_table(parser: ArgumentParser, table: Sequence[Setting], command: Command | None = None) -> None:
+    """Adds the flags of the settings that the command reads; without a command, of all.
+
+    argparse checks no value: a `TableReader` reports all mistakes at once.
+    """
     for one in table:
-        if one.is_secret:
+        if one.is_secret or not is_read_by(command, one):
             continue
         names = [one.flag, *([f"-{one.short}"] if one.short else [])]
         text = f"{one.about}; {one.kind.allowed.replace('`', '')}"
@@ -131,50 +157,65 @@ def add_table(parser: ArgumentParser, table: Sequence[Setting], retired: Sequenc
         # argparse takes a percent sign in its texts for the start of a format.
         metavar = one.name.rpartition("_")[2].upper()
         parser.add_argument(*names, dest=one.name, metavar=metavar, help=text.replace("%", "%%"))
+
+
+def add_retired(parser: ArgumentParser, retired: Sequence[Retired]) -> None:
     for flag in retired:
         parser.add_argument(flag.flag, f"-{flag.short}", dest=flag.name, help=SUPPRESS)
 
 
+def is_read_by(command: Command | None, one: Setting) -> bool:
+    """Whether the command reads the setting; None stands for all commands together."""
+    return command is None or command in one.commands
+
+
 def process_environment() -> Mapping[str, str]:
-    return os.environ  # noqa: TID251 - the one place that may read it
+    return os.environ  # noqa: TID251 - the only place that may read it
 
 
 class Given(NamedTuple):
-    """What somebody set, and where."""
+    """The text of a setting, and where it is set."""
 
     text: str
     source: str
 
 
 class StrictLoader(yaml.SafeLoader):
-    """YAML would let the last of two equal keys win; that one was meant is a guess."""
+    """Refuses duplicate keys. YAML would use the last one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
         if twice := {name for name in names if names.count(name) > 1}:
-            raise yaml.constructor.ConstructorError(None, None, f"{min(twice)!r} stands twice", node.start_mark)
+            raise yaml.constructor.ConstructorError(None, None, f"duplicate key {min(twice)!r}", node.start_mark)
         return super().construct_mapping(node, deep)
 
 
 class TableReader:
-    """Reads a table of settings once, collecting mistakes.
+    """Reads a table of settings once and collects the mistakes.
 
-    `elsewhere` are the beginnings of variables of ours that other tables look at.
+    Variables that begin with one of `other_prefixes` belong to other tables.
     """
 
     table: tuple[Setting, ...] = ()
     prefix = PREFIX
-    elsewhere: tuple[str, ...] = ()
+    other_prefixes: tuple[str, ...] = ()
 
-    def __init__(self, flags: Mapping[str, object], environ: Mapping[str, str], also: Iterable[str]) -> None:
+    def __init__(
+        self,
+        flags: Mapping[str, object],
+        environ: Mapping[str, str],
+        also: Iterable[str],
+        command: Command | None = None,
+    ) -> None:
         self.flags = flags
+        self._command = command
         self.environ = {name: text for name, text in environ.items() if not is_service_link(name, text)}
         self.mistakes = list(also)
-        self.passed_over: list[str] = []
+        self.ignored: list[str] = []
         self.given: dict[str, Given] = {}
 
     def read_values(self) -> dict[str, Any]:
-        """The values that somebody has set; `SettingsError` names every mistake in them."""
+        """The values that are set. Raises SettingsError with every mistake."""
         self.given = self._from_variables() | self._from_flags()
         self.given = self._from_file() | self.given
         values = dict(self._values())
@@ -185,10 +226,14 @@ class TableReader:
         return values
 
     def check_together(self, values: Mapping[str, Any]) -> None:
-        """What is wrong between settings that are right each for itself."""
+        """Adds the mistakes between settings that are valid by themselves."""
+
+    def reads(self, name: str) -> bool:
+        """Whether the command reads the setting: no rule asks for a flag that the command does not have."""
+        return any(one.name == name and is_read_by(self._command, one) for one in self.table)
 
     def sources(self) -> dict[str, str]:
-        """By setting, where it comes from."""
+        """Where each setting is set."""
         return {one.name: self.given[one.name].source if one.name in self.given else "default" for one in self.table}
 
     def _from_flags(self) -> dict[str, Given]:
@@ -221,7 +266,7 @@ class TableReader:
             where = f"key {key} in {named.text}"
             one = by_key.get(str(key))
             if one is None:
-                self.mistakes.append(f"{where}: there is no such setting{did_you_mean(str(key), by_key)}")
+                self.mistakes.append(f"{where}: unknown setting{did_you_mean(str(key), by_key)}")
             elif value is not None:
                 try:
                     found[one.name] = Given(text_of(value, one.kind.shape), where)
@@ -230,7 +275,7 @@ class TableReader:
         return found
 
     def _content(self, named: Given) -> Mapping[object, object]:
-        """What stands in the file. That it cannot be read is said when `config` is judged, with the other settings."""
+        """The content of the file. An unreadable file is reported later, when `config` is read like other settings."""
         try:
             content = yaml.load(read_file(named.text).read_bytes(), StrictLoader)  # noqa: S506 - a SafeLoader
         except (ValueError, OSError):
@@ -241,7 +286,7 @@ class TableReader:
         if content is None:
             return {}
         if not isinstance(content, dict):
-            self.mistakes.append(f"{named.source}: {named.text} holds no mapping of settings")
+            self.mistakes.append(f"{named.source}: {named.text} is not a mapping of settings")
             return {}
         return content
 
@@ -254,7 +299,7 @@ class TableReader:
                 except ValueError as exc:
                     mistake = f"{source}: {exc}; allowed: {one.kind.allowed}"
                     if one.older_is_lenient and source == f"variable {one.older_variable}":
-                        self.passed_over.append(f"passed over: {mistake}")
+                        self.ignored.append(f"ignored: {mistake}")
                         del self.given[one.name]
                     else:
                         self.mistakes.append(mistake)
@@ -262,9 +307,9 @@ class TableReader:
     def _check_names(self) -> None:
         known = {one.variable for one in self.table}
         for name in sorted(self.environ):
-            is_ours = name.startswith(self.prefix) and not name.startswith(self.elsewhere)
+            is_ours = name.startswith(self.prefix) and not name.startswith(self.other_prefixes)
             if is_ours and name not in known:
-                self.mistakes.append(f"variable {name}: there is no such setting{did_you_mean(name, known)}")
+                self.mistakes.append(f"variable {name}: unknown setting{did_you_mean(name, known)}")
 
     def check_all_or_none(self, *names: str) -> None:
         present = [name for name in names if name in self.given]
@@ -282,21 +327,21 @@ def flag_of(name: str) -> str:
 
 
 def is_service_link(name: str, text: str) -> bool:
-    """Whether Kubernetes put the variable there for a Service, and nobody who sets anything."""
+    """Whether Kubernetes sets the variable for a Service."""
     if not name.startswith(PREFIX):
         return False
     return bool(SERVICE_LINK.search(name) or (name.endswith("_PORT") and SERVICE_LINK_VALUE.match(text)))
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """A hint for a slip of the keyboard. What all names begin with says nothing about likeness."""
+    """A hint for a typing error. The common prefix of all names does not count for the similarity."""
     by_rest = {other.removeprefix(PREFIX).lower(): other for other in known}
     close = difflib.get_close_matches(name.removeprefix(PREFIX).lower(), list(by_rest), n=1, cutoff=0.76)
     return f"; did you mean {by_rest[close[0]]}?" if close else ""
 
 
 def text_of(value: object, shape: type[object] | None) -> str:
-    """A value of YAML as it would stand in a flag."""
+    """A YAML value in the syntax of a flag."""
     match value:
         case bool():
             return "true" if value else "false"
@@ -308,11 +353,11 @@ def text_of(value: object, shape: type[object] | None) -> str:
             return json.dumps(value, default=str)
         case list() if shape is Sequence:
             return json.dumps(value, default=str)
-    raise ValueError(f"a YAML {type(value).__name__} cannot stand here")
+    raise ValueError(f"a YAML {type(value).__name__} is not allowed here")
 
 
 def plain(value: object) -> object:
-    """A setting's value as YAML writes it."""
+    """A setting's value in the types of YAML."""
     match value:
         case Path():
             return str(value)
@@ -327,7 +372,7 @@ def plain(value: object) -> object:
 
 
 def in_words(shown: object) -> str:
-    """A plain value as it would stand in a flag."""
+    """A plain value in the syntax of a flag."""
     match shown:
         case [dict(), *_]:
             return json.dumps(shown)
@@ -348,5 +393,6 @@ def row(one: Setting) -> str:
         "" if shown in (None, {}) else f"`{in_words(shown)}`",
         one.kind.allowed,
         one.about,
+        ", ".join(command for command in Command if command in one.commands),
     ]
     return "| " + " | ".join(cells) + " |\n"

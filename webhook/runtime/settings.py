@@ -1,6 +1,6 @@
-"""Every setting, declared once: its flag, its variable, its key in the YAML file, its rule and its default.
+"""The settings of all commands but `export` and `history`, which have a table of their own.
 
-How a table is read is in `setting_table`; `gpuwarden export` has one of its own.
+The name of a field gives its flag, its variable and its key in the YAML file. `setting_table` reads the table.
 """
 
 from argparse import ArgumentParser
@@ -20,6 +20,7 @@ from webhook.runtime.setting_kinds import (
     ANNOTATION_KEY,
     ATTESTORS,
     AUDIENCE,
+    BOOLEAN,
     BUCKETS,
     BUNDLE_PROFILE,
     COUNT,
@@ -58,7 +59,6 @@ from webhook.runtime.setting_kinds import (
     SPIFFE_ID,
     SPIRE_SERVER,
     TRUST_DOMAIN_NAME,
-    TRUTH,
     URL,
     USERS,
     WHEN_UNAVAILABLE,
@@ -67,10 +67,12 @@ from webhook.runtime.setting_kinds import (
 )
 from webhook.runtime.setting_table import (
     EXPORT_PREFIX,
+    Command,
     Retired,
     Setting,
     SettingsError,
     TableReader,
+    add_retired,
     add_table,
     declared,
     flag_of,
@@ -83,6 +85,7 @@ from webhook.runtime.setting_table import (
 __all__ = [
     "RETIRED",
     "SETTINGS",
+    "Command",
     "Setting",
     "Settings",
     "SettingsError",
@@ -94,179 +97,258 @@ __all__ = [
 ]
 
 
+# The commands that read a setting. A test compares each declaration with the source of the commands.
+ALL: Final = frozenset(Command) - {Command.EXPORT, Command.HISTORY}
+SERVE: Final = frozenset({Command.SERVE})
+RECONCILE: Final = frozenset({Command.RECONCILE})
+BIND: Final = frozenset({Command.BIND})
+ATTEST: Final = frozenset({Command.ATTEST})
+SCORE: Final = frozenset({Command.SCORE})
+EXPLAIN: Final = frozenset({Command.EXPLAIN})
+AUDIT: Final = frozenset({Command.AUDIT})
+RELEASE: Final = frozenset({Command.RELEASE})
+CERTS_KEEP: Final = frozenset({Command.CERTS_KEEP})
+CERTS: Final = CERTS_KEEP | {Command.CERTS_ENSURE}
+# Talk to an API server.
+CLUSTER: Final = ALL - ATTEST
+# Have a listener.
+LISTENING: Final = SERVE | RECONCILE | BIND | SCORE | CERTS_KEEP
+# Ask evidence providers, or read an inventory file.
+PROVIDERS: Final = SERVE | RECONCILE | SCORE | EXPLAIN
+# Know which nodes are proven and which GPUs are free.
+FLEET: Final = PROVIDERS | BIND
+# Read the claims of pods, and know what a pod with GPUs looks like.
+PODS: Final = SERVE | RECONCILE | BIND | EXPLAIN | AUDIT
+SCORING: Final = SERVE | EXPLAIN
+
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-# Where nothing is said: the validating review of a pod comes within seconds, and takes an expired hold again.
+# The default in a cluster: the validating review of a pod follows within seconds, and renews an expired reservation.
 CLUSTER_PENDING_DEADLINE: Final = timedelta(seconds=15)
 
 
 @frozen
 class Settings:
-    """What somebody has set, or the default. Files are named, never held: nothing here is a secret."""
+    """The settings in effect. Settings name files and do not contain them, so none is a secret."""
 
-    config: Path | None = field(default=None, metadata=declared(FILE, "the YAML file with settings", in_file=False))
+    config: Path | None = field(default=None, metadata=declared(FILE, ALL, "YAML file with settings", in_file=False))
 
-    host: str = field(default="127.0.0.1", metadata=declared(HOST, "where all listeners listen"))
+    host: str = field(default="127.0.0.1", metadata=declared(HOST, LISTENING, "address of all listeners"))
     port: int = field(
-        default=8443, metadata=declared(PORT, "TLS listener: admission, finalize, explain, UI, devices", short="p")
+        default=8443,
+        metadata=declared(
+            PORT, SERVE, "port of the TLS listener: admission, finalize, explain, UI, devices", short="p"
+        ),
     )
     ui_port: int = field(
         default=8080,
         metadata=declared(
             PORT,
-            "plain listener: health, metrics, numbers of devices; where there is no cluster UI, devices, finalize",
+            LISTENING,
+            "port of the plain HTTP listener: health, metrics, device counts; without a cluster also UI, "
+            "devices and finalize",
             short="U",
         ),
     )
-    extender_port: int = field(default=8444, metadata=declared(PORT, "extender listener"))
-    # Under the 30 s that Kubernetes gives a Pod to end.
+    extender_port: int = field(default=8444, metadata=declared(PORT, SERVE, "port of the extender listener"))
+    # Less than the 30 s of a Pod's default grace period.
     drain_timeout: timedelta = field(
         default=timedelta(seconds=25),
-        metadata=declared(DURATION, "how long requests in flight may take once a stop is asked for"),
+        metadata=declared(
+            DURATION, LISTENING, "how long requests in flight may take after the process is asked to stop"
+        ),
     )
 
     max_body_memory: int = field(
         default=0,
         metadata=declared(
             COUNT,
-            "MiB that bodies under way take together at most, parsed ones included; 0: a quarter of the container's "
-            "limit, 64 to 128",
+            SERVE,
+            "memory in MiB for the bodies of requests in flight, parsed bodies included; 0: a quarter of the"
+            " container's limit, 64 to 128",
         ),
     )
     max_reviews: int = field(
         default=0,
-        metadata=declared(COUNT, "how many reviews are judged at once, those of Bindings come on top of it; 0: 512"),
+        metadata=declared(
+            COUNT, SERVE, "number of reviews that are judged concurrently, without reviews of Bindings; 0: 512"
+        ),
     )
     max_connections: int = field(
         default=0,
         metadata=declared(
             COUNT,
-            "how many connections there are at once, over all listeners, the last 16 for the plain one; 0: half of the "
-            "files that the process may open, at most 768",
+            SERVE,
+            "number of concurrent connections to all listeners, the last 16 reserved for the plain listener;"
+            " 0: half of the process's limit of open files, at most 768",
         ),
     )
 
     tls_cert: Path | None = field(
-        default=None, metadata=declared(FILE, "certificate chain of the TLS listeners (PEM); with --tls-key")
+        default=None, metadata=declared(FILE, SERVE, "certificate chain of the TLS listeners (PEM); requires --tls-key")
     )
-    tls_key: Path | None = field(default=None, metadata=declared(FILE, "its key (PEM); with --tls-cert"))
+    tls_key: Path | None = field(
+        default=None, metadata=declared(FILE, SERVE, "private key of the TLS listeners (PEM); requires --tls-cert")
+    )
     client_ca: Path | None = field(
         default=None,
         metadata=declared(
             FILE,
-            "CAs of the client certificates that /mutate and /validate demand (PEM); they may sign nothing but the API "
-            "server's",
+            SERVE,
+            "CAs of the client certificates that /mutate and /validate require (PEM); they must sign only "
+            "the API server's certificates",
         ),
     )
     extender_client_ca: Path | None = field(
         default=None,
         metadata=declared(
-            FILE, "CAs of the client certificates that the extender listener demands of every caller (PEM)"
+            FILE, SERVE, "CAs of the client certificates that the extender listener requires of every caller (PEM)"
         ),
     )
     extender_plain_address: str | None = field(
         default=None,
         metadata=declared(
             ADDRESS,
-            "where /filter and /healthz are in plain HTTP too; not set: nowhere",
+            SERVE,
+            "address at which /filter and /healthz are also served in plain HTTP; not set: none",
             older_variable="BGS_LISTEN_ADDR",
         ),
     )
     extender_plain_anywhere: bool = field(
         default=False,
         metadata=declared(
-            TRUTH,
-            "that listener may be elsewhere than on loopback: whoever reaches it may ask, and could forge answers",
+            BOOLEAN,
+            SERVE,
+            "allow --extender-plain-address to be another address than loopback: everyone who reaches it may"
+            " ask, and could forge answers",
         ),
     )
     review_token_audience: str | None = field(
         default=None,
-        metadata=declared(AUDIENCE, "/mutate and /validate are for callers with a bearer token of this audience"),
+        metadata=declared(
+            AUDIENCE,
+            SERVE,
+            "audience of the bearer token that /mutate and /validate require; not set: they require no token",
+        ),
     )
     review_callers: tuple[str, ...] = field(
         default=(),
-        metadata=declared(USERS, "whose tokens those may be; not set: anybody's. With --review-token-audience"),
+        metadata=declared(
+            USERS,
+            SERVE,
+            "users whose tokens /mutate and /validate accept; not set: all users; requires --review-token-audience",
+        ),
     )
     pending_per_namespace: int = field(
         default=1000,
         metadata=declared(
             COUNT,
-            "how many GPUs of a namespace may be reserved at once for pods that do not exist yet; 0: any number, as "
-            "where there is no cluster and nothing is set, and where callers of /mutate have to prove who they are",
+            SERVE,
+            "GPUs of a namespace that may be reserved at once for pods that do not exist yet; 0: unlimited, "
+            "as without a cluster if not set, and if callers of /mutate have to prove who they are",
         ),
     )
     pending_share: int = field(
         default=50,
         metadata=declared(
             PERCENT,
-            "how much of the fleet may be, in percent of its GPUs; each namespace may have a part of that. 0: any "
-            "number, as without a cluster, and where callers of /mutate have to prove who they are",
+            SERVE,
+            "percentage of the fleet's GPUs that may be reserved for pods that do not exist yet; each "
+            "namespace may have a part of it; 0: unlimited, as without a cluster if not set, and if callers "
+            "of /mutate have to prove who they are",
         ),
     )
 
-    kubeconfig: Path | None = field(default=None, metadata=declared(FILE, "the cluster; instead of the next four"))
+    kubeconfig: Path | None = field(
+        default=None, metadata=declared(FILE, CLUSTER, "kubeconfig of the cluster; replaces the next four settings")
+    )
     kubernetes_url: str | None = field(
         default=None,
-        metadata=declared(URL, "the API server; with --access-token and --ca-certificate", short="k"),
+        metadata=declared(
+            URL, CLUSTER, "URL of the API server; requires --access-token and --ca-certificate", short="k"
+        ),
     )
     access_token: Path | None = field(
-        default=None, metadata=declared(FILE, "bearer token for the API server", short="t")
+        default=None, metadata=declared(FILE, CLUSTER, "file with the bearer token for the API server", short="t")
     )
-    ca_certificate: Path | None = field(default=None, metadata=declared(FILE, "CA of the API server (PEM)", short="c"))
+    ca_certificate: Path | None = field(
+        default=None, metadata=declared(FILE, CLUSTER, "CA of the API server (PEM)", short="c")
+    )
     in_cluster: bool = field(
         default=False,
-        metadata=declared(TRUTH, "the cluster whose Pod this is, by the service account that is mounted in it"),
+        metadata=declared(
+            BOOLEAN, CLUSTER, "use the cluster of the Pod that this process runs in, with the mounted service account"
+        ),
     )
 
     inventory: Path | None = field(
         default=None,
-        metadata=declared(FILE, "nodes and devices (YAML, JSON); not set and no cluster: examples/inventory.yaml"),
+        metadata=declared(
+            FILE, PROVIDERS, "nodes and devices (YAML or JSON); not set and no cluster: examples/inventory.yaml"
+        ),
     )
     ledger: str = field(
-        default="memory", metadata=declared(LEDGER, "where reservations live; not set, in the cluster if one is named")
+        default="memory",
+        metadata=declared(
+            LEDGER, FLEET | AUDIT, "where reservations are stored; not set: in the cluster if one is configured"
+        ),
     )
     lease_namespace: str = field(
         default="default",
         metadata=declared(
             NAMESPACE,
-            "where the Leases are that elect one of several reconcilers or binders; not set, with --in-cluster: "
-            "the Pod's own",
+            RECONCILE | BIND | AUDIT,
+            "namespace of the Leases that elect one of several reconcilers or binders; not set, with --in-"
+            "cluster: the Pod's own",
         ),
     )
     scheduler_name: tuple[str, ...] = field(
         default=("gpu-scheduler",),
         metadata=declared(
-            SCHEDULERS, "whose pods `bind` puts on nodes, by their `schedulerName`", older_variable="SCHEDULER_NAME"
+            SCHEDULERS,
+            BIND,
+            "whose pods `bind` puts on nodes, by their `schedulerName`",
+            older_variable="SCHEDULER_NAME",
         ),
     )
     pending_deadline: timedelta = field(
         default=timedelta(seconds=90),
         metadata=declared(
             INTERVAL,
-            "how long a reservation waits for its pod to exist, before the API server is asked whether it does; "
-            "not set, in a cluster: 15s",
+            FLEET | RELEASE,
+            "how long a reservation waits for its pod to exist before gpuwarden asks the API server for the "
+            "pod; not set, in a cluster: 15s",
         ),
     )
     bind_deadline: timedelta = field(
         default=timedelta(minutes=5),
-        metadata=declared(INTERVAL, "how long a pod that exists keeps its GPUs without being on their node"),
+        metadata=declared(
+            INTERVAL, PODS, "how long a pod that exists keeps its GPUs without being bound to their node"
+        ),
     )
     on_bind_deadline: str = field(
         default="remove",
-        metadata=declared(ON_BIND_DEADLINE, "what becomes of it then: removed, if a controller makes it anew, or kept"),
+        metadata=declared(
+            ON_BIND_DEADLINE,
+            RECONCILE,
+            "what happens to a pod that is not bound in time: `remove` deletes it if a controller recreates "
+            "it, `keep` keeps it",
+        ),
     )
     max_grace: timedelta = field(
         default=timedelta(hours=1),
         metadata=declared(
             INTERVAL,
-            "how long the containers of a pod with GPUs may take to stop; those of one that went unseen and has no "
-            "grace period stored are waited for as long",
+            PODS,
+            "how long the containers of a pod with GPUs may take to stop; also how long gpuwarden waits for "
+            "the containers of a pod whose end it did not see and whose grace period is not stored",
         ),
     )
     orphan_margin: timedelta = field(
         default=timedelta(seconds=90),
         metadata=declared(
             INTERVAL,
-            "how long beyond its grace period the GPUs of a pod that was not seen to end are kept from others; less "
+            RECONCILE,
+            "how long after its grace period the GPUs of a pod whose end was not seen stay reserved; less "
             "than the control plane needs to notice a dead kubelet is not safe",
         ),
     )
@@ -274,157 +356,206 @@ class Settings:
         default=1000,
         metadata=declared(
             COUNT,
-            "how many GPUs of a namespace may be held by pods that are not there and may still run, before it is given "
-            "no more; 0: any number",
+            SERVE | RECONCILE,
+            "GPUs of a namespace that pods may hold which are gone but may still run, before the namespace "
+            "gets no more; 0: unlimited",
         ),
     )
     evidence: tuple[str, ...] = field(
         default=("static",),
-        metadata=declared(EVIDENCE, "who says what a node is; each of them has to vouch for it, all for one hash"),
+        metadata=declared(EVIDENCE, FLEET, "evidence providers; all of them have to prove a node, with the same hash"),
     )
     require_evidence: str = field(
         default="asked",
         metadata=declared(
             REQUIRE_EVIDENCE,
-            "which claims need a proven node: those that ask for a hash, or all; not set: all if there is a cluster",
+            FLEET | AUDIT,
+            "which claims need a proven node: `asked`, those that ask for a hash, or `all`; not set: `all` "
+            "in a cluster",
         ),
     )
     on_evidence_lost: str = field(
         default="report",
         metadata=declared(
-            ON_EVIDENCE_LOST, "what is done when evidence ends under a pod: told, the node tainted, or the pod evicted"
+            ON_EVIDENCE_LOST,
+            RECONCILE,
+            "what happens when evidence ends under a pod: `report` it, `taint` the node, or `evict` the pod",
         ),
     )
     node_hash_map: Mapping[str, str] = field(
         default=MappingProxyType({}),
-        metadata=declared(HASHES, "static evidence, development only", older_variable="BGS_NODE_HASH_MAP"),
+        metadata=declared(HASHES, FLEET, "static evidence, for development only", older_variable="BGS_NODE_HASH_MAP"),
     )
     bundle_endpoint: str | None = field(
         default=None,
-        metadata=declared(HTTPS_URL, "where the trust domain's keys are; not set: from the Workload API"),
+        metadata=declared(
+            HTTPS_URL, SERVE, "SPIFFE bundle endpoint with the trust domain's keys; not set: the Workload API"
+        ),
     )
     bundle_endpoint_profile: str = field(
         default="https_web",
-        metadata=declared(BUNDLE_PROFILE, "how that endpoint is known: by its name, or by its SPIFFE ID"),
+        metadata=declared(
+            BUNDLE_PROFILE,
+            SERVE,
+            "how the bundle endpoint is authenticated: by its host name (https_web) or by its SPIFFE ID (https_spiffe)",
+        ),
     )
     bundle_endpoint_ca: Path | None = field(
         default=None,
         metadata=declared(
             FILE,
-            "CAs of that endpoint (PEM): instead of the system's, or, for https_spiffe, the roots to begin with, "
-            "which the Workload API has too",
+            SERVE,
+            "CAs of the bundle endpoint (PEM); for https_web they replace the system's, for https_spiffe "
+            "they are the initial roots, which the Workload API has too",
         ),
     )
     bundle_endpoint_id: str | None = field(
         default=None,
-        metadata=declared(SPIFFE_ID, "its SPIFFE ID, for https_spiffe; not set: that of a SPIRE Server"),
+        metadata=declared(
+            SPIFFE_ID, SERVE, "SPIFFE ID of the bundle endpoint, for https_spiffe; not set: the ID of a SPIRE Server"
+        ),
     )
     max_bundle_age: timedelta = field(
         default=timedelta(hours=1),
-        metadata=declared(INTERVAL, "how long the trust domain's keys are good when nobody can be asked for them"),
+        metadata=declared(
+            INTERVAL, SERVE, "how long the trust domain's keys are valid while their source does not answer"
+        ),
     )
     evidence_id: str = field(
         default=DEFAULT_TEMPLATE,
-        metadata=declared(EVIDENCE_ID, "the SPIFFE IDs that name node and hash, a dot for each colon of the hash"),
+        metadata=declared(
+            EVIDENCE_ID, SERVE | ATTEST, "SPIFFE IDs that name node and hash; a dot stands for each colon of the hash"
+        ),
     )
     nonce_key: Path | None = field(
         default=None,
         metadata=declared(
-            FILE, "key of the challenges, 32 random bytes or more, the same for all replicas; for jwt-svid in a cluster"
+            FILE,
+            SERVE,
+            "key of the challenges, 32 random bytes or more, the same for all replicas; required for jwt-"
+            "svid in a cluster",
         ),
     )
     spire_server: str | None = field(
-        default=None, metadata=declared(SPIRE_SERVER, "the SPIRE Server that is asked about its agents")
+        default=None, metadata=declared(SPIRE_SERVER, PROVIDERS, "SPIRE Server that is asked about its agents")
     )
     spire_trust_domain: str | None = field(
-        default=None, metadata=declared(TRUST_DOMAIN_NAME, "the trust domain whose evidence counts")
+        default=None, metadata=declared(TRUST_DOMAIN_NAME, PROVIDERS | ATTEST, "trust domain whose evidence counts")
     )
     spire_workload_api: str | None = field(
         default=None,
-        metadata=declared(SOCKET, "the SPIFFE Workload API, where our own SVID and the trust bundle come from"),
+        metadata=declared(
+            SOCKET, PROVIDERS | ATTEST, "SPIFFE Workload API, the source of gpuwarden's SVID and of the trust bundle"
+        ),
     )
     spire_own_id: str | None = field(
         default=None,
-        metadata=declared(SPIFFE_ID, "which of our SVIDs SPIRE Server is shown; not set: the Workload API's first"),
+        metadata=declared(
+            SPIFFE_ID,
+            PROVIDERS,
+            "SPIFFE ID of the SVID that is presented to SPIRE Server; not set: the first one of the Workload API",
+        ),
     )
     spire_attestors: tuple[str, ...] = field(
         default=("x509pop",),
-        metadata=declared(ATTESTORS, "whose word on an agent counts; all others count for nothing"),
+        metadata=declared(
+            ATTESTORS, PROVIDERS, "node attestors that are trusted; agents of other attestors prove nothing"
+        ),
     )
     spire_node_selector: str = field(
-        default="x509pop:san:node-name", metadata=declared(NODE_NAMING, "where an agent says which node it is on")
+        default="x509pop:san:node-name",
+        metadata=declared(NODE_NAMING, PROVIDERS, "where an agent names its node"),
     )
     spire_hash_selector: str = field(
-        default="x509pop:san:attestation-hash", metadata=declared(HASH_NAMING, "where an agent says its hash")
+        default="x509pop:san:attestation-hash",
+        metadata=declared(HASH_NAMING, PROVIDERS, "where an agent names its hash"),
     )
     spire_agent_ttl: timedelta = field(
         default=timedelta(hours=1),
-        metadata=declared(INTERVAL, "SPIRE Server's `agent_ttl`, exactly: the age of evidence is taken from it"),
+        metadata=declared(
+            INTERVAL, PROVIDERS, "SPIRE Server's `agent_ttl`, exactly: the age of evidence is computed from it"
+        ),
     )
     max_evidence_age: timedelta = field(
-        default=timedelta(minutes=40), metadata=declared(INTERVAL, "how long evidence is good after the attestation")
+        default=timedelta(minutes=40),
+        metadata=declared(INTERVAL, FLEET, "how long evidence is valid after the attestation"),
     )
     evidence_poll: timedelta = field(
-        default=timedelta(seconds=5), metadata=declared(INTERVAL, "how often providers are asked for news at most")
+        default=timedelta(seconds=5),
+        metadata=declared(INTERVAL, PROVIDERS, "how often evidence providers are polled, at most"),
     )
     clock_skew: timedelta = field(
-        default=timedelta(seconds=5), metadata=declared(DURATION, "how far the clocks of others may be off")
+        default=timedelta(seconds=5),
+        metadata=declared(DURATION, FLEET | RELEASE, "how much the clocks of other machines may differ"),
     )
     reload_interval: timedelta = field(
         default=timedelta(seconds=1),
-        metadata=declared(INTERVAL, "how often certificates and inventory are looked at for changes"),
+        metadata=declared(
+            INTERVAL, SERVE | SCORE, "how often certificates and the inventory file are checked for changes"
+        ),
     )
 
     when_unavailable: str = field(
         default="deny",
         metadata=declared(
             WHEN_UNAVAILABLE,
-            "what becomes of a pod that no GPU is free for: refused, or created and kept waiting behind a gate that "
-            "`reconcile` opens. In a cluster a pod with a placement map waits in any case",
+            PODS,
+            "what happens to a pod if no GPU is free: `deny` refuses it, `queue` creates it with a "
+            "scheduling gate that `reconcile` removes; in a cluster, pods with a placement map are always "
+            "queued",
         ),
     )
     map_visible: str = field(
         default="uuid",
         metadata=declared(
             MAP_VISIBLE,
-            "how containers are told of the GPUs of a placement map: by UUID, or as the map has them; "
-            "index with --injection cuda",
+            PODS,
+            "how containers see the GPUs of a placement map: by UUID, or by the index in the map; index "
+            "requires --injection cuda",
         ),
     )
-    injection: str = field(default="nvidia", metadata=declared(INJECTION, "how a GPU gets into a container"))
+    injection: str = field(
+        default="nvidia",
+        metadata=declared(
+            INJECTION,
+            PODS,
+            "variables that give a container its GPUs: NVIDIA_VISIBLE_DEVICES and CUDA_VISIBLE_DEVICES, or only "
+            "the latter",
+        ),
+    )
     runtime_class: str | None = field(
         default=None,
-        metadata=declared(
-            NAME, "the RuntimeClass that is written into pods with GPUs that name none; not set: none is written"
-        ),
+        metadata=declared(NAME, PODS, "RuntimeClass of pods with GPUs that name none; not set: unchanged"),
     )
     opt_in_label: str = field(
         default=keys.OPT_IN.name,
         metadata=declared(
             LABEL_KEY,
-            "the label that opts a namespace in, as the webhook configurations have it; "
-            f"{keys.OPT_IN.aliases[0]} counts too",
+            FLEET - EXPLAIN | AUDIT,
+            "label that opts a namespace in, the same as in the webhook configurations; "
+            f"{keys.OPT_IN.aliases[0]} opts in too",
         ),
     )
     gpu_resource: str = field(
-        default="nvidia.com/gpu", metadata=declared(RESOURCE, "the resource by which containers ask for GPUs")
+        default="nvidia.com/gpu", metadata=declared(RESOURCE, PODS, "resource by which containers ask for GPUs")
     )
     host_paths: tuple[str, ...] = field(
         default=(),
         metadata=declared(
             HOST_PATHS,
-            "directories of nodes that pods of opted-in namespaces may mount read-only, as the policies have them; for "
-            "`audit` and `reconcile`",
+            RECONCILE | AUDIT,
+            "directories of nodes that pods of opted-in namespaces may mount read-only; the same as in the policies",
         ),
     )
     write_aliases: bool = field(
-        default=True, metadata=declared(TRUTH, "write the older systems' annotations beside ours")
+        default=True, metadata=declared(BOOLEAN, PODS, "also write the annotations of the older systems")
     )
     required_hash_alias: str = field(
         default=keys.REQUIRED_HASH.aliases[0],
         metadata=declared(
             ANNOTATION_KEY,
-            f"other name of the annotation {keys.REQUIRED_HASH.name}",
+            PODS,
+            f"additional name of the annotation {keys.REQUIRED_HASH.name}",
             older_variable="BGS_REQUIRED_ANNOTATION",
         ),
     )
@@ -432,23 +563,28 @@ class Settings:
     scorer: str | None = field(
         default=None,
         metadata=declared(
-            URL, "who is asked for hints; `/v1/score` is appended. Not set: nobody", older_variable="SCHEDULER_URL"
+            URL,
+            SCORING,
+            "scorer that is asked for hints; `/v1/score` is appended; not set: none",
+            older_variable="SCHEDULER_URL",
         ),
     )
     scorer_ca: Path | None = field(
-        default=None, metadata=declared(FILE, "CAs of an https scorer (PEM), instead of the system's")
+        default=None, metadata=declared(FILE, SCORING, "CAs of an https scorer (PEM), instead of the system's")
     )
     scorer_timeout: timedelta = field(
         default=timedelta(seconds=2),
         metadata=declared(
             INTERVAL,
-            "how long a pod waits for hints; half of what its review has left at most",
+            SCORING,
+            "how long a pod waits for hints, at most half of the time that its review has left",
             older_variable="TIMEOUT_SECONDS",
             older_is_lenient=True,
         ),
     )
     hint_pods: bool = field(
-        default=True, metadata=declared(TRUTH, "whether hints are asked for at all", older_variable="ENABLE_MUTATION")
+        default=True,
+        metadata=declared(BOOLEAN, SCORING, "ask the scorer for hints", older_variable="ENABLE_MUTATION"),
     )
     priority_buckets: tuple[Mapping[str, object], ...] = field(
         default=(
@@ -457,119 +593,137 @@ class Settings:
             {"minScore": 50, "priorityClassName": "gpu-medium"},
             {"minScore": 0, "priorityClassName": "gpu-default"},
         ),
-        metadata=declared(BUCKETS, "which priority class a score means", older_variable="PRIORITY_BUCKETS"),
+        metadata=declared(BUCKETS, SCORING, "PriorityClass for each minimum score", older_variable="PRIORITY_BUCKETS"),
     )
     tenant_priorities: Mapping[str, float] = field(
-        default=MappingProxyType({}), metadata=declared(SCORES, "scores of tenants, for `score`; of all others: 50")
+        default=MappingProxyType({}),
+        metadata=declared(SCORES, SCORE, "priority scores of tenants; all others have 50"),
     )
 
     server: str | None = field(
-        default=None, metadata=declared(HTTPS_URL, "the TLS listener of `serve`, for `attest` and `explain`")
+        default=None,
+        metadata=declared(HTTPS_URL, ATTEST | EXPLAIN, "TLS listener of `serve`"),
     )
     server_ca: Path | None = field(
-        default=None, metadata=declared(FILE, "its CAs (PEM); not set: the system's. For `attest` and `explain`")
+        default=None,
+        metadata=declared(FILE, ATTEST | EXPLAIN, "CAs of --server (PEM); not set: the system's"),
     )
-    node: str | None = field(default=None, metadata=declared(NODE, "the node that this is, for `attest`"))
+    node: str | None = field(default=None, metadata=declared(NODE, ATTEST, "name of this node"))
     runtime_socket: str | None = field(
         default=None,
         metadata=declared(
             SOCKET,
-            "the node's container runtime (CRI), such as `unix:/run/containerd/containerd.sock`: with it `attest` "
-            "tells which orphaned pods have ended",
+            ATTEST,
+            "the node's container runtime (CRI), such as `unix:/run/containerd/containerd.sock`; with it "
+            "`attest` reports which orphaned pods have ended",
         ),
     )
     pod_resources_socket: str = field(
         default="unix:/var/lib/kubelet/pod-resources/kubelet.sock",
-        metadata=declared(SOCKET, "and its kubelet's PodResources API, which is asked as well"),
+        metadata=declared(SOCKET, ATTEST, "the kubelet's PodResources API, which `attest` asks as well"),
     )
     pod_uid: str | None = field(
         default=None,
-        metadata=declared(AUDIENCE, "and the uid of the pod that `attest` runs in, which both have to know"),
+        metadata=declared(
+            AUDIENCE, ATTEST, "UID of the pod that `attest` runs in, which container runtime and kubelet have to know"
+        ),
     )
 
     certs_namespace: str = field(
         default="gpuwarden",
-        metadata=declared(NAMESPACE, "where the Service of `serve` and the Secret are, for `certs ensure` and `keep`"),
+        metadata=declared(
+            NAMESPACE,
+            CERTS | RECONCILE | AUDIT,
+            "namespace of the Service of `serve` and of the Secret",
+        ),
     )
     certs_service: str = field(
-        default="gpuwarden", metadata=declared(NAMESPACE, "the Service that the certificate is for")
+        default="gpuwarden", metadata=declared(NAMESPACE, CERTS, "Service that the certificate is for")
     )
     certs_names: tuple[str, ...] = field(
-        default=(), metadata=declared(HOSTS, "what else it is for: where `serve` is called by another name")
+        default=(), metadata=declared(HOSTS, CERTS, "additional subject alternative names of the certificate")
     )
-    certs_secret: str = field(default="gpuwarden-certs", metadata=declared(NAME, "the Secret with CA and certificate"))
+    certs_secret: str = field(
+        default="gpuwarden-certs", metadata=declared(NAME, CERTS, "Secret with CA and certificate")
+    )
     certs_configurations: tuple[str, ...] = field(
         default=("gpuwarden",),
-        metadata=declared(OBJECT_NAMES, "the webhook configurations, of both kinds, that get the CA bundle"),
+        metadata=declared(OBJECT_NAMES, CERTS, "mutating and validating webhook configurations that get the CA bundle"),
     )
     certs_dir: Path | None = field(
-        default=None, metadata=declared(DIRECTORY, "where the certificate is put as files too; not set: nowhere")
+        default=None,
+        metadata=declared(
+            DIRECTORY, CERTS, "directory in which the certificate is also written as files; not set: none"
+        ),
     )
     certs_leaf_life: timedelta = field(
-        default=timedelta(hours=2160), metadata=declared(LIFETIME, "how long a certificate lasts")
+        default=timedelta(hours=2160), metadata=declared(LIFETIME, CERTS, "lifetime of a certificate")
     )
     certs_renew_before: timedelta = field(
-        default=timedelta(hours=360), metadata=declared(LIFETIME, "how long before its end there is a new one")
+        default=timedelta(hours=360),
+        metadata=declared(LIFETIME, CERTS, "how long before its end a certificate is renewed"),
     )
     certs_ca_life: timedelta = field(
-        default=timedelta(hours=8760), metadata=declared(LIFETIME, "how long a CA lasts, certificates included")
+        default=timedelta(hours=8760),
+        metadata=declared(LIFETIME, CERTS, "lifetime of a CA, including the certificates that it signs"),
     )
     certs_settle: timedelta = field(
         default=timedelta(minutes=1),
-        metadata=declared(DURATION, "how long a new CA is in the configurations before it signs"),
+        metadata=declared(DURATION, CERTS, "how long a new CA is in the webhook configurations before it signs"),
     )
     certs_look_interval: timedelta = field(
-        default=timedelta(seconds=10), metadata=declared(INTERVAL, "how often Secret and configurations are looked at")
+        default=timedelta(seconds=10),
+        metadata=declared(INTERVAL, CERTS_KEEP, "how often Secret and webhook configurations are checked"),
     )
 
-    log_level: str = field(
-        default="info", metadata=declared(LOG_LEVEL, "what is logged: this and what is graver", short="l")
-    )
+    log_level: str = field(default="info", metadata=declared(LOG_LEVEL, ALL, "minimum log level", short="l"))
 
     # By setting: "flag --port", "variable GPUWARDEN_PORT", "key port in FILE" or "default".
     sources: Mapping[str, str] = field(factory=dict, eq=False, repr=False)
-    # Sentences about what was accepted and does nothing.
+    # Warnings about settings that are accepted and have no effect.
     notes: tuple[str, ...] = ()
-    # Where a Pod finds the API server: what Kubernetes tells every one.
+    # The API server's URL from the variables that Kubernetes sets in every Pod.
     api_server_of_pod: str | None = field(default=None, eq=False)
+
+    def is_set(self, name: str) -> bool:
+        """Whether a flag, a variable or the file sets it."""
+        return self.sources.get(name, "default") != "default"
 
     @property
     def is_embedded(self) -> bool:
-        """Whether there is no cluster to talk to."""
+        """Whether no cluster is configured."""
         return self.kubeconfig is None and self.kubernetes_url is None and not self.in_cluster
 
     @property
     def plain_extender_at(self) -> tuple[str, int] | None:
-        """Host and port of the extender's plain listener: on loopback unless something else is allowed."""
+        """Host and port of the extender's plain listener: on loopback unless another address is allowed."""
         if self.extender_plain_address is None:
             return None
         host, port = host_and_port(self.extender_plain_address)
         if not host:
-            host = "0.0.0.0" if self.extender_plain_anywhere else "127.0.0.1"  # noqa: S104 - somebody has asked for it
+            host = "0.0.0.0" if self.extender_plain_anywhere else "127.0.0.1"  # noqa: S104 - explicitly allowed
         return host, port
 
     @property
     def queues(self) -> bool:
-        """Whether pods wait where nothing can be had for them now."""
+        """Whether a pod waits if no GPU is free for it."""
         return self.when_unavailable == "queue"
 
     @property
     def keeps_in_cluster(self) -> bool:
-        """Whether reservations live in the cluster: if so said, or if there is one and nothing is said."""
-        is_said = self.sources.get("ledger", "default") != "default"
-        return self.ledger == "cluster" or not (self.is_embedded or is_said)
+        """Whether reservations are stored in the cluster: the default if a cluster is configured."""
+        return self.ledger == "cluster" or not (self.is_embedded or self.is_set("ledger"))
 
     @property
     def evidence_required_of(self) -> str:
-        """Which claims need a proven node: those that is said of, or all of them if there is a cluster."""
-        is_said = self.sources.get("require_evidence", "default") != "default"
-        return self.require_evidence if self.is_embedded or is_said else "all"
+        """Which claims need a proven node: by default all, if a cluster is configured."""
+        return self.require_evidence if self.is_embedded or self.is_set("require_evidence") else "all"
 
     @property
     def pending_deadline_in_effect(self) -> timedelta:
-        """Short where the API server names a pod within seconds; embedded, people name it by hand."""
-        is_said = self.sources.get("pending_deadline", "default") != "default"
-        return self.pending_deadline if self.is_embedded or is_said else CLUSTER_PENDING_DEADLINE
+        """Short in a cluster, where the API server names the pod within seconds. In embedded mode a person names it."""
+        is_own = self.is_embedded or self.is_set("pending_deadline")
+        return self.pending_deadline if is_own else CLUSTER_PENDING_DEADLINE
 
     @property
     def proves_reviewers(self) -> bool:
@@ -584,27 +738,25 @@ class Settings:
 
     @property
     def pending_limit(self) -> int:
-        """How much of a namespace reviews may have waiting that anybody could have posted; 0 is no limit."""
-        is_said = self.sources.get("pending_per_namespace", "default") != "default"
-        if self.proves_reviewers or (self.is_embedded and not is_said):
-            return 0
-        return self.pending_per_namespace
+        """How many GPUs of a namespace unauthenticated reviews may reserve; 0: unlimited."""
+        return self.pending_per_namespace if self._limits_reviews("pending_per_namespace") else 0
 
     @property
     def pending_percent(self) -> int:
-        """The same, of the whole fleet."""
-        is_said = self.sources.get("pending_share", "default") != "default"
-        return 0 if self.proves_reviewers or (self.is_embedded and not is_said) else self.pending_share
+        """How much of the fleet unauthenticated reviews may reserve, in percent; 0: unlimited."""
+        return self.pending_share if self._limits_reviews("pending_share") else 0
+
+    def _limits_reviews(self, name: str) -> bool:
+        return not self.proves_reviewers and (not self.is_embedded or self.is_set(name))
 
     @property
     def own_namespace(self) -> str:
-        """Where gpuwarden is installed: with its Leases where these are named, else with its Service."""
-        is_said = self.sources.get("lease_namespace", "default") != "default"
-        return self.lease_namespace if is_said or self.in_cluster else self.certs_namespace
+        """The namespace of gpuwarden's installation."""
+        return self.lease_namespace if self.is_set("lease_namespace") or self.in_cluster else self.certs_namespace
 
     @property
     def inventory_file(self) -> Path | None:
-        """The inventory to read: the one named, or the example that the embedded default lives on."""
+        """The inventory to read; the example if neither an inventory nor a cluster is configured."""
         if self.inventory is None and self.is_embedded:
             return Path("examples/inventory.yaml")
         return self.inventory
@@ -614,44 +766,50 @@ SETTINGS: Final = settings_of(Settings)
 
 
 RETIRED: Final = (
-    Retired("claims_namespace", "C", "reservations are not Leases here; --ledger says where they live"),
+    Retired("claims_namespace", "C", "reservations are not Leases; --ledger selects where they are stored"),
     Retired(
         "renew_interval",
         "i",
-        "reservations are not Leases here, so none is renewed: "
+        "reservations are not Leases, so none is renewed: "
         "a pending one ends at --pending-deadline, a finalized one with its pod",
     ),
-    Retired("renew_jitter", "j", "reservations are not Leases here, so there are no renewals to spread"),
+    Retired("renew_jitter", "j", "reservations are not Leases, so there are no renewals to spread"),
 )
 
 
-def add_flags(parser: ArgumentParser) -> None:
-    """All settings as flags."""
-    add_table(parser, SETTINGS, RETIRED)
+def add_flags(parser: ArgumentParser, command: Command | None = None) -> None:
+    """The flags of the settings that the command reads; without a command, of all."""
+    add_table(parser, SETTINGS, command)
+    if command in (None, Command.SERVE):
+        add_retired(parser, RETIRED)
 
 
-def load(flags: Mapping[str, object], environ: Mapping[str, str] | None = None, also: Iterable[str] = ()) -> Settings:
-    """The settings, or `SettingsError` with every mistake; those that the caller has found go in `also`.
+def load(
+    flags: Mapping[str, object],
+    environ: Mapping[str, str] | None = None,
+    also: Iterable[str] = (),
+    command: Command | None = None,
+) -> Settings:
+    """The settings, or `SettingsError` with every mistake; `also` are mistakes that the caller has found.
 
-    `flags` are argparse's values by setting name. An empty variable and an empty key are as good as none.
+    `flags` are argparse's values by setting name. An empty variable and an empty key count as not set. Values are
+    checked whichever command reads them; rules between settings only as far as `command` can meet them.
     """
-    return SettingsReader(flags, process_environment() if environ is None else environ, also).read()
+    return SettingsReader(flags, process_environment() if environ is None else environ, also, command).read()
 
 
 class SettingsReader(TableReader):
-    """Reads the settings of `serve` and its like, and looks at what does not go together."""
+    """Reads the table and applies the rules between its settings."""
 
     table = SETTINGS
-    elsewhere = (EXPORT_PREFIX,)
+    other_prefixes = (EXPORT_PREFIX,)
 
     def read(self) -> Settings:
         values = self.read_values()
         if values.get("in_cluster"):
             values.setdefault("lease_namespace", namespace_of_pod())
         chosen = Settings(**values, sources=self.sources(), api_server_of_pod=api_server_of_pod(self.environ))
-        return evolve(
-            chosen, notes=(*self.passed_over, *self._notes(), *notes_on_times(chosen), *notes_on_queue(chosen))
-        )
+        return evolve(chosen, notes=(*self.ignored, *self._notes(), *notes_on_times(chosen), *notes_on_queue(chosen)))
 
     def check_together(self, values: Mapping[str, Any]) -> None:
         self.check_all_or_none("tls_cert", "tls_key")
@@ -660,7 +818,7 @@ class SettingsReader(TableReader):
         self._check_spire(values)
         if values.get("review_callers") and "review_token_audience" not in self.given:
             where = self.where(["review_callers"])
-            self.mistakes.append(f"{where}: nobody is asked for a token; allowed: with --review-token-audience")
+            self.mistakes.append(f"{where}: no token is required; allowed: with --review-token-audience")
         self._check_plain_extender(values)
         self._check_map_visible(values)
         self._check_jwt_svid(values)
@@ -668,7 +826,7 @@ class SettingsReader(TableReader):
         ports: dict[object, list[str]] = {}
         for one in SETTINGS:
             is_bad = one.name in self.given and one.name not in values
-            if one.kind is PORT and not is_bad:
+            if one.kind is PORT and self.reads(one.name) and not is_bad:
                 ports.setdefault(values.get(one.name, one.default), []).append(one.name)
         for port, names in ports.items():
             if port != 0 and len(names) > 1:
@@ -677,7 +835,7 @@ class SettingsReader(TableReader):
     def _check_map_visible(self, values: Mapping[str, Any]) -> None:
         if values.get("map_visible") == "index" and values.get("injection", "nvidia") != "cuda":
             self.mistakes.append(
-                f"{self.where(['map_visible'])}: a container that is shown some of its node's GPUs counts them from 0; "
+                f"{self.where(['map_visible'])}: a container that sees some of its node's GPUs counts them from 0; "
                 "allowed: with --injection cuda"
             )
 
@@ -687,7 +845,7 @@ class SettingsReader(TableReader):
         if host and not is_loopback(host) and not values.get("extender_plain_anywhere"):
             where = self.where(["extender_plain_address"])
             self.mistakes.append(
-                f"{where}: {host} is not on loopback, and plain HTTP proves nobody; "
+                f"{where}: {host} is not on loopback, and plain HTTP authenticates no caller; "
                 "allowed: with --extender-plain-anywhere true"
             )
 
@@ -698,45 +856,46 @@ class SettingsReader(TableReader):
         ways = [way for way in (kubeconfig, trio, pod) if way]
         if len(ways) > 1:
             names = [name for way in ways for name in way]
-            self.mistakes.append(f"{self.where(names)}: a cluster is named twice; choose one way")
+            self.mistakes.append(f"{self.where(names)}: more than one cluster is named; name one")
         if ways:
             return
         if values.get("ledger") == "cluster":
-            self.mistakes.append(f"{self.where(['ledger'])}: a ledger in a cluster needs one; name it by --kubeconfig")
+            self.mistakes.append(f"{self.where(['ledger'])}: no cluster is named; name one by --kubeconfig")
         if "review_token_audience" in self.given:
             self.mistakes.append(
-                f"{self.where(['review_token_audience'])}: only a cluster knows whose a token is; "
-                "name it by --kubeconfig"
+                f"{self.where(['review_token_audience'])}: only a cluster can check a token; name one by --kubeconfig"
             )
 
     def _check_certs(self, values: Mapping[str, Any]) -> None:
-        """A CA has to outlast what it signs, and a certificate its renewal."""
+        """A CA must outlast the certificates that it signs, and a certificate its renewal."""
         names = ("certs_renew_before", "certs_leaf_life", "certs_ca_life")
         defaults = {one.name: one.default for one in SETTINGS}
         before, leaf, ca = (values.get(name, defaults[name]) for name in names)
         if before >= leaf:
-            self.mistakes.append(f"{self.where(names[:2])}: a certificate would be renewed before it is made")
+            self.mistakes.append(f"{self.where(names[:2])}: a certificate must outlast its renewal")
         elif ca <= leaf + before:
-            self.mistakes.append(f"{self.where(names)}: a CA has to last longer than certificate and renewal together")
+            self.mistakes.append(f"{self.where(names)}: a CA must last longer than certificate and renewal together")
 
     def _check_jwt_svid(self, values: Mapping[str, Any]) -> None:
-        """What it takes to challenge nodes, and what stands in the way."""
+        """What `serve` needs to challenge nodes."""
         if "jwt-svid" not in values.get("evidence", ()):
             return
         where = self.where(["evidence"])
         has_cluster = any(n in self.given for n in ("kubeconfig", "kubernetes_url")) or values.get("in_cluster")
-        if "spire_trust_domain" not in self.given:
+        if "spire_trust_domain" not in self.given and self.reads("spire_trust_domain"):
             self.mistakes.append(f"{where}: jwt-svid needs --spire-trust-domain")
-        if not {"bundle_endpoint", "spire_workload_api"} & set(self.given):
+        if not {"bundle_endpoint", "spire_workload_api"} & set(self.given) and self.reads("bundle_endpoint"):
             self.mistakes.append(f"{where}: jwt-svid needs keys from --bundle-endpoint or --spire-workload-api")
-        if has_cluster and values.get("ledger") != "memory" and "nonce_key" not in self.given:
+        is_shared = has_cluster and values.get("ledger") != "memory"
+        if is_shared and "nonce_key" not in self.given and self.reads("nonce_key"):
             self.mistakes.append(f"{where}: jwt-svid in a cluster needs a key that all replicas share, by --nonce-key")
         profile = values.get("bundle_endpoint_profile")
-        if profile == "https_spiffe" and not {"bundle_endpoint_ca", "spire_workload_api"} & set(self.given):
+        knows_roots = bool({"bundle_endpoint_ca", "spire_workload_api"} & set(self.given))
+        if profile == "https_spiffe" and not knows_roots and self.reads("bundle_endpoint_ca"):
             where = self.where(["bundle_endpoint_profile"])
             self.mistakes.append(
-                f"{where}: an SVID is known by its roots; name them by --bundle-endpoint-ca, "
-                "or who knows them by --spire-workload-api"
+                f"{where}: an SVID is verified with its roots; "
+                "name them by --bundle-endpoint-ca or their source by --spire-workload-api"
             )
 
     def _check_spire(self, values: Mapping[str, Any]) -> None:
@@ -745,28 +904,28 @@ class SettingsReader(TableReader):
         needed = ["spire_server", "spire_trust_domain"]
         if not values.get("spire_server", "").startswith("unix:"):
             needed.append("spire_workload_api")
-        if missing := [flag_of(name) for name in needed if name not in self.given]:
+        if missing := [flag_of(name) for name in needed if name not in self.given and self.reads(name)]:
             self.mistakes.append(f"{self.where(['evidence'])}: spire-server needs {' and '.join(missing)}")
 
     def _notes(self) -> Iterator[str]:
         for flag in RETIRED:
             if self.flags.get(flag.name) is not None:
-                yield f"{flag.flag} does nothing: {flag.sentence}"
+                yield f"{flag.flag} has no effect: {flag.sentence}"
 
 
 def notes_on_queue(chosen: Settings) -> Iterator[str]:
     if chosen.queues and not chosen.keeps_in_cluster:
-        yield "--when-unavailable queue: nobody opens gates here; that is the work of `reconcile` in a cluster"
+        yield "--when-unavailable queue: pods stay gated, because only `reconcile` in a cluster removes gates"
 
 
 def notes_on_times(chosen: Settings) -> Iterator[str]:
-    """The slowest and the fastest clock are two skews apart, and a pod needs time to come between them."""
+    """The slowest and the fastest clock are two skews apart; the pod must be created in the rest of the time."""
     if not chosen.is_embedded and chosen.pending_deadline_in_effect <= 2 * chosen.clock_skew:
-        yield "--pending-deadline is not more than twice --clock-skew: pods may come too late for their GPUs"
+        yield "--pending-deadline is not more than twice --clock-skew: reservations may expire before their pods exist"
 
 
 def namespace_of_pod() -> str:
-    """Where this Pod is, as its service account says."""
+    """The namespace of this Pod, from its service account."""
     try:
         return (SERVICE_ACCOUNT / "namespace").read_text().strip() or "default"
     except (OSError, ValueError):
@@ -774,7 +933,7 @@ def namespace_of_pod() -> str:
 
 
 def api_server_of_pod(environ: Mapping[str, str]) -> str | None:
-    """What Kubernetes says to every Pod, IPv6 addresses without their brackets."""
+    """From the variables that Kubernetes sets in every Pod. An IPv6 address has no brackets there."""
     host, port = environ.get("KUBERNETES_SERVICE_HOST"), environ.get("KUBERNETES_SERVICE_PORT")
     if not host or not port:
         return None
@@ -782,8 +941,8 @@ def api_server_of_pod(environ: Mapping[str, str]) -> str | None:
 
 
 def in_effect(settings: Settings, name: str) -> object:
-    """The value of a setting; if it is not set, the default, which can be another one in a cluster."""
-    if settings.sources.get(name, "default") != "default":
+    """The value of a setting; if it is not set, the default, which can differ in a cluster."""
+    if settings.is_set(name):
         return getattr(settings, name)
     match name:
         case "ledger":
@@ -801,7 +960,7 @@ def in_effect(settings: Settings, name: str) -> object:
 
 
 def as_yaml(settings: Settings) -> str:
-    """The settings in effect, each with where it comes from. It can be read back as a settings file."""
+    """The settings in effect, each with its source. The text is a valid settings file."""
     lines = []
     for one in SETTINGS:
         value = plain(in_effect(settings, one.name))
@@ -819,21 +978,26 @@ Written by `gpuwarden config reference`; change `webhook/runtime/settings.py` in
 
 A flag wins over a variable, a variable over the YAML file that `--config` or `GPUWARDEN_CONFIG` names, the file over
 the default. An empty variable and a key without a value count as not set. Relative paths start at the working
-directory. A name that is not in the table (variable or key) is a mistake, and so is a value that is not allowed; all
-mistakes are named at once. `gpuwarden config check` looks without starting anything, `gpuwarden config show` says what
-is in effect and where it comes from. Variables that Kubernetes sets for a Service called `gpuwarden` are passed over.
+directory.
 
-| flag | variable | YAML key | default | allowed | meaning |
-|---|---|---|---|---|---|
+The commands of a setting are those that read it. Only they have its flag. Variables and file may contain every setting,
+so that one file serves all commands. An unknown variable or key is a mistake, and so is a value that is not allowed;
+gpuwarden reports all mistakes at once. `gpuwarden config check` checks the settings without starting anything.
+`gpuwarden config show` prints the settings in effect with their sources. Both take the flags of all commands.
+gpuwarden ignores the variables that Kubernetes sets for a Service called `gpuwarden`.
+
+| flag | variable | YAML key | default | allowed | meaning | commands |
+|---|---|---|---|---|---|---|
 """
 
 
 def reference() -> str:
-    """The table of all settings as Markdown."""
+    """The table as Markdown."""
     return REFERENCE + "".join(map(row, SETTINGS)) + "".join(retired_rows())
 
 
 def retired_rows() -> Iterator[str]:
-    yield "\nFlags of older systems that are accepted, do nothing and say so in the log:\n\n| flag | why |\n|---|---|\n"
+    yield "\n`serve` accepts these flags of the older webhook. They have no effect, and `serve` logs a warning:\n\n"
+    yield "| flag | why |\n|---|---|\n"
     for flag in RETIRED:
         yield f"| `{flag.flag}`, `-{flag.short}` | {flag.sentence} |\n"

@@ -37,7 +37,7 @@ UNKNOWN: Final = "unknown"
 
 @frozen
 class ExplainRequest:
-    """What somebody wants to know, and how it shall be told."""
+    """The question, and the format of the answer."""
 
     files: tuple[str, ...]
     pod: tuple[str, str] | None = None
@@ -51,7 +51,7 @@ class ExplainRequest:
 
     @classmethod
     def of(cls, words: Sequence[str], files: Sequence[str], **members: Any) -> "ExplainRequest":
-        """Raises SettingsError if nothing is named, or no pod."""
+        """Raises SettingsError if neither a manifest nor a pod is named."""
         if words[:1] == [POD] and len(words) == 2:
             namespace, slash, name = words[1].partition("/")
             if not (slash and is_object_name(namespace) and is_object_name(name)) or files:
@@ -68,7 +68,7 @@ class ExplainRequest:
 
 @frozen
 class PodAnswer:
-    """What was said of one pod."""
+    """The answer for one pod."""
 
     raw: Raw
     told: Raw
@@ -80,7 +80,7 @@ class PodAnswer:
 
 
 def run(asked: ExplainRequest, settings: Settings) -> int:
-    """Explain every pod. The exit status is the worst: 0 all are admitted, 1 one is denied, 2 one cannot be told."""
+    """Explains every pod. Exit code 2: a pod has no answer; else 1: a pod is denied; else 0."""
     answers, problems = asyncio.run(answered(asked, with_cluster(asked, settings)))
     for problem in problems:
         sys.stderr.write(f"gpuwarden explain: {problem}\n")
@@ -94,8 +94,8 @@ def run(asked: ExplainRequest, settings: Settings) -> int:
 
 
 def with_cluster(asked: ExplainRequest, settings: Settings) -> Settings:
-    """A cluster that is asked for and not named is that of the kubeconfig that kubectl would use. So it is where
-    nothing is named and there is no inventory."""
+    """The settings, with kubectl's default kubeconfig if no cluster is named and the request needs one, or there is no
+    other source."""
     if not settings.is_embedded:
         return settings
     file = settings.inventory_file
@@ -106,13 +106,13 @@ def with_cluster(asked: ExplainRequest, settings: Settings) -> Settings:
 
     if not asked.needs_cluster and not DEFAULT_KUBECONFIG.exists():
         raise GpuwardenError(
-            f"nobody to ask: name --server, --kubeconfig or --inventory ({file} and {DEFAULT_KUBECONFIG} are not here)"
+            f"no source: name --server, --kubeconfig or --inventory ({file} and {DEFAULT_KUBECONFIG} do not exist)"
         )
     return by_current_context(settings)
 
 
 def by_current_context(settings: Settings) -> Settings:
-    """The cluster that is named, or that of the kubeconfig that kubectl would use."""
+    """The settings, with kubectl's default kubeconfig if no cluster is named."""
     from webhook.kube.client import DEFAULT_KUBECONFIG
 
     return evolve(settings, kubeconfig=DEFAULT_KUBECONFIG) if settings.is_embedded else settings
@@ -130,7 +130,7 @@ async def answered(asked: ExplainRequest, settings: Settings) -> tuple[list[PodA
 
 @asynccontextmanager
 async def source_of(asked: ExplainRequest, settings: Settings) -> AsyncIterator[Source]:
-    """A server, if one is named; else a cluster, if one is; else the inventory file."""
+    """The server, if one is named; else the cluster, if one is named; else the inventory file."""
     if settings.server is not None:
         credentials = await credentials_of(asked, settings)
         async with server_source(settings.server, settings.server_ca, credentials) as source:
@@ -146,7 +146,7 @@ async def source_of(asked: ExplainRequest, settings: Settings) -> AsyncIterator[
 
 
 async def credentials_of(asked: ExplainRequest, settings: Settings) -> Credentials:
-    """Those that are named; else a kubeconfig's, if one is named: a server is shown nothing by default."""
+    """The named credentials, else those of a named kubeconfig. By default the server gets none."""
     if asked.token_file is not None or asked.cert is not None:
         token = None if asked.token_file is None else read(str(asked.token_file)).strip()
         return Credentials(token, asked.cert, asked.key or asked.cert)
@@ -163,11 +163,11 @@ async def explained(source: Source, raw: Raw, file: str | None) -> PodAnswer:
     return PodAnswer(raw, {**told, "source": source.name}, file)
 
 
-# What is asked about.
+# Pods.
 
 
 async def pods_asked(asked: ExplainRequest, settings: Settings) -> tuple[list[tuple[Raw, str | None]], list[str]]:
-    """The pods with the files that they are from, and what is wrong with the other files."""
+    """The pods with their files, and the mistakes in the other files."""
     if asked.pod is not None:
         return [(await pod_in_cluster(settings, asked.context, *asked.pod), None)], []
     pods: list[tuple[Raw, str | None]] = []
@@ -189,7 +189,7 @@ def pods_in_file(path: str) -> list[Raw]:
     """At least one. Raises UnreadableManifestError or OSError."""
     found = pods_of(read(path))
     if not found:
-        raise UnreadableManifestError("no pod, and nothing that makes pods")
+        raise UnreadableManifestError("no pod, and no object that creates pods")
     return found
 
 
@@ -206,11 +206,11 @@ def read(path: str) -> str:
         raise UnreadableManifestError("not text") from exc
 
 
-# How it is told.
+# Output.
 
 
 def as_json(answers: Sequence[PodAnswer]) -> str:
-    """One object for one pod, else a list."""
+    """An object for one pod, a list for several."""
     told = [one.told for one in answers]
     if len(answers) != 1:
         told = [{"pod": name_of(one.raw), "file": one.file, **one.told} for one in answers]
@@ -236,10 +236,10 @@ def said_of(node: Raw) -> str:
 
 
 def shown(answers: Sequence[PodAnswer], asked: ExplainRequest) -> Iterator[str]:
-    """The patches, or the pods as the API server would store them; of a pod that is not admitted, why not on stderr."""
+    """The patches, or the pods as the API server would store them. The reason of a denial goes to stderr."""
     for one in answers:
         if one.status != ADMIT or "patch" not in one.told:
-            why = "this server tells no patches" if one.status == ADMIT else one.told["message"]
+            why = "this server returns no patches" if one.status == ADMIT else one.told["message"]
             sys.stderr.write(f"gpuwarden explain: {name_of(one.raw) or one.file}: {one.told['verdict']}: {why}\n")
             continue
         patch = one.told["patch"]
@@ -251,7 +251,7 @@ def shown(answers: Sequence[PodAnswer], asked: ExplainRequest) -> Iterator[str]:
 
 
 def patched(raw: Raw, patch: list[Raw]) -> Raw:
-    """As the API server does it."""
+    """Applies the patch as the API server does."""
     try:
         done: Raw = apply_patch(raw, patch)
     except (JsonPatchException, JsonPointerException) as exc:

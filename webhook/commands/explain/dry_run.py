@@ -1,6 +1,6 @@
 """`gpuwarden explain` by a kubeconfig: the API server answers a dry run of the creation, with the caller's own rights.
 
-The whole admission speaks: our webhooks with the settings that `serve` runs with, policies, quotas, other webhooks.
+The whole admission takes part: gpuwarden's webhooks with the settings of `serve`, policies, quotas, other webhooks.
 `docs/decisions/0028-explain-asks-the-api-server.md`.
 """
 
@@ -40,23 +40,23 @@ PODS_OF: Final = "/api/v1/namespaces/{namespace}/pods"
 SET_PATH: Final = "/apis/apps/v1/namespaces/{namespace}/statefulsets/{name}"
 GPU_NODE_PATH: Final = GPU_NODES_PATH + "/{name}"
 REVIEWS_PATH: Final = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
-# The API server waits for webhooks one after the other.
+# The API server calls the webhooks one after the other.
 TIMEOUT: Final = 60.0
 DENIED: Final = re.compile(r'admission webhook "[^"]*" denied the request: ')
 WARNING: Final = re.compile(r'299 \S+ "((?:[^"\\]|\\.)*)"')
-# What the API server writes into an object at its creation.
+# Fields of metadata that the API server sets.
 WRITTEN: Final = ("creationTimestamp", "generation", "managedFields", "resourceVersion", "selfLink", "uid")
-# A verdict of ours with such a code is of the moment, and of a part that is away.
+# Reasons of temporary denials, because a part of gpuwarden is unavailable.
 OF_THE_MOMENT: Final = {reason for reason, code in STATUS_CODES.items() if code == 503}
 EXISTS: Final = "AlreadyExists"
 NOT_ASKED: Final = (
-    "nothing of gpuwarden is in the pod, though it asks for something: is its namespace labelled "
+    "gpuwarden did not change the pod, although the pod has a claim: is its namespace labelled "
     f"{keys.OPT_IN.name}=true, and are the webhooks installed?"
 )
 
 
 class DryRunStatusWire(msgspec.Struct, frozen=True):
-    """How the API server refuses."""
+    """The Status object of a refusal."""
 
     reason: str = ""
     message: str = ""
@@ -72,14 +72,14 @@ class ReviewWire(msgspec.Struct, frozen=True):
 
 @frozen
 class ListedObjects:
-    """What GPUNodes and NodeEvidences say that the caller may list."""
+    """Hashes and labels in the GPUNodes and NodeEvidences that the caller may list."""
 
     proven_hashes: dict[str, int]
     device_labels: set[str]
 
 
 class DryRuns:
-    """A cluster, by its API server."""
+    """Explains pods by dry runs on the API server."""
 
     def __init__(self, api: ApiClient, namespace: str, clock: Clock) -> None:
         self.name = f"cluster {api.configuration.host}, by a dry run of the creation"
@@ -107,7 +107,7 @@ class DryRuns:
             )
         except REQUEST_ERRORS as exc:
             raise CannotSayError(f"{where}: the API server did not answer: {str(exc) or type(exc).__name__}") from exc
-        except (ValueError, TypeError, RecursionError) as exc:  # what JSON has no form for
+        except (ValueError, TypeError, RecursionError) as exc:  # a value that JSON does not have
             raise CannotSayError(f"{where}: the pod cannot be sent: {type(exc).__name__}") from exc
         warnings = list(warnings_in(reply.warnings))
         try:
@@ -124,11 +124,11 @@ class DryRuns:
         return told("deny", status.reason, message, warnings, await self._hints(sent))
 
     async def _is_verdict(self, reply: ApiReply, status: DryRunStatusWire, namespace: str) -> bool:
-        """Whether it is the pod that is refused, and would be in a moment too."""
+        """Whether the refusal is about the pod, and not temporary."""
         if DENIED.match(status.message):
             return status.reason not in OF_THE_MOMENT
         match reply.status:
-            case 400:  # a webhook that writes something elsewhere is not asked for a dry run
+            case 400:  # the API server does not call a webhook with side effects for a dry run
                 return "does not support dry run" not in status.message
             case 403:
                 return await self._may_create(namespace)
@@ -136,7 +136,7 @@ class DryRuns:
                 return other in (413, 422)
 
     async def _may_create(self, namespace: str) -> bool:
-        """Without the right the pod was not looked at."""
+        """Whether the caller may create pods: if not, the pod itself was not judged."""
         asked = {"namespace": namespace, "verb": "create", "resource": "pods"}
         body = {
             "apiVersion": "authorization.k8s.io/v1",
@@ -150,7 +150,7 @@ class DryRuns:
             return False
 
     async def _held(self, raw: Raw, namespace: str) -> Raw | None:
-        """Of a pod that is there and has GPUs, which those are."""
+        """The GPUs of an existing pod; None if it has none."""
         meta = mapping(raw, "metadata")
         annotations = mapping(meta, "annotations")
         uid, node = meta.get("uid"), annotations.get(keys.NODE.name)
@@ -163,18 +163,18 @@ class DryRuns:
             uuids = str(annotations.get(keys.GPU_UUID.name) or "").replace(",", ", ")
             return told("admit", Reason.ADMITTED, f"the pod has {uuids} of node {node}, as its annotations say")
         if status != 200:
-            raise CannotSayError(f"GPUNode {node}, which says what the pod has: the API server answered {status}")
+            raise CannotSayError(f"GPUNode {node}, with the pod's GPUs: the API server answered {status}")
         try:
             found = GpuNode.parse(object_in(content)).reservations.values()
         except (GpuwardenError, msgspec.DecodeError) as exc:
-            raise CannotSayError(f"GPUNode {node}, which says what the pod has, cannot be read") from exc
+            raise CannotSayError(f"GPUNode {node}, with the pod's GPUs, cannot be read") from exc
         for one in found:
             if one.uid == uid and one.namespace == namespace and one.phase is not Phase.RELEASING:
                 return told("admit", Reason.ADMITTED, sentence_of(one))
         return None
 
     async def _with_set(self, sent: Raw, namespace: str) -> Raw:
-        """The API server takes no owner without a uid; that of a set decides whose the GPUs of its map are."""
+        """Adds the UIDs of owners. The API server requires them, and the GPUs of a map belong to a set's UID."""
         owners = mapping(sent, "metadata").get("ownerReferences")
         if not isinstance(owners, list) or all(not isinstance(one, dict) or one.get("uid") for one in owners):
             return sent
@@ -185,7 +185,7 @@ class DryRuns:
         return {**sent, "metadata": {**sent["metadata"], "ownerReferences": named}}
 
     async def _uid(self, owner: Raw, namespace: str) -> str:
-        """Any, of a set that is not there yet."""
+        """A random one if the set does not exist yet."""
         status, content = await self._got(SET_PATH, {"namespace": namespace, "name": str(owner.get("name"))})
         try:
             found = mapping(object_in(content), "metadata").get("uid") if status == 200 else None
@@ -200,7 +200,7 @@ class DryRuns:
             raise CannotSayError(f"the API server did not answer: {str(exc) or type(exc).__name__}") from exc
 
     async def _hints(self, sent: Raw) -> list[str]:
-        """What was probably meant, of the pod as it is written: what its namespace demands is in the message."""
+        """Hints about probable mistakes in the manifest. The message names the requirements of the namespace."""
         try:
             pod = Pod.parse(sent)
             claim = claim_of(pod, ClaimRules())
@@ -219,7 +219,7 @@ class DryRuns:
             nodes, _ = await whole_list(self._api, GPU_NODES_PATH)
             evidence, _ = await whole_list(self._api, NODE_EVIDENCES_PATH)
         except WATCH_ERRORS:
-            return "which hashes and labels there are is told to who may list GPUNodes and NodeEvidences"
+            return "the right to list GPUNodes and NodeEvidences is needed for hints about hashes and labels"
         labels = {label for raw in nodes.values() for one in devices_of(raw) for label in one}
         proven: dict[str, int] = {}
         for raw in evidence.values():
@@ -237,7 +237,7 @@ class DryRuns:
 
 
 def known_of(claim: Claim, shown: ListedObjects) -> Claim | None:
-    """Without a NodeEvidence nothing is known of hashes: evidence may be static, and in no object."""
+    """None for a claim with hashes if there is no NodeEvidence: static evidence is in no object."""
     return claim if shown.proven_hashes or not claim.record.hashes else None
 
 
@@ -249,7 +249,7 @@ def devices_of(raw: Raw) -> Iterator[Iterable[str]]:
 
 
 def creatable(raw: Raw, namespace: str) -> Raw:
-    """As it can be sent: without what the API server has written into a pod that is there, whose name is taken."""
+    """The pod as it can be created: without fields that the API server sets, and the name of an existing pod."""
     own = mapping(raw, "metadata")
     meta = {key: value for key, value in own.items() if key not in WRITTEN}
     meta["namespace"] = namespace
@@ -267,7 +267,7 @@ def creatable(raw: Raw, namespace: str) -> Raw:
 
 
 def is_of_set(meta: Raw) -> bool:
-    """The name says which ordinal it is."""
+    """Whether a StatefulSet owns it: then the ordinal is in the name."""
     owners = meta.get("ownerReferences")
     return isinstance(owners, list) and any(
         isinstance(one, dict) and one.get("kind") == "StatefulSet" for one in owners
@@ -275,14 +275,14 @@ def is_of_set(meta: Raw) -> bool:
 
 
 def admitted(raw: Raw, made: Raw, warnings: list[str]) -> Raw:
-    """By what is in the pod that would be stored."""
+    """The answer for an admitted pod, from the pod that would be stored."""
     stored = {key: value for key, value in made.items() if key != "status"}
     stored["metadata"] = {key: value for key, value in mapping(made, "metadata").items() if key not in WRITTEN}
     patch = list(difference(raw, stored))
     try:
         pod = Pod.parse(stored)
     except InvalidPodError as exc:
-        raise CannotSayError(f"the API server's answer is no pod: {exc}") from exc
+        raise CannotSayError(f"the API server's answer is not a pod: {exc}") from exc
     claim = recorded_claim_or_none(pod)
     if claim is None:
         hints = [NOT_ASKED] if asks(raw) else []
@@ -318,7 +318,7 @@ def told(
     nodes: Iterable[Raw] = (),
     patch: list[Raw] | None = None,
 ) -> Raw:
-    """The form of `POST /explain`."""
+    """An answer in the format of `POST /explain`."""
     found: Raw = {
         "verdict": verdict,
         "reason": str(reason) or "Refused",
@@ -332,7 +332,7 @@ def told(
 
 @asynccontextmanager
 async def cluster_source(settings: Settings, context: str | None) -> AsyncIterator[Source]:
-    """The API server, with the caller's own rights."""
+    """The API server, with the caller's rights."""
     async with await connect(settings, context=context) as api:
         own = None if settings.kubeconfig is None else namespace_of_context(settings.kubeconfig, context)
         yield DryRuns(api, own or DEFAULT_NAMESPACE, utc_now)

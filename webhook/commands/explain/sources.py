@@ -1,4 +1,4 @@
-"""Who answers `gpuwarden explain`: a running server, a cluster's API server, or this process on an inventory file."""
+"""The sources of `gpuwarden explain`: a running server, a cluster's API server, or an inventory file."""
 
 import ssl
 from collections.abc import AsyncIterator, Mapping
@@ -13,25 +13,25 @@ from attrs import field, frozen
 from webhook.admission.explanation import CannotExplainError, Explainer
 from webhook.admission.parts import Parts
 from webhook.admission.reviewer import Reviewer
-from webhook.assembly.parts import embedded
+from webhook.assembly.parts import embedded_dry_run
 from webhook.core.errors import GpuwardenError
 from webhook.core.raw import Raw
 from webhook.runtime.clock import utc_now
 from webhook.runtime.settings import Settings
 from webhook.runtime.tls.certificate_source import client_context
 
-# The API server gives a webhook 10 seconds; a scorer may use most of them.
+# A review may take 10 seconds; a scorer may use most of them.
 SERVER_TIMEOUT: Final = httpx.Timeout(30.0)
 MOST_SAID: Final = 300
 
 
 class CannotSayError(GpuwardenError):
-    """There is no answer: who was asked could not be reached, or refused to answer."""
+    """There is no answer: the source is unreachable, or refuses to answer."""
 
 
 @frozen
 class Credentials:
-    """What shows a server who asks."""
+    """The caller's credentials for a server."""
 
     token: str | None = field(default=None, repr=False)
     cert: Path | None = None
@@ -44,11 +44,11 @@ class Source(Protocol):
     name: str
 
     async def explained(self, raw: Raw) -> Raw:
-        """As `POST /explain` answers. Raises CannotSayError."""
+        """The answer in the format of `POST /explain`. Raises CannotSayError."""
 
 
 class ServerSource:
-    """A running `gpuwarden serve`: the one whose answer counts."""
+    """A running `gpuwarden serve`. Its answer is authoritative."""
 
     def __init__(self, url: str, client: httpx.AsyncClient) -> None:
         self.name = f"server {url}"
@@ -58,7 +58,7 @@ class ServerSource:
     async def explained(self, raw: Raw) -> Raw:
         try:
             reply = await self._client.post(self._url, json=raw)
-        except (httpx.HTTPError, ValueError) as exc:  # ValueError: what JSON has no form for
+        except (httpx.HTTPError, ValueError) as exc:  # ValueError: a value that JSON does not have
             raise CannotSayError(f"{self._url}: {str(exc) or type(exc).__name__}") from exc
         if reply.status_code != 200:
             raise CannotSayError(f"{self._url} answered {reply.status_code}: {problem_in(reply)}")
@@ -66,7 +66,7 @@ class ServerSource:
 
 
 class LocalSource:
-    """This process, with the settings that it was given."""
+    """This process, with its own settings."""
 
     def __init__(self, name: str, explainer: Explainer) -> None:
         self.name = name
@@ -88,13 +88,13 @@ def problem_in(reply: httpx.Response) -> str:
 
 
 def answer_in(content: bytes, url: str) -> Raw:
-    """Only `verdict`, `reason`, `message` and `nodes` are there in every version."""
+    """Every version has `verdict`, `reason`, `message` and `nodes`."""
     try:
         found = msgspec.json.decode(content, type=Raw)
     except (msgspec.DecodeError, RecursionError) as exc:
-        raise CannotSayError(f"{url} gave no answer that can be read") from exc
+        raise CannotSayError(f"{url} gave an unreadable answer") from exc
     if found.get("verdict") not in ("admit", "deny") or not isinstance(found.get("nodes"), list):
-        raise CannotSayError(f"{url} gave no answer that can be read")
+        raise CannotSayError(f"{url} gave an unreadable answer")
     return found
 
 
@@ -112,13 +112,13 @@ def presenting(context: ssl.SSLContext, credentials: Credentials) -> ssl.SSLCont
     try:
         context.load_cert_chain(credentials.cert, credentials.key)
     except (ssl.SSLError, OSError) as exc:
-        raise CannotSayError(f"{credentials.cert}: no certificate and key in PEM") from exc
+        raise CannotSayError(f"{credentials.cert}: not a certificate and a key in PEM") from exc
     return context
 
 
 @asynccontextmanager
 async def file_source(settings: Settings) -> AsyncIterator[Source]:
-    parts = embedded(settings, utc_now)
+    parts = embedded_dry_run(settings, utc_now)
     await parts.fleet_source.load()
     async with explaining(f"inventory {settings.inventory_file}", parts) as source:
         yield source
@@ -137,7 +137,7 @@ async def explaining(name: str, parts: Parts) -> AsyncIterator[Source]:
 
 
 async def kubeconfig_credentials(settings: Settings, context: str | None) -> Credentials:
-    """Those that the kubeconfig has for its API server."""
+    """The kubeconfig's credentials for its API server."""
     from webhook.kube.client import connect
 
     async with await connect(settings, context=context) as api:
@@ -148,7 +148,7 @@ async def kubeconfig_credentials(settings: Settings, context: str | None) -> Cre
 
 
 async def pod_in_cluster(settings: Settings, context: str | None, namespace: str, name: str) -> Raw:
-    """The pod as it is, without what its creation did not have. Raises CannotSayError."""
+    """The pod without the fields that were set after its creation. Raises CannotSayError."""
     from webhook.kube.client import connect
     from webhook.kube.json_objects import object_in
     from webhook.kube.requests import POD_PATH, REQUEST_ERRORS, request_json
@@ -169,7 +169,7 @@ async def pod_in_cluster(settings: Settings, context: str | None, namespace: str
 
 
 def as_created(raw: Mapping[str, Any]) -> Raw:
-    """Its uid stays: by that the reservation that it has is found."""
+    """Keeps the UID, with which the pod's reservation is found."""
     found = raw.get("metadata")
     meta = {key: value for key, value in (found if isinstance(found, dict) else {}).items() if key not in SERVERS}
     body = raw.get("spec")
@@ -177,5 +177,5 @@ def as_created(raw: Mapping[str, Any]) -> Raw:
     return {"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": spec}
 
 
-# What the API server writes into metadata.
+# Fields of metadata that the API server sets.
 SERVERS: Final = frozenset({"creationTimestamp", "generation", "managedFields", "resourceVersion", "selfLink"})
