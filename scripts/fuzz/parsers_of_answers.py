@@ -14,7 +14,7 @@ from webhook.evidence.spire.x509_svid import X509Svid
 from webhook.kube import api_callers, api_objects
 from webhook.kube.pod_exec import ExecOutput
 from webhook.node import node_pods
-from webhook.runtime.tls.rotation import readable_certificates
+from webhook.runtime.tls.rotation import parse_certificates
 from webhook.scoring.client import DECODER
 from webhook.web.callers import list_pods
 
@@ -129,4 +129,4 @@ def refused_object(content: bytes) -> object:
 
 
 def certificate_bundle(content: bytes) -> object:
-    return readable_certificates(content)
+    return parse_certificates(content)

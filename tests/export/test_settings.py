@@ -1,4 +1,4 @@
-"""The settings of `gpuwarden export`: gpuid's variables as gpuid reads them, and all mistakes at once."""
+"""The settings of `gpuwarden export`: S2's variables as S2 reads them, and every mistake at once."""
 
 from collections.abc import Sequence
 from datetime import timedelta
@@ -15,8 +15,8 @@ from webhook.runtime.settings import load as load_others
 
 ROOT = Path(__file__).parents[2]
 NEEDED = {"CLUSTER_NAME": "prod"}
-# gpuid's variables with their defaults, and a text for each with its value.
-GPUID_VARIABLES: dict[str, tuple[str, Any, str, Any]] = {
+# S2's variables with its defaults, and a value of each with what it is read as.
+S2: dict[str, tuple[str, Any, str, Any]] = {
     "EXPORTER_TYPE": ("exporter_type", ("stdout",), "stdout", ("stdout",)),
     "NAMESPACE": ("namespace", "gpu-operator", "gpus", "gpus"),
     "LABEL_SELECTOR": ("label_selector", "app=nvidia-device-plugin-daemonset", "a in (b, c),!d", "a in (b, c),!d"),
@@ -64,17 +64,17 @@ def mistakes(environ: dict[str, str], **flags: str) -> tuple[str, ...]:
     return caught.value.mistakes
 
 
-@pytest.mark.parametrize("variable", GPUID_VARIABLES)
-def test_variable_of_gpuid_has_its_default_and_is_read(variable: str) -> None:
-    name, default, text, value = GPUID_VARIABLES[variable]
+@pytest.mark.parametrize("variable", S2)
+def test_a_variable_of_s2_has_its_default_and_is_read(variable: str) -> None:
+    name, default, text, value = S2[variable]
     assert load(NEEDED).cluster_name == "prod"
     assert getattr(load(NEEDED), name) == default
     assert getattr(load({**NEEDED, variable: text}), name) == value
 
 
-@pytest.mark.parametrize("variable", GPUID_VARIABLES)
-def test_prefixed_variable_takes_precedence_over_gpuids(variable: str) -> None:
-    name, _, text, value = GPUID_VARIABLES[variable]
+@pytest.mark.parametrize("variable", S2)
+def test_our_own_name_wins_over_that_of_s2(variable: str) -> None:
+    name, _, text, value = S2[variable]
     own = f"GPUWARDEN_EXPORT_{name.upper()}"
     found = load({**NEEDED, variable: "nonsense \0 of no form", own: text} if text else {**NEEDED, variable: text})
     assert getattr(found, name) == value
@@ -112,18 +112,17 @@ def test_prefixed_variable_takes_precedence_over_gpuids(variable: str) -> None:
         ("LEASE_RETRY_PERIOD", "10s"),
     ],
 )
-def test_malformed_value_is_a_mistake(variable: str, text: str) -> None:
+def test_a_value_of_a_wrong_form_is_a_mistake(variable: str, text: str) -> None:
     assert any(variable in mistake for mistake in mistakes({**NEEDED, variable: text}))
 
 
-def test_all_mistakes_are_reported_at_once() -> None:
+def test_all_mistakes_are_named_at_once() -> None:
     found = mistakes({"WORKERS": "x", "TIMEOUT": "30", "EXPORTER_TYPE": "http,postgres"})
     assert len(found) == 2 + 1 + 1 + 4
-    assert all("allowed: " in mistake for mistake in found[:2])
-    assert all(mistake.endswith(("; required", " requires it")) for mistake in found[2:])
+    assert all("allowed" in mistake for mistake in found)
 
 
-def test_values_that_gpuid_ignores_are_ignored_and_noted() -> None:
+def test_what_s2_passes_over_in_silence_is_passed_over_and_told() -> None:
     found = load({**NEEDED, "HTTP_TIMEOUT": "30", "POSTGRES_PORT": "x", "HTTP_ENDPOINT": ""})
     assert (found.http_timeout, found.postgres_port, found.http_endpoint) == (timedelta(seconds=30), 5432, None)
     assert [note.split(":")[1].strip() for note in found.notes] == ["variable HTTP_TIMEOUT", "variable POSTGRES_PORT"]
@@ -134,7 +133,7 @@ IN_POD = {**NEEDED, "KUBERNETES_SERVICE_HOST": "10.0.0.1", "KUBERNETES_SERVICE_P
 
 
 class TestWhichCluster:
-    """gpuid's KUBECONFIG applies only outside a Pod; our setting always applies."""
+    """S2's KUBECONFIG counts where there is no cluster around it; ours counts always."""
 
     @pytest.fixture
     def kubeconfig(self, tmp_path: Path) -> str:
@@ -149,26 +148,26 @@ class TestWhichCluster:
         (directory / "token").write_text("t")
         return directory
 
-    def test_pod_uses_its_own_cluster(self, kubeconfig: str, mounted: Path) -> None:
+    def test_in_a_pod_it_is_its_own(self, kubeconfig: str, mounted: Path) -> None:
         for environ in (IN_POD, {**IN_POD, "KUBECONFIG": kubeconfig}):
             found = load(environ).connection(mounted)
             assert (found.in_cluster, found.kubeconfig) == (True, None)
             assert found.api_server_of_pod == "https://10.0.0.1:443"
 
-    def test_kubeconfig_variable_applies_outside_a_pod(self, kubeconfig: str, mounted: Path, tmp_path: Path) -> None:
+    def test_outside_it_is_that_of_the_variable(self, kubeconfig: str, mounted: Path, tmp_path: Path) -> None:
         found = load({**NEEDED, "KUBECONFIG": kubeconfig}).connection(mounted)
         assert (found.in_cluster, str(found.kubeconfig)) == (False, kubeconfig)
         found = load({**IN_POD, "KUBECONFIG": kubeconfig}).connection(tmp_path / "nothing-mounted")
         assert str(found.kubeconfig) == kubeconfig
 
-    def test_our_kubeconfig_setting_applies_in_a_pod(self, kubeconfig: str, mounted: Path) -> None:
+    def test_who_names_one_by_our_own_words_means_it(self, kubeconfig: str, mounted: Path) -> None:
         for found in (
             load(IN_POD, kubeconfig=kubeconfig),
             load({**IN_POD, "GPUWARDEN_EXPORT_KUBECONFIG": kubeconfig}),
         ):
             assert str(found.connection(mounted).kubeconfig) == kubeconfig
 
-    def test_kubeconfig_variable_without_file_is_ignored_and_noted_in_a_pod(self, mounted: Path) -> None:
+    def test_in_a_pod_a_variable_that_leads_nowhere_is_passed_over_and_told(self, mounted: Path) -> None:
         found = load({**IN_POD, "KUBECONFIG": "/nowhere/config"})
         assert found.connection(mounted).in_cluster
         assert [note.split(":")[1].strip() for note in found.notes] == ["variable KUBECONFIG"]
@@ -176,18 +175,18 @@ class TestWhichCluster:
 
     @pytest.mark.parametrize("empty", [{}, {"KUBECONFIG": ""}, {"KUBECONFIG": "/nowhere/config"}])
     def test_none_is_a_mistake(self, empty: dict[str, str], mounted: Path) -> None:
-        with pytest.raises(SettingsError, match="not running in a Pod"):
+        with pytest.raises(SettingsError, match="this process is not in a Pod"):
             load({**NEEDED, **empty}).connection(mounted)
 
 
 @pytest.mark.parametrize(
     ("variable", "text"),
     [
-        pytest.param("HTTP_ENDPOINT", "https://store:8443/data?api-version=1&key=a%20b", id="query"),
-        pytest.param("S3_PARTITION_PATTERN", "dt=%Y-%m-%d/%q/100%", id="other-percent-sign"),
+        pytest.param("HTTP_ENDPOINT", "https://store:8443/data?api-version=1&key=a%20b", id="a query"),
+        pytest.param("S3_PARTITION_PATTERN", "dt=%Y-%m-%d/%q/100%", id="another percent sign"),
     ],
 )
-def test_values_accepted_by_gpuid_are_accepted(variable: str, text: str) -> None:
+def test_what_s2_takes_is_taken(variable: str, text: str) -> None:
     assert getattr(load({**NEEDED, variable: text}), variable.lower()) == text
 
 
@@ -201,7 +200,7 @@ def test_an_endpoint_is_a_url(text: str) -> None:
 OTHERS_WORDS = {"TIMEOUT": "30", "WORKERS": "0", "BURST": "1", "SERVER_PORT": "0", "KUBECONFIG": "/nowhere", "QPS": "x"}
 
 
-def test_other_commands_check_only_the_settings_they_use() -> None:
+def test_a_command_that_does_not_export_judges_what_it_looks_at_alone() -> None:
     found = settings.load({}, {**NEEDED, **OTHERS_WORDS}, part=ONE_READING)
     assert (found.cluster_name, found.workers) == ("prod", 16)
     database = {"POSTGRES_HOST": "db", "POSTGRES_DB": "d", "POSTGRES_USER": "u", "POSTGRES_PASSWORD": "p"}
@@ -212,7 +211,7 @@ def test_other_commands_check_only_the_settings_they_use() -> None:
         settings.load({}, {**NEEDED, "GPUWARDEN_EXPORT_WORKER": "3"}, part=ONE_READING)
 
 
-def test_leader_election_requires_pod_name() -> None:
+def test_an_election_needs_a_name_to_stand_under() -> None:
     assert "POD_NAME" in mistakes({**NEEDED, "LEADER_ELECTION": "T"})[0]
     assert load({**NEEDED, "LEADER_ELECTION": "T", "POD_NAME": "p"}).leader_election
 
@@ -241,13 +240,14 @@ def test_each_store_gets_what_it_needs(tmp_path: Path) -> None:
         ("http://[::1]:8080", False),
     ],
 )
-def test_token_is_sent_by_plain_http_only_to_this_machine(tmp_path: Path, endpoint: str, is_refused: bool) -> None:
+def test_a_token_goes_by_plain_http_to_this_machine_alone(tmp_path: Path, endpoint: str, is_refused: bool) -> None:
     (tmp_path / "token").write_text("example-token\n")
     given = {**NEEDED, "EXPORTER_TYPE": "http", "HTTP_ENDPOINT": endpoint}
     file = {"http_auth_token_file": str(tmp_path / "token")}
     if is_refused:
         wanted = (
-            "the token would be sent unencrypted; allowed: https, http to this machine, or --http-token-in-plain true"
+            "everyone on the way could read the token; allowed: https, or http to this machine,"
+            " or to any machine with --http-token-in-plain true"
         )
         assert mistakes({**given, "HTTP_AUTH_TOKEN": "t"}) == (f"variable HTTP_ENDPOINT: {wanted}",)
         assert mistakes(given, **file) == (f"variable HTTP_ENDPOINT: {wanted}",)
@@ -258,7 +258,7 @@ def test_token_is_sent_by_plain_http_only_to_this_machine(tmp_path: Path, endpoi
         assert load(given, **file).http.token == "example-token"
 
 
-def test_token_of_an_exporter_not_in_use_is_not_checked() -> None:
+def test_a_token_for_an_exporter_that_is_not_chosen_goes_nowhere() -> None:
     assert load({**NEEDED, "HTTP_ENDPOINT": "http://h/x", "HTTP_AUTH_TOKEN": "t"}).exporter_type == ("stdout",)
 
 
@@ -279,7 +279,7 @@ def test_a_settings_file_names_them_by_their_keys(tmp_path: Path) -> None:
 
 
 def test_no_other_command_looks_at_them() -> None:
-    words = {name: "nonsense" for name in GPUID_VARIABLES}
+    words = {name: "nonsense" for name in S2}
     found = load_others({}, {**words, "GPUWARDEN_EXPORT_WORKERS": "3"})
     assert found.log_level == "info"
     assert "unknown setting" in mistakes({**NEEDED, "GPUWARDEN_EXPORT_WORKER": "3"})[0]
@@ -294,7 +294,7 @@ def test_the_reference_is_up_to_date() -> None:
     assert (ROOT / "docs" / "reference" / "settings-export.md").read_text() == settings.reference()
 
 
-def test_unusable_settings_exit_with_2(tmp_path: Path) -> None:
+def test_what_cannot_be_used_ends_with_2(tmp_path: Path) -> None:
     done = refusing(tmp_path, "export", "--workers", "0", "--kubeconfig", "nowhere")
     assert done.returncode == 2
     assert [line for line in done.stderr.splitlines() if "--workers" in line and "1 to 100" in line]
@@ -323,16 +323,16 @@ def test_label_selectors(text: str, is_one: bool) -> None:
 
 
 @pytest.mark.parametrize("word", ["trace", "fatal", "report", "verbose"])
-def test_unknown_log_level_never_hides_errors(word: str) -> None:
+def test_no_word_that_s2_does_not_know_hides_errors(word: str) -> None:
     assert load({**NEEDED, "LOG_LEVEL": word}).log_level == "info"
 
 
-def test_resync_may_be_a_month() -> None:
+def test_a_month_between_readings_is_a_choice() -> None:
     assert load({**NEEDED, "RESYNC": "720h"}).resync == timedelta(days=30)
 
 
 @pytest.mark.parametrize("words", [("export", "--smi-file"), ("history", "--pod")])
-def test_flag_without_value_exits_with_2(tmp_path: Path, words: Sequence[str]) -> None:
+def test_a_flag_without_its_value_ends_with_2(tmp_path: Path, words: Sequence[str]) -> None:
     done = refusing(tmp_path, *words)
     assert done.returncode == 2
     assert "expected one argument" in done.stderr

@@ -76,10 +76,10 @@ async def watched_fleet(settings: Settings) -> AsyncIterator[FleetParts]:
         yield parts
         return
     from webhook.assembly.cluster import ClusterParts
-    from webhook.kube.client import connected
+    from webhook.kube.client import connect
     from webhook.ledger.api_pods import ApiPods
 
-    async with await connected(settings) as api:
+    async with await connect(settings) as api:
         if settings.keeps_in_cluster:
             parts = ClusterParts.of(settings, utc_now, api, ApiPods(api)).parts
         else:

@@ -78,7 +78,7 @@ class ModelStocks:
         return self._stocks
 
     def _counted(self) -> Mapping[str, ModelStock]:
-        """Counts the GPUs that a pod without a map can get: not those of unready or cordoned nodes, nor those of maps."""
+        """Counts the GPUs that a pod without a map can get, on ready nodes that are not cordoned."""
         free = Counter[str]()
         memory: dict[str, float] = {}
         for indexed in self._fleet.indexed_nodes.values():

@@ -1,5 +1,5 @@
-"""The kinds of values of `gpuwarden export`'s have. gpuid is written in Go, so some have Go's
-syntax."""
+"""The kinds of values of `gpuwarden export`'s own settings. The older exporter (S2) is written in Go: where it reads a
+setting, the values have Go's syntax."""
 
 import re
 from datetime import timedelta
@@ -19,7 +19,7 @@ from webhook.runtime.setting_kinds import (
     whole_number,
 )
 
-# Go's syntax (time.ParseDuration, strconv.ParseBool), without negative values.
+# Go's syntax (time.ParseDuration, strconv.ParseBool), without negative durations.
 GO_UNITS: Final = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 GO_PART: Final = re.compile(r"([0-9]{1,12}(?:\.[0-9]{0,9})?|\.[0-9]{1,9})(ns|us|µs|ms|s|m|h)")
 GO_PARTS: Final = rf"({GO_PART.pattern})+"
@@ -31,7 +31,7 @@ S2_LEVELS: Final = ("debug", "info", "warn", "error")
 EXPORTERS: Final = ("stdout", "http", "postgres", "s3")
 PARTITION: Final = re.compile(r"[^\x00-\x1f\\]*")
 
-# Label selectors as Kubernetes clients accept them: `a=b,c in (d,e),!f`.
+# Kubernetes' selectors, the forms that its clients take: `a=b,c in (d,e),!f`.
 LABEL: Final = r"(?:[A-Za-z0-9](?:[-A-Za-z0-9_./]{0,315}[A-Za-z0-9])?)"
 VALUE: Final = r"(?:[A-Za-z0-9](?:[-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?"
 REQUIREMENT: Final = re.compile(
@@ -40,7 +40,7 @@ REQUIREMENT: Final = re.compile(
 
 
 def read_endpoint(text: str) -> str:
-    """A URL that may have a query: some endpoints take a key there."""
+    """A URL that may have a query: some stores expect a key there."""
     read_url(text.partition("?")[0])
     if not text.isprintable() or " " in text or "#" in text:
         raise ValueError(f"{text!r} is not an http or https URL")
@@ -62,7 +62,7 @@ def read_go_duration(text: str) -> timedelta:
 def read_go_interval(text: str) -> timedelta:
     duration = read_go_duration(text)
     if not duration:
-        raise ValueError(f"{text!r} is not above 0")
+        raise ValueError(f"{text!r} is 0")
     return duration
 
 
@@ -80,12 +80,11 @@ def read_go_truth(text: str) -> bool:
 
 
 def read_true_or_not(text: str) -> bool:
-    """As gpuid reads its migration switch: only `true` turns it on."""
+    """S2's migration switch: only `true` turns it on."""
     return text.lower() == "true"
 
 
-def integer_between(least: int, most: int) -> Callable[[str], int]:
-    def read(text: str) -> float:
+def read_rate(text: str) -> float:
     if not re.fullmatch(r"[0-9]{1,6}(?:\.[0-9]{1,6})?", text) or float(text) <= 0:
         raise ValueError(f"{text!r} is not a number above 0")
     return float(text)
@@ -101,7 +100,7 @@ def read_server_port(text: str) -> int:
 def read_store_port(text: str) -> int:
     port = read_port(text)
     if port == 0:
-        raise ValueError("'0' is not a port")
+        raise ValueError("no server listens on port 0")
     return port
 
 
@@ -131,32 +130,23 @@ def read_exporters(text: str) -> tuple[str, ...]:
     parts = tuple(part.strip() for part in text.split(","))
     wrong = [part for part in parts if part not in EXPORTERS]
     if wrong:
-        raise ValueError(f"{wrong[0]!r} is not an exporter")
+        raise ValueError(f"{wrong[0]!r} is not an allowed value")
     return tuple(dict.fromkeys(parts))
 
 
 def read_log_level(text: str) -> str:
-    """gpuid reads every unknown level as `info`."""
+    """S2 reads a level that it does not know as `info`, also those that would suppress errors."""
     return text.lower() if text.lower() in S2_LEVELS else "info"
 
 
 def read_partition(text: str) -> str:
     if not PARTITION.fullmatch(text):
-        raise ValueError(f"{text!r} cannot be part of an object key")
+        raise ValueError(f"{text!r} cannot be part of a key")
     return text
 
 
 def read_text(text: str) -> str:
     return text
-
-
-def one_of(*known: str) -> Callable[[str], str]:
-    def read(text: str) -> str:
-        if text not in known:
-            raise ValueError(f"{text!r} is not allowed")
-        return text
-
-    return read
 
 
 GO_DURATION: Final = SettingKind(
@@ -175,13 +165,13 @@ ENDPOINT: Final = SettingKind(
     read_endpoint,
     schema=schemas.text(r"[hH][tT][tT][pP][sS]?://[^\s#]+"),
 )
-WORKERS: Final = whole_number(1, 100, integer_between(1 to 100")
+WORKERS: Final = whole_number(1, 100, "1 to 100")
 RATE: Final = SettingKind(
     "a number above 0",
     read_rate,
     schema={"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1_000_000},
 )
-BURST: Final = whole_number(1, MAX_COUNT, "a whole number, not less than the rate", integer_between(1, 9_999_999))
+BURST: Final = whole_number(1, MAX_COUNT, "a whole number, not less than the rate")
 SERVER_PORT: Final = SettingKind("1000 to 65535; 0, as a flag, selects a free port", read_server_port)
 STORE_PORT: Final = SettingKind("1 to 65535", read_store_port, schema=schemas.whole(1, MAX_PORT))
 SELECTOR: Final = SettingKind(
@@ -191,12 +181,12 @@ SELECTOR: Final = SettingKind(
 )
 WORDS: Final = SettingKind("printable text, not empty", read_words, schema={**schemas.ANY_TEXT, "pattern": r"\S"})
 CONTAINER: Final = SettingKind(
-    "a container's name; empty: the pod's only container",
+    "the name of a container; empty: the pod's only one",
     read_container,
     schema=schemas.text(f"({NAMESPACE_NAME})?"),
 )
 EXPORTER_LIST: Final = SettingKind(
-    f"a comma-separated list of: {', '.join(EXPORTERS)}", read_exporters, list, schemas.comma_list(f"({'|'.join(EXPORTERS)})")
+    f"a comma list of: {', '.join(EXPORTERS)}", read_exporters, list, schemas.comma_list(f"({'|'.join(EXPORTERS)})")
 )
 LENIENT_LOG_LEVEL: Final = SettingKind(
     "debug, info, warn, error; any other word is info", read_log_level, schema={"type": "string"}
@@ -204,11 +194,9 @@ LENIENT_LOG_LEVEL: Final = SettingKind(
 PARTITION_PATTERN: Final = SettingKind(
     "text with %Y, %m, %d, %H", read_partition, schema=schemas.text(PARTITION.pattern)
 )
-DIRECTORY: Final = SettingKind("a directory; it if it does not created", Path)
+DIRECTORY: Final = SettingKind("a directory; created if it does not exist", Path)
 TEXT: Final = SettingKind("any text", read_text, schema=schemas.ANY_TEXT)
-OBJECT_FORMAT: Final = SettingKind("csv, parquet", one_of("csv", "parquet")
-# Not FILE: libpq reads the file itself, for each connection.
+OBJECT_FORMAT: Final = one_of("csv", "parquet")
+# Not FILE: libpq reads the file, for each connection.
 ROOT_CERTIFICATES: Final = SettingKind("a file with certificates in PEM", read_text, schema={"type": "string"})
-SSL_MODE: Final = SettingKind(
-    "disable, allow, prefer, require, verify-ca, verify-full",
-    one_of("disable", "allow", "prefer", "require", "verify-ca", "verify-full")
+SSL_MODE: Final = one_of("disable", "allow", "prefer", "require", "verify-ca", "verify-full")

@@ -1,7 +1,7 @@
-"""The settings of `gpuwarden export`. gpuid's variables, keep their names; variables with our prefix take precedence.
+"""The settings of `gpuwarden export` and `history`: gpuwarden's variables, and those of the older exporter (S2).
 
-gpuid's names are common words (NAMESPACE, TIMEOUT), so only this these reads them. A malformed value is an error, as
-in gpuid. Values that gpuid silently ignores are logged if they concern is exporter.
+S2's names are plain words (NAMESPACE, TIMEOUT), so only these commands read them. A value that stops S2 is a mistake
+here too; a value of an exporter that S2 ignores silently is ignored with a note.
 """
 
 from argparse import ArgumentParser
@@ -61,17 +61,17 @@ MOUNTED: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
 @frozen
 class ExportSettings:
-    """The settings as configured. They may contain secrets from variables: never log them."""
+    """The settings in effect. They contain the secrets of variables, so they are never printed."""
 
     config: Path | None = field(
-        default=None, metadata=declared(FILE, "a "YAML file with the settings of this table", in_file=False)
+        default=None, metadata=declared(FILE, BOTH, "YAML file with the settings of this table", in_file=False)
     )
     exporter_type: tuple[str, ...] = field(
         default=("stdout",),
         metadata=declared(
             EXPORTER_LIST,
             EXPORT,
-            "the stores; every record goes records are exported them",
+            "stores that records are exported to",
             older_variable="EXPORTER_TYPE",
             older_may_be_empty=True,
         ),
@@ -80,6 +80,7 @@ class ExportSettings:
         default=None,
         metadata=declared(
             WORDS,
+            EXPORT,
             "name of the cluster in every record; required",
             older_variable="CLUSTER_NAME",
             older_may_be_empty=True,
@@ -90,7 +91,7 @@ class ExportSettings:
         metadata=declared(
             NAMESPACE,
             EXPORT,
-            "the namespace of the device plugin's pods",
+            "namespace of the device plugin's pods",
             short="n",
             older_variable="NAMESPACE",
             older_may_be_empty=True,
@@ -101,7 +102,7 @@ class ExportSettings:
         metadata=declared(
             SELECTOR,
             EXPORT,
-            "selects the device plugin's pods",
+            "selector of the device plugin's pods",
             older_variable="LABEL_SELECTOR",
             older_may_be_empty=True,
         ),
@@ -118,12 +119,12 @@ class ExportSettings:
     )
     workers: int = field(
         default=16,
-        metadata=declared(WORKERS, EXPORT, "number of pods read concurrently", older_variable="WORKERS"),
+        metadata=declared(WORKERS, EXPORT, "number of pods that are read concurrently", older_variable="WORKERS"),
     )
     timeout: timedelta = field(
         default=timedelta(seconds=30),
         metadata=declared(
-            PATIENCE, EXPORT, "time limit for reading a pod and labelling the node", older_variable="TIMEOUT"
+            PATIENCE, EXPORT, "how long one pod may take, including the labels of its node", older_variable="TIMEOUT"
         ),
     )
     resync: timedelta = field(
@@ -131,7 +132,7 @@ class ExportSettings:
         metadata=declared(
             GO_DURATION,
             EXPORT,
-            "interval between readings of a pod; 0: only after changes and reboots",
+            "how often pods are read again; 0: only when something changes",
             older_variable="RESYNC",
         ),
     )
@@ -140,35 +141,36 @@ class ExportSettings:
     )
     burst: int = field(
         default=100,
-        metadata=declared(BURST, "requests to the API server in one burst", older_variable="BURST"),
+        metadata=declared(BURST, EXPORT, "number of requests that may be sent at once", older_variable="BURST"),
     )
     kubeconfig: Path | None = field(
         default=None,
         metadata=declared(
             FILE,
             EXPORT,
-            "kubeconfig of the cluster; default: set: cluster of this Pod. the older exporter's variable is ignored in Pods",
+            "kubeconfig of the cluster; not set: the cluster of this Pod; the older exporter's variable "
+            "counts outside of Pods only",
             older_variable="KUBECONFIG",
             older_is_lenient=True,
         ),
     )
     log_level: str = field(
         default="info",
-        metadata=declared(LENIENT_LOG_LEVEL, "minimum log level", short="l", older_variable="LOG_LEVEL"),
+        metadata=declared(LENIENT_LOG_LEVEL, EXPORT, "minimum log level", short="l", older_variable="LOG_LEVEL"),
     )
     host: str = field(
-        default="0.0.0.0",  # noqa: S104 - for probes and Prometheus; connect from other hosts
-        metadata=declared(HOST, EXPORT, "listen address for health and metrics"),
+        default="0.0.0.0",  # noqa: S104 - for probes and Prometheus; the listener serves nothing else
+        metadata=declared(HOST, EXPORT, "address of the listener for health and metrics"),
     )
     server_port: int = field(
         default=8080,
         metadata=declared(
-            SERVER_PORT, EXPORT, "port for health and metrics", older_variable="SERVER_PORT"
+            SERVER_PORT, EXPORT, "port of the listener for health and metrics", older_variable="SERVER_PORT"
         ),
     )
     leader_election: bool = field(
         default=False,
-        metadata=declared(GO_TRUTH, EXPORT, "only an elected replica exports", older_variable="LEADER_ELECTION"),
+        metadata=declared(GO_TRUTH, EXPORT, "elect one of several replicas", older_variable="LEADER_ELECTION"),
     )
     lease_namespace: str = field(
         default="gpuid",
@@ -180,7 +182,7 @@ class ExportSettings:
     lease_duration: timedelta = field(
         default=timedelta(seconds=15),
         metadata=declared(
-            GO_INTERVAL, EXPORT, "validity of the Lease after each renewal", older_variable="LEASE_DURATION"
+            GO_INTERVAL, EXPORT, "how long no other replica may take the Lease", older_variable="LEASE_DURATION"
         ),
     )
     lease_renew_deadline: timedelta = field(
@@ -188,42 +190,44 @@ class ExportSettings:
         metadata=declared(
             GO_INTERVAL,
             EXPORT,
-            "time after which a leader that cannot renew stops",
+            "how long the leader continues without renewing the Lease",
             older_variable="LEASE_RENEW_DEADLINE",
         ),
     )
     lease_retry_period: timedelta = field(
         default=timedelta(seconds=2),
-        metadata=declared(
-            GO_INTERVAL, EXPORT, "interval between attempts to take or renew the Lease", older_variable="LEASE_RETRY_PERIOD"
-        ),
+        metadata=declared(GO_INTERVAL, EXPORT, "how often the Lease is checked", older_variable="LEASE_RETRY_PERIOD"),
     )
     pod_name: str = field(
         default="",
-        metadata=declared(TEXT, EXPORT, "name of this Pod's name; required for leader election", older_variable="POD_NAME"),
+        metadata=declared(TEXT, EXPORT, "name of this Pod; required for leader election", older_variable="POD_NAME"),
     )
     pod_namespace: str = field(
-        default="", metadata=declared(TEXT, "this Pod's "namespace of this Pod; not used", older_variable="POD_NAMESPACE")
+        default="", metadata=declared(TEXT, EXPORT, "namespace of this Pod; not used", older_variable="POD_NAMESPACE")
     )
-    labels: bool = field(default=True, metadata=declared(BOOLEAN, EXPORT, "label nodes with the serials of their GPUs"))
-    history: bool = field(default=True,
-        metadata=declared(BOOLEAN, EXPORT, "also export the start and end of reservations"))
+    labels: bool = field(default=True, metadata=declared(BOOLEAN, EXPORT, "label nodes with the values that were read"))
+    history: bool = field(
+        default=True,
+        metadata=declared(BOOLEAN, EXPORT, "also export the beginning and the end of reservations"),
+    )
     outbox: Path | None = field(
         default=None,
         metadata=declared(
             DIRECTORY,
             EXPORT,
-            "directory for batches waiting to be stored; not set: they are lost when the process ends"
+            "directory of records that are not stored yet; not set: they are lost when the process ends",
         ),
     )
 
     http_endpoint: str | None = field(
         default=None,
-        metadata=declared(ENDPOINT, EXPORT, "the URL to which http posts records", older_variable="HTTP_ENDPOINT"),
+        metadata=declared(ENDPOINT, EXPORT, "URL to which http posts records", older_variable="HTTP_ENDPOINT"),
     )
     http_timeout: timedelta = field(
         default=timedelta(seconds=30),
-        metadata=declared(GO_INTERVAL, EXPORT, "time limit of a post", older_variable="HTTP_TIMEOUT", older_is_lenient=True),
+        metadata=declared(
+            GO_INTERVAL, EXPORT, "how long a POST may take", older_variable="HTTP_TIMEOUT", older_is_lenient=True
+        ),
     )
     http_auth_token: str | None = field(
         default=None,
@@ -236,9 +240,11 @@ class ExportSettings:
     )
     http_token_in_plain: bool = field(
         default=False,
-        metadata=declared(TRUTH,
+        metadata=declared(
+            BOOLEAN,
             EXPORT,
-            "allow sending the token unencrypted to other machines"),
+            "allow the token in plain http to other machines: everyone on the way can read it",
+        ),
     )
     postgres_host: str | None = field(
         default=None, metadata=declared(TEXT, BOTH, "database server", older_variable="POSTGRES_HOST")
@@ -246,7 +252,7 @@ class ExportSettings:
     postgres_port: int = field(
         default=5432,
         metadata=declared(
-            STORE_PORT, "the database server's "port of the database server", older_variable="POSTGRES_PORT", older_is_lenient=True
+            STORE_PORT, BOTH, "port of the database server", older_variable="POSTGRES_PORT", older_is_lenient=True
         ),
     )
     postgres_db: str | None = field(
@@ -258,18 +264,18 @@ class ExportSettings:
     postgres_password: str | None = field(
         default=None,
         metadata=declared(
-            TEXT, "the role's "password of the role", older_variable="POSTGRES_PASSWORD", in_file=False, is_secret=True
+            TEXT, BOTH, "password of the role", older_variable="POSTGRES_PASSWORD", in_file=False, is_secret=True
         ),
     )
     postgres_password_file: Path | None = field(default=None, metadata=declared(FILE, BOTH, "file with the password"))
     postgres_sslmode: str = field(
         default="require",
-        metadata=declared(SSL_MODE, BOTH, "the sslmode of libpq", older_variable="POSTGRES_SSLMODE"),
+        metadata=declared(SSL_MODE, BOTH, "TLS mode of the connection (libpq)", older_variable="POSTGRES_SSLMODE"),
     )
     postgres_sslrootcert: str | None = field(
         default=None,
         metadata=declared(
-            ROOT_CERTIFICATES, "CA certificates for the server's certificate", older_variable="POSTGRES_SSLROOTCERT"
+            ROOT_CERTIFICATES, BOTH, "CAs of the database server's certificate", older_variable="POSTGRES_SSLROOTCERT"
         ),
     )
     postgres_table: str = field(
@@ -277,9 +283,7 @@ class ExportSettings:
     )
     postgres_auto_migrate: bool = field(
         default=False,
-        metadata=declared(
-            MIGRATE, "create missing tables, columns and indexes", older_variable="POSTGRES_AUTO_MIGRATE"
-        ),
+        metadata=declared(MIGRATE, BOTH, "create missing tables", older_variable="POSTGRES_AUTO_MIGRATE"),
     )
     s3_bucket: str | None = field(
         default=None,
@@ -288,7 +292,7 @@ class ExportSettings:
         ),
     )
     s3_prefix: str = field(
-        default="", metadata=declared(TEXT, EXPORT, "the first part of object keys", older_variable="S3_PREFIX")
+        default="", metadata=declared(TEXT, EXPORT, "prefix of the keys", older_variable="S3_PREFIX")
     )
     s3_region: str = field(
         default="us-east-1", metadata=declared(TEXT, EXPORT, "region of the bucket", older_variable="S3_REGION")
@@ -296,23 +300,23 @@ class ExportSettings:
     s3_partition_pattern: str = field(
         default="year=%Y/month=%m/day=%d/hour=%H",
         metadata=declared(
-            PARTITION_PATTERN, EXPORT, "the part of object keys between prefix and name", older_variable="S3_PARTITION_PATTERN"
+            PARTITION_PATTERN, EXPORT, "part of the key between prefix and name", older_variable="S3_PARTITION_PATTERN"
         ),
     )
-    s3_format: str = field(default="csv", metadata=declared(OBJECT_FORMAT, EXPORT, format of the objects"))
-    s3_header: bool = field(default=False, metadata=declared(BOOLEAN, EXPORT, "begin CSV objects with a header line"))
+    s3_format: str = field(default="csv", metadata=declared(OBJECT_FORMAT, EXPORT, "format of the objects"))
+    s3_header: bool = field(default=False, metadata=declared(BOOLEAN, EXPORT, "begin each CSV object with a header"))
     s3_own_columns: bool = field(
         default=False,
         metadata=declared(
-            BOOLEAN, EXPORT, "append UUID, minor number and others to gpuid's seven columns of the older exporter"
+            BOOLEAN, EXPORT, "add UUID, minor number and the rest after the seven columns of the older exporter"
         ),
     )
 
-    # The origin of each setting: "flag --timeout", "variable TIMEOUT", "key timeout in FILE" or "default".
+    # By setting: "flag --timeout", "variable TIMEOUT", "key timeout in FILE" or "default".
     sources: Mapping[str, str] = field(factory=dict, eq=False, repr=False)
-    # Warnings about values that were ignored.
+    # Warnings about values that are ignored.
     notes: tuple[str, ...] = ()
-    # The API server's address as Kubernetes sets it in a Pod's environment.
+    # The API server's URL from the variables that Kubernetes sets in every Pod.
     api_server_of_pod: str | None = field(default=None, eq=False)
 
     @property
@@ -352,14 +356,14 @@ class ExportSettings:
         )
 
     def connection(self, mounted: Path = MOUNTED) -> Settings:
-        """The settings for connecting to the cluster."""
+        """The cluster, as settings of the other commands."""
         is_ours = self.sources.get("kubeconfig") != "variable KUBECONFIG"
         is_pod = self.api_server_of_pod is not None and (mounted / "token").is_file()
         if self.kubeconfig is not None and (is_ours or not is_pod):
             return Settings(kubeconfig=self.kubeconfig)
         if is_pod:
             return Settings(in_cluster=True, api_server_of_pod=self.api_server_of_pod)
-        raise SettingsError(["not running in a Pod; set --kubeconfig"])
+        raise SettingsError(["this process is not in a Pod, and no other cluster is named; name one by --kubeconfig"])
 
 
 def secret(text: str | None, file: Path | None) -> str | None:
@@ -368,7 +372,7 @@ def secret(text: str | None, file: Path | None) -> str | None:
 
 TABLE: Final = settings_of(ExportSettings, EXPORT_PREFIX)
 
-# Settings that settings that requires.
+# The settings that each exporter requires.
 NEEDED: Final = {
     "stdout": (),
     "http": ("http_endpoint",),
@@ -379,12 +383,13 @@ NEEDED: Final = {
 
 @frozen
 class Part:
-    """The settings that a command other than `export` requires, and those that it also reads. Others are not checked:
-    gpuid's variables are common words that may have other uses.
+    """The settings of a command that does not export: those that it requires, and those that it reads besides.
+
+    The others are not checked: other programs may set S2's variables, which are plain words.
     """
 
     needs: tuple[str, ...]
-    also_reads: tuple[str, ...] = ()
+    looks_at: tuple[str, ...] = ()
 
 
 ONE_READING: Final = Part(needs=("cluster_name",))
@@ -392,7 +397,7 @@ HISTORY: Final = Part(NEEDED["postgres"], tuple(one.name for one in TABLE if Com
 
 
 class ExportReader(TableReader):
-    """Reads the settings table checks those that depend on each other."""
+    """Reads the table and applies the rules between its settings."""
 
     table = TABLE
     prefix = EXPORT_PREFIX
@@ -414,27 +419,27 @@ class ExportReader(TableReader):
 
     def _values(self) -> Iterator[tuple[str, Any]]:
         if self._part is not None:
-            used = {"config", *self._part.needs, *self._part.also_reads}
-            self.given = {name: one for name, one in self.given.items() if name in used}
+            asked = {"config", *self._part.needs, *self._part.looks_at}
+            self.given = {name: one for name, one in self.given.items() if name in asked}
         yield from super()._values()
 
     def check_together(self, values: Mapping[str, Any]) -> None:
-        self.mistakes.extend(f"{one} not set; {rule}" for one, rule in self._missing(values))
+        self.mistakes.extend(f"{one} not set; allowed: {rule}" for one, rule in self._missing(values))
         if values.get("server_port") == 0 and self.where(["server_port"]) == "variable SERVER_PORT":
             self.mistakes.append("variable SERVER_PORT: '0' is below 1000; allowed: 1000 to 65535")
         if self._value(values, "burst") < self._value(values, "qps"):
-            self.mistakes.append(f"{self.where(['burst', 'qps'])}: the burst has to be at least the rate")
+            self.mistakes.append(f"{self.where(['burst', 'qps'])}: --burst must not be less than --qps")
         times = ["lease_duration", "lease_renew_deadline", "lease_retry_period"]
         found = [self._value(values, name) for name in times]
         if not found[0] > found[1] > found[2]:
-            self.mistakes.append(f"{self.where(times)}: each must be shorter than the previous one")
+            self.mistakes.append(f"{self.where(times)}: each must be shorter than the one before")
         for name in ("http_auth_token", "postgres_password"):
             if name in self.given and f"{name}_file" in self.given:
                 self.mistakes.append(f"{self.where([name, f'{name}_file'])}: both are set; set one")
         if self._shows_token(values):
             problem = (
-                "the token would be sent unencrypted; allowed: https, http to this machine,"
-                " or --http-token-in-plain true"
+                "everyone on the way could read the token; allowed: https, or http to this machine,"
+                " or to any machine with --http-token-in-plain true"
             )
             self.mistakes.append(f"{self.where(['http_endpoint'])}: {problem}")
 
@@ -462,9 +467,9 @@ class ExportReader(TableReader):
             if name not in self.given and f"{name}_file" not in self.given:
                 one = next(setting for setting in TABLE if setting.name == name)
                 names = [*([] if one.is_secret else [flag_of(name)]), *one.variables]
-                yield " or ".join(names), f"{by} requires it" if by else "required"
+                yield " or ".join(names), f"{by} requires it" if by else "it is required"
             elif values.get(name) == "":
-                yield self.where([name]), "it requires a value that is not empty"
+                yield self.where([name]), "it must not be empty"
 
     def _value(self, values: Mapping[str, Any], name: str) -> Any:
         return values.get(name, next(one.default for one in TABLE if one.name == name))
@@ -481,7 +486,7 @@ def load(
     *,
     part: Part | None = None,
 ) -> ExportSettings:
-    """The settings. Raises SettingsError with every mistake. `part` is for commands other than `export`."""
+    """The settings. Raises SettingsError with every mistake. `part` is for a command that does not export."""
     return ExportReader(flags, process_environment() if environ is None else environ, also, part).read()
 
 
@@ -490,11 +495,10 @@ REFERENCE: Final = """\
 
 Written by `gpuwarden config reference export`; change `webhook/export/settings.py` instead.
 
-A flag takes precedence over a variable, a variable with our prefix over one of gpuid, a variable over the YAML file named
-by `--config` or `GPUWARDEN_EXPORT_CONFIG`, and the file over the default. The commands of a setting are those that read it; only they
-have its flag. A secret has no flag, other users of the
-machine could read it. gpuwarden reports all reported at
-once with exit code 2.
+A flag wins over a variable, a variable of gpuwarden over one of gpuid, a variable over the YAML file that `--config` or
+`GPUWARDEN_EXPORT_CONFIG` names, the file over the default. The commands of a setting are those that read it; only they
+have its flag. A secret has no flag, because every user of the machine could read it. gpuwarden reports all mistakes at
+once, with exit code 2.
 
 | flag | variable | YAML key | default | allowed | meaning | commands |
 |---|---|---|---|---|---|---|
@@ -502,5 +506,5 @@ once with exit code 2.
 
 
 def reference() -> str:
-    """The settings as a Markdown table."""
+    """The table as Markdown."""
     return REFERENCE + "".join(map(row, TABLE))
