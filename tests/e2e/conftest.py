@@ -7,9 +7,9 @@ import pytest
 
 from scripts.controlplane.build import BuildError, binaries
 from scripts.controlplane.cluster import Cluster, gpu_node
-from tests.e2e.figures import pytest_terminal_summary
 from tests.e2e.kube import NAMESPACES, SERVICE_ACCOUNTS, Kube, wait_until
-from tests.e2e.second_try import pytest_runtest_makereport
+from tests.e2e.measurements import pytest_terminal_summary
+from tests.e2e.reruns import pytest_runtest_makereport
 
 __all__ = ["pytest_runtest_makereport", "pytest_terminal_summary"]
 

@@ -9,9 +9,9 @@ import httpx
 from attrs import define, field
 
 from scripts.controlplane.cluster import gpu_node
-from tests.e2e.charted import Process, Release, free_port
-from tests.e2e.crew import Balancer, Way, Worker, ended, way_to
+from tests.e2e.chart_release import Process, Release, free_port
 from tests.e2e.kube import NODES, PODS, ApiError, Kube, Raw
+from tests.e2e.processes import Balancer, Way, Worker, ended, way_to
 from webhook.runtime.clock import utc_now
 
 LOOK_EVERY = 0.5

@@ -9,8 +9,8 @@ from collections.abc import Callable
 import httpx
 from attrs import define, field
 
-from tests.e2e.crew import Site
 from tests.e2e.kube import PODS, ApiError, Raw, pod
+from tests.e2e.processes import Site
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 1.0
 SHORT_LIVED = {"kubelet.test/ends": "Succeeded", "kubelet.test/runs-for": "500ms"}

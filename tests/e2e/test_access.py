@@ -15,7 +15,6 @@ import trustme
 from scripts.controlplane.cluster import Cluster, gpu_node
 from tests import builders
 from tests.e2e.conftest import new_namespace
-from tests.e2e.hooks import ENABLED
 from tests.e2e.kube import (
     EVENTS,
     JOBS,
@@ -31,6 +30,7 @@ from tests.e2e.kube import (
     pod_in_phase,
     wait_until,
 )
+from tests.e2e.webhook_configurations import ENABLED
 from tests.ledger.fake_store import gpu_node as gpu_node_object
 from tests.running import GPUWARDEN, Running, reconciling, serving
 from webhook.admission.evictions import ApiEvictor

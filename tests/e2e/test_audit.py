@@ -13,7 +13,6 @@ from attrs import frozen
 from scripts.controlplane.cluster import Cluster
 from tests.builders import HASH, Raw
 from tests.e2e.conftest import new_namespace
-from tests.e2e.crew import OPT_IN, Site, site
 from tests.e2e.kube import (
     NAMESPACES,
     PODS,
@@ -25,6 +24,7 @@ from tests.e2e.kube import (
     stateful_set,
     wait_until,
 )
+from tests.e2e.processes import OPT_IN, Site, site
 from tests.e2e.test_ledger import GPU_NODES
 from tests.running import GPUWARDEN, Running, reconciling
 

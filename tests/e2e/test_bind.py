@@ -17,8 +17,6 @@ from scripts.controlplane.cluster import Cluster
 from scripts.controlplane.cluster import gpu_node as node_object
 from scripts.controlplane.components import API_SERVER
 from tests.e2e.conftest import new_namespace
-from tests.e2e.crew import Site, site
-from tests.e2e.figures import tell
 from tests.e2e.kube import (
     CLAIMS,
     EVENTS,
@@ -37,6 +35,8 @@ from tests.e2e.kube import (
     stateful_set,
     wait_until,
 )
+from tests.e2e.measurements import tell
+from tests.e2e.processes import Site, site
 from tests.e2e.test_ledger import GPU_NODES
 from tests.running import GPUWARDEN, Running, reconciling
 from webhook.core import keys

@@ -22,11 +22,11 @@ from scripts.certmanager import crds, started
 from scripts.controlplane.cluster import ROOT, Cluster
 from tests.builders import mutating_create
 from tests.e2e.conftest import new_namespace
-from tests.e2e.crew import external_service
-from tests.e2e.figures import tell
-from tests.e2e.hooks import ENABLED, is_reviewed
 from tests.e2e.kube import MUTATING, PODS, SERVICES, VALIDATING, ApiError, Kube, Raw, Resource, pod, wait_until
+from tests.e2e.measurements import tell
+from tests.e2e.processes import external_service
 from tests.e2e.test_access import apply
+from tests.e2e.webhook_configurations import ENABLED, is_reviewed
 from tests.running import GPUWARDEN, Running, ready_line, serving
 from webhook.commands.certs import swap_in
 from webhook.kube.install.policies import Installation, webhooks

@@ -23,12 +23,12 @@ from scripts.controlplane.build import binaries
 from scripts.controlplane.cluster import ROOT, Cluster, gpu_node
 from tests.chart.matrix import MATRIX
 from tests.chart.rendering import rendered
-from tests.e2e.charted import Process, Release
+from tests.e2e.chart_release import Process, Release
 from tests.e2e.conftest import new_namespace
-from tests.e2e.figures import tell
-from tests.e2e.hooks import ENABLED
 from tests.e2e.kube import MUTATING, PODS, VALIDATING, ApiError, Kube, Raw, Resource, gone, pod, wait_until
+from tests.e2e.measurements import tell
 from tests.e2e.test_access import AUDITED, requests
+from tests.e2e.webhook_configurations import ENABLED
 from webhook.runtime.clock import utc_now
 from webhook.runtime.tls.issuing import BACKDATED, KeyPair, new_ca, new_leaf
 

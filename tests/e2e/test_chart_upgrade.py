@@ -13,14 +13,14 @@ import pytest
 from attrs import define, field
 
 from scripts.controlplane.cluster import Cluster, gpu_node
-from tests.e2e.charted import Release
+from tests.e2e.chart_release import Release
 from tests.e2e.conftest import new_namespace
-from tests.e2e.figures import tell
-from tests.e2e.hooks import ENABLED
-from tests.e2e.judge import Judge, judging
+from tests.e2e.gpu_checker import Judge, judging
 from tests.e2e.kube import DEPLOYMENTS, MUTATING, PODS, ApiError, Kube, Raw, pod, wait_until
 from tests.e2e.kubelet import LOOK_EVERY, Kubelet, Proxy
+from tests.e2e.measurements import tell
 from tests.e2e.test_chart import OURS, everything_away, is_dressed, newer, note, served
+from tests.e2e.webhook_configurations import ENABLED
 
 NODE_NAMES, GPUS = ("node-0", "node-1"), 64
 SIMULATED = "test/simulated"

@@ -11,8 +11,6 @@ import pytest
 
 from scripts.controlplane.cluster import Cluster
 from tests.e2e.conftest import new_namespace
-from tests.e2e.crew import OPT_IN, Site, site
-from tests.e2e.figures import tell
 from tests.e2e.kube import (
     DEPLOYMENTS,
     JOBS,
@@ -32,6 +30,8 @@ from tests.e2e.kube import (
     stateful_set,
     wait_until,
 )
+from tests.e2e.measurements import tell
+from tests.e2e.processes import OPT_IN, Site, site
 
 DEADLINE, SKEW = 4, 1
 FLAGS = ("--pending-deadline", f"{DEADLINE}s", "--clock-skew", f"{SKEW}s")

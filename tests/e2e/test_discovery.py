@@ -14,7 +14,6 @@ from attrs import frozen
 from scripts.controlplane.cluster import Cluster
 from scripts.controlplane.cluster import gpu_node as node_object
 from tests.e2e.conftest import new_namespace
-from tests.e2e.hooks import ENABLED, at_url, reviewed
 from tests.e2e.kube import (
     EVENTS,
     NODES,
@@ -30,6 +29,7 @@ from tests.e2e.kube import (
     wait_until,
 )
 from tests.e2e.test_ledger import GPU_NODES, installed
+from tests.e2e.webhook_configurations import ENABLED, at_url, reviewed
 from tests.ledger.fake_store import gpu_node
 from tests.running import GPUWARDEN, WITHOUT_EVIDENCE, serving
 from webhook.evidence.node_evidence import new_node_evidence

@@ -14,8 +14,8 @@ from attrs import frozen
 from scripts.controlplane.cluster import Cluster
 from tests import builders
 from tests.builders import HASH, OTHER_HASH, Raw, raw_container, raw_pod
-from tests.e2e.crew import Site, site
 from tests.e2e.kube import PODS, RESOURCE_QUOTAS, SERVICE_ACCOUNTS, ApiError, Kube, pod, wait_until
+from tests.e2e.processes import Site, site
 from tests.e2e.test_ledger import GPU_NODES
 from tests.generated_pods import generated_pods
 from tests.running import GPUWARDEN

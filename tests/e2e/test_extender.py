@@ -26,8 +26,6 @@ from scripts.controlplane.cluster import gpu_node as node_object
 from scripts.controlplane.components import SCHEDULERS
 from scripts.controlplane.credentials import SCHEDULER
 from tests.e2e.conftest import new_namespace
-from tests.e2e.crew import registered
-from tests.e2e.hooks import ENABLED, at_url, is_reviewed, reviewed
 from tests.e2e.kube import (
     EVENTS,
     NAMESPACES,
@@ -41,7 +39,9 @@ from tests.e2e.kube import (
     pod,
     wait_until,
 )
+from tests.e2e.processes import registered
 from tests.e2e.test_ledger import GPU_NODES, installed
+from tests.e2e.webhook_configurations import ENABLED, at_url, is_reviewed, reviewed
 from tests.ledger.fake_store import gpu_node as gpu_node_object
 from tests.running import GPUWARDEN, Running, challenging, reconciling, serving
 from webhook.admission.binding_ends import NAME

@@ -10,7 +10,6 @@ import pytest
 from attrs import frozen
 
 from scripts.controlplane.cluster import Cluster
-from tests.e2e.crew import Site, site
 from tests.e2e.faults import (
     Fault,
     Match,
@@ -28,8 +27,9 @@ from tests.e2e.faults import (
     passed_on,
     swallowed,
 )
-from tests.e2e.figures import percentile, tell
 from tests.e2e.kube import PODS, Kube, pod, wait_until
+from tests.e2e.measurements import percentile, tell
+from tests.e2e.processes import Site, site
 from tests.e2e.storm import Storm, plain
 from tests.e2e.test_watch import everybody_is_back
 from webhook.core.reasons import Reason

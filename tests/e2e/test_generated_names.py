@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from scripts.controlplane.cluster import Cluster
-from tests.e2e.crew import Site, site
-from tests.e2e.hooks import MUTATED, hook, reviewer
 from tests.e2e.kube import JOBS, PODS, VALIDATING, ApiError, Kube, Raw, job, pod, wait_until
+from tests.e2e.processes import Site, site
 from tests.e2e.storm import SHORT_LIVED
+from tests.e2e.webhook_configurations import MUTATED, hook, reviewer
 
 DEADLINE, SKEW = 4, 1
 FLAGS = ("--pending-deadline", f"{DEADLINE}s", "--clock-skew", f"{SKEW}s")

@@ -14,12 +14,12 @@ from attrs import frozen
 from scripts.controlplane.cluster import Cluster
 from tests.e2e.attacks.test_bound_while_down import Scene, near, scenery
 from tests.e2e.attacks.test_gpu_variables import HOSTILE, hostile_pod, seen
-from tests.e2e.crew import Site, Worker, ended, guarded, site
 from tests.e2e.faults import Exchange, Proxy, Stop, is_reservation_write
-from tests.e2e.figures import tell
 from tests.e2e.kube import PODS, ApiError, Kube, Raw, pod, wait_until
+from tests.e2e.measurements import tell
+from tests.e2e.processes import Site, Worker, ended, guarded, site
 from tests.e2e.storm import Storm, mixed
-from tests.e2e.test_continuous import stamp
+from tests.e2e.test_evidence_loss import stamp
 from webhook.runtime.clock import utc_now
 
 DEADLINE, SKEW = 4, 1

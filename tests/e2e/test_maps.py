@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from scripts.controlplane.cluster import Cluster
-from tests.e2e.crew import Site
 from tests.e2e.kube import (
     EVENTS,
     NAMESPACES,
@@ -21,6 +20,7 @@ from tests.e2e.kube import (
     stateful_set,
     wait_until,
 )
+from tests.e2e.processes import Site
 from tests.e2e.test_ledger import GPU_NODES
 from tests.e2e.test_queue import GPU, gates, queueing, told
 

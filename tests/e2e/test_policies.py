@@ -10,22 +10,7 @@ import pytest
 import pytest_asyncio
 
 from scripts.controlplane.cluster import Cluster
-from tests.e2e.conftest import new_namespace
-from tests.e2e.kube import (
-    MUTATING,
-    PODS,
-    ROLE_BINDINGS,
-    ROLES,
-    VALIDATING,
-    Kube,
-    Raw,
-    Resource,
-    gone,
-    pod,
-    pod_in_phase,
-    wait_until,
-)
-from tests.e2e.people import (
+from tests.e2e.cluster_users import (
     BLINDED,
     CANONICAL,
     FORGED_STATUS,
@@ -44,6 +29,21 @@ from tests.e2e.people import (
     is_allowed,
     promised,
     refused,
+)
+from tests.e2e.conftest import new_namespace
+from tests.e2e.kube import (
+    MUTATING,
+    PODS,
+    ROLE_BINDINGS,
+    ROLES,
+    VALIDATING,
+    Kube,
+    Raw,
+    Resource,
+    gone,
+    pod,
+    pod_in_phase,
+    wait_until,
 )
 from webhook.evidence.node_evidence import new_node_evidence
 from webhook.kube.install.policies import Installation, webhooks

@@ -11,7 +11,6 @@ import pytest
 from attrs import define
 
 from scripts.controlplane.cluster import Cluster
-from tests.e2e.crew import Site, site
 from tests.e2e.kube import (
     DEPLOYMENTS,
     EVENTS,
@@ -24,6 +23,7 @@ from tests.e2e.kube import (
     pod_in_phase,
     wait_until,
 )
+from tests.e2e.processes import Site, site
 
 QUEUE = ("--when-unavailable", "queue")
 GATE = "gpuwarden.io/queue"

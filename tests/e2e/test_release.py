@@ -9,8 +9,8 @@ import pytest
 
 from scripts.controlplane.cluster import Cluster
 from tests.e2e.attacks.test_force_delete import delete, run_victim
-from tests.e2e.crew import Site, guarded, site
 from tests.e2e.kube import CLUSTER_ROLE_BINDINGS, CLUSTER_ROLES, EVENTS, PODS, ApiError, Kube, Raw, pod, wait_until
+from tests.e2e.processes import Site, guarded, site
 from tests.running import GPUWARDEN
 
 # Nothing ends by itself here.

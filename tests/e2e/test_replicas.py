@@ -10,9 +10,9 @@ import pytest
 
 from scripts.controlplane.cluster import Cluster
 from tests.e2e.conftest import GPUS, NODES, new_namespace
-from tests.e2e.hooks import ENABLED, MUTATED, VALIDATED, at_url, hook
 from tests.e2e.kube import MUTATING, PODS, VALIDATING, ApiError, Kube, Raw, forced_away, pod, pods_in_phase, wait_until
 from tests.e2e.test_ledger import GPU_NODES, installed
+from tests.e2e.webhook_configurations import ENABLED, MUTATED, VALIDATED, at_url, hook
 from tests.ledger.fake_store import gpu_node
 from tests.running import GPUWARDEN, WITHOUT_EVIDENCE, Running, serving
 

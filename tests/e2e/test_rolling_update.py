@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from scripts.controlplane.cluster import Cluster
-from tests.e2e.crew import Site, site
-from tests.e2e.figures import tell
 from tests.e2e.kube import PODS, ApiError, Kube, pod
+from tests.e2e.measurements import tell
+from tests.e2e.processes import Site, site
 
 # What a chart gives as `preStop: {sleep: …}`, shorter: until then no new connection comes to a replica that is to end.
 PRE_STOP = 1.0

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from scripts.controlplane.cluster import Cluster
-from tests.e2e.crew import site
 from tests.e2e.kube import PODS, Kube, Resource, pod, pod_in_phase
+from tests.e2e.processes import site
 
 RUNTIME_CLASSES = Resource("apis/node.k8s.io/v1", "runtimeclasses", is_namespaced=False)
 CLASS = "gpuwarden-e2e"

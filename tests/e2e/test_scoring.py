@@ -15,9 +15,9 @@ import yaml
 
 from scripts.controlplane.cluster import ROOT, Cluster
 from tests.e2e.conftest import new_namespace
-from tests.e2e.crew import Site, site
-from tests.e2e.figures import tell
 from tests.e2e.kube import JOBS, NODES, PODS, ApiError, Kube, Raw, Resource, gone, pod, pod_in_phase, wait_until
+from tests.e2e.measurements import tell
+from tests.e2e.processes import Site, site
 from tests.running import GPUWARDEN, START_TIMEOUT
 from tests.scoring.doubles import GOOD, HTML, Double, good, scoring
 

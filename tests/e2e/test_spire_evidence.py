@@ -14,7 +14,7 @@ from scripts.controlplane.cluster import gpu_node as node_object
 from tests import builders
 from tests.e2e.kube import NODES, Kube, Raw, Resource, forced_away, gone, pod, wait_until
 from tests.e2e.test_ledger import GPU_NODES, installed
-from tests.e2e.test_stops import LEASES
+from tests.e2e.test_shutdown import LEASES
 from tests.evidence.certificates import Authority
 from tests.evidence.doubles import SERVER_ID, TRUST_DOMAIN, VERIFIER, SpireDouble, WorkloadApiDouble, agent
 from tests.ledger.fake_store import gpu_node

@@ -19,8 +19,6 @@ from attrs import define, field
 
 from scripts.controlplane.cluster import Cluster
 from scripts.controlplane.cluster import gpu_node as node_object
-from tests.e2e.crew import Site, site
-from tests.e2e.figures import tell
 from tests.e2e.kube import (
     EVENTS,
     NAMESPACES,
@@ -37,6 +35,8 @@ from tests.e2e.kube import (
     pod,
     wait_until,
 )
+from tests.e2e.measurements import tell
+from tests.e2e.processes import Site, site
 from tests.e2e.test_bind import OURS, binding
 from tests.e2e.test_extender import NODE_EVIDENCES
 from tests.e2e.test_ledger import GPU_NODES

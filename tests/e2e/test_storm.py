@@ -10,9 +10,9 @@ import pytest
 from attrs import frozen
 
 from scripts.controlplane.cluster import Cluster
-from tests.e2e.crew import Site, site
-from tests.e2e.figures import percentile, tell
 from tests.e2e.kube import DEPLOYMENTS, EVENTS, JOBS, PODS, Kube, deployment, job, pod, wait_until
+from tests.e2e.measurements import percentile, tell
+from tests.e2e.processes import Site, site
 from tests.e2e.storm import SHORT_LIVED, Storm, mixed, plain
 
 REPLICAS = 4

@@ -9,7 +9,6 @@ import pytest
 import trustme
 
 from tests.e2e.conftest import new_namespace
-from tests.e2e.hooks import ENABLED, another_webhook, at_service, at_url, reviewed, sees_all
 from tests.e2e.kube import (
     DEPLOYMENTS,
     EVENTS,
@@ -27,6 +26,7 @@ from tests.e2e.kube import (
     pods_in_phase,
     wait_until,
 )
+from tests.e2e.webhook_configurations import ENABLED, another_webhook, at_service, at_url, reviewed, sees_all
 from tests.running import Running, serving
 
 PROVEN = "sha256:aa11"

@@ -15,8 +15,8 @@ import msgspec
 from attrs import define, field
 
 from tests import builders
-from tests.e2e.crew import Site
 from tests.e2e.kube import Raw, pod
+from tests.e2e.processes import Site
 
 
 def trust(here: Site) -> ssl.SSLContext:

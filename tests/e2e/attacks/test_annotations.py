@@ -6,14 +6,7 @@ import pytest
 import pytest_asyncio
 
 from scripts.controlplane.cluster import Cluster
-from tests.e2e.conftest import new_namespace
-from tests.e2e.kube import (
-    NAMESPACES,
-    PODS,
-    gone,
-    pod,
-)
-from tests.e2e.people import (
+from tests.e2e.cluster_users import (
     ALIAS,
     BLINDED,
     CANONICAL,
@@ -25,6 +18,13 @@ from tests.e2e.people import (
     installed_policies,
     promised,
     refused,
+)
+from tests.e2e.conftest import new_namespace
+from tests.e2e.kube import (
+    NAMESPACES,
+    PODS,
+    gone,
+    pod,
 )
 
 # In a namespace that has asked for us a copied manifest keeps the request; elsewhere the older names are another's.

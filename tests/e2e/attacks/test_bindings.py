@@ -11,8 +11,6 @@ from attrs import frozen
 
 from scripts.controlplane.cluster import Cluster
 from tests.e2e.conftest import new_namespace
-from tests.e2e.doors import HASH, NOBODY, PROVEN, QUIET, is_said, registered, trusting
-from tests.e2e.hooks import is_reviewed
 from tests.e2e.kube import (
     PODS,
     ApiError,
@@ -23,6 +21,8 @@ from tests.e2e.kube import (
     wait_until,
 )
 from tests.e2e.test_ledger import GPU_NODES, installed
+from tests.e2e.webhook_calls import HASH, NOBODY, PROVEN, QUIET, is_said, registered, trusting
+from tests.e2e.webhook_configurations import is_reviewed
 from tests.ledger.fake_store import gpu_node
 from tests.running import serving
 from webhook.kube.install.policies import Installation

@@ -16,10 +16,8 @@ from attrs import evolve, frozen
 
 from scripts.controlplane.cluster import Cluster
 from tests.e2e.attacks.test_gpu_variables import HOSTILE, hostile_pod, seen, tenant_of
+from tests.e2e.cluster_users import CRDS
 from tests.e2e.conftest import new_namespace
-from tests.e2e.crew import OPT_IN, Site, Worker, ended, guarded, site
-from tests.e2e.figures import percentile, tell
-from tests.e2e.hooks import is_reviewed
 from tests.e2e.kube import (
     EVENTS,
     NAMESPACES,
@@ -34,9 +32,11 @@ from tests.e2e.kube import (
     pod_in_phase,
     wait_until,
 )
-from tests.e2e.people import CRDS
-from tests.e2e.test_continuous import stamp
+from tests.e2e.measurements import percentile, tell
+from tests.e2e.processes import OPT_IN, Site, Worker, ended, guarded, site
 from tests.e2e.test_discovery import NODE_EVIDENCES
+from tests.e2e.test_evidence_loss import stamp
+from tests.e2e.webhook_configurations import is_reviewed
 from tests.running import GPUWARDEN, challenging
 from webhook.admission.binding_ends import NAME
 from webhook.evidence.node_evidence import new_node_evidence

@@ -10,8 +10,8 @@ import pytest
 
 from scripts.controlplane.cluster import Cluster
 from tests import builders
-from tests.e2e.crew import OPT_IN, Site, site
 from tests.e2e.kube import NAMESPACES, PODS, SERVICE_ACCOUNTS, ApiError, Kube, Raw, pod, wait_until
+from tests.e2e.processes import OPT_IN, Site, site
 from tests.running import GPUWARDEN, Running, started
 
 KEY = "gpuwarden.io/required-hash"

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from scripts.controlplane.cluster import Cluster
+from tests.e2e.cluster_users import resource_of
 from tests.e2e.conftest import new_namespace
-from tests.e2e.crew import OPT_IN, Site, site
 from tests.e2e.kube import NODES, PODS, ApiError, Kube, Raw, gone, pod, wait_until
-from tests.e2e.people import resource_of
+from tests.e2e.processes import OPT_IN, Site, site
 from webhook.kube.install.policies import Installation, policies
 
 # Pods that say nothing of it have 30 s.

@@ -11,11 +11,11 @@ import pytest
 from scripts.controlplane.cluster import Cluster
 from tests.e2e.attacks.forger import forging
 from tests.e2e.conftest import new_namespace
-from tests.e2e.crew import OPT_IN, Site, site
-from tests.e2e.figures import tell
-from tests.e2e.hooks import is_reviewed
 from tests.e2e.kube import PODS, RESOURCE_QUOTAS, ApiError, Kube, gone, pod, wait_until
+from tests.e2e.measurements import tell
+from tests.e2e.processes import OPT_IN, Site, site
 from tests.e2e.test_ledger import GPU_NODES
+from tests.e2e.webhook_configurations import is_reviewed
 
 ATTACK_SECONDS = 20.0
 # How many reviews or creations an attacker has under way.

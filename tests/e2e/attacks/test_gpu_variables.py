@@ -10,11 +10,11 @@ import pytest_asyncio
 from attrs import frozen
 
 from scripts.controlplane.cluster import Cluster
+from tests.e2e.cluster_users import resource_of
 from tests.e2e.conftest import new_namespace
-from tests.e2e.doors import NOBODY, QUIET, registered, trusting
-from tests.e2e.hooks import another_webhook
 from tests.e2e.kube import PODS, ROLE_BINDINGS, ApiError, Kube, Raw, pod, wait_until
-from tests.e2e.people import resource_of
+from tests.e2e.webhook_calls import NOBODY, QUIET, registered, trusting
+from tests.e2e.webhook_configurations import another_webhook
 from tests.running import Running, serving
 from webhook.kube.install.policies import Blinds, Installation, policies
 

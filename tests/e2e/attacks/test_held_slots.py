@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from scripts.controlplane.cluster import Cluster
+from tests.e2e.cluster_users import GPU_NODES
 from tests.e2e.kube import ApiError, Kube, forced_away
-from tests.e2e.people import GPU_NODES
 from tests.e2e.test_ledger import NODE_A, NODE_B, ApiBench, installed
 from tests.ledger.contract import ask, on, pod
 from webhook.core.reservation import PodProof, ReservationId

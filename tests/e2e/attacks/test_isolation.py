@@ -14,6 +14,7 @@ from attrs import frozen
 
 from scripts.controlplane.cluster import Cluster
 from tests.e2e.attacks.test_gpu_variables import GUARDED, OLDER, Place, container, place_of
+from tests.e2e.cluster_users import resource_of
 from tests.e2e.kube import (
     CLAIMS,
     CLUSTER_ROLE_BINDINGS,
@@ -29,7 +30,6 @@ from tests.e2e.kube import (
     pod,
     wait_until,
 )
-from tests.e2e.people import resource_of
 from tests.e2e.test_ledger import installed
 from tests.running import GPUWARDEN
 from webhook.admission.audit import AuditRules, Facts, FindingKind, findings

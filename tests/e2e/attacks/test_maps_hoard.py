@@ -8,8 +8,8 @@ import pytest
 
 from scripts.controlplane.cluster import Cluster
 from tests.e2e.conftest import new_namespace
-from tests.e2e.crew import OPT_IN, Site, site
 from tests.e2e.kube import PODS, STATEFUL_SETS, ApiError, Kube, Raw, pod, stateful_set, wait_until
+from tests.e2e.processes import OPT_IN, Site, site
 from tests.e2e.test_maps import MAP
 from tests.e2e.test_queue import GPU
 

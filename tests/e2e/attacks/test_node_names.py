@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from scripts.controlplane.cluster import Cluster
-from tests.e2e.crew import Site
 from tests.e2e.kube import EVENTS, NODES, PODS, STATEFUL_SETS, ApiError, Kube, Raw, pod, stateful_set, wait_until
+from tests.e2e.processes import Site
 from tests.e2e.test_ledger import GPU_NODES
 from tests.e2e.test_maps import MAP, placed
 from tests.e2e.test_queue import GPU, queueing

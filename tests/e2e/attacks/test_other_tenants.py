@@ -12,7 +12,6 @@ from attrs import define
 from scripts.controlplane.cluster import Cluster
 from tests.e2e.attacks.forger import trust
 from tests.e2e.conftest import new_namespace
-from tests.e2e.crew import OPT_IN, Site, site
 from tests.e2e.kube import (
     NAMESPACES,
     PODS,
@@ -24,6 +23,7 @@ from tests.e2e.kube import (
     pod_in_phase,
     wait_until,
 )
+from tests.e2e.processes import OPT_IN, Site, site
 from tests.e2e.test_access import bearer
 from webhook.core.device_state import DeviceState
 

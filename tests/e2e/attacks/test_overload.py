@@ -18,7 +18,7 @@ import httpx
 import pytest
 
 from tests.e2e.attacks.flood import head, review
-from tests.e2e.figures import tell
+from tests.e2e.measurements import tell
 from tests.running import Running, serving
 
 INVENTORY = {"nodes": [{"name": "node-0", "devices": [{"uuid": f"GPU-{k}"} for k in range(64)]}]}

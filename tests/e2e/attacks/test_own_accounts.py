@@ -9,6 +9,7 @@ import pytest
 import pytest_asyncio
 
 from scripts.controlplane.cluster import Cluster
+from tests.e2e.cluster_users import CANONICAL, GATE, OUTPUTS, People, forged, installed_policies, is_allowed, refused
 from tests.e2e.conftest import new_namespace
 from tests.e2e.kube import (
     CLAIMS,
@@ -20,7 +21,6 @@ from tests.e2e.kube import (
     gone,
     pod,
 )
-from tests.e2e.people import CANONICAL, GATE, OUTPUTS, People, forged, installed_policies, is_allowed, refused
 from webhook.scheduler.binder_volumes import SELECTED_NODE
 
 OTHERS_TAINT: Raw = {"key": "example.test/mine", "effect": "NoSchedule"}

@@ -8,17 +8,7 @@ import pytest
 import pytest_asyncio
 
 from scripts.controlplane.cluster import Cluster
-from tests.e2e.kube import (
-    MUTATING,
-    VALIDATING,
-    ApiError,
-    Changes,
-    Kube,
-    Raw,
-    Resource,
-    gone,
-)
-from tests.e2e.people import (
+from tests.e2e.cluster_users import (
     BINDING_ENDS,
     CRDS,
     ENDS,
@@ -31,6 +21,16 @@ from tests.e2e.people import (
     failing_open,
     installed_policies,
     refused,
+)
+from tests.e2e.kube import (
+    MUTATING,
+    VALIDATING,
+    ApiError,
+    Changes,
+    Kube,
+    Raw,
+    Resource,
+    gone,
 )
 from webhook.evidence.node_evidence import new_node_evidence
 

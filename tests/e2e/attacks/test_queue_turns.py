@@ -9,8 +9,8 @@ from attrs import define, field
 
 from scripts.controlplane.cluster import Cluster
 from tests.e2e.conftest import new_namespace
-from tests.e2e.crew import OPT_IN
 from tests.e2e.kube import PODS, Kube, Raw, pod, pod_in_phase, wait_until
+from tests.e2e.processes import OPT_IN
 from tests.e2e.test_queue import GATE, Line, gates, line
 
 MANY = 300

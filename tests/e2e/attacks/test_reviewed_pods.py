@@ -8,8 +8,18 @@ import pytest
 import pytest_asyncio
 
 from scripts.controlplane.cluster import Cluster
+from tests.e2e.cluster_users import resource_of
 from tests.e2e.conftest import new_namespace
-from tests.e2e.doors import (
+from tests.e2e.kube import (
+    PODS,
+    ApiError,
+    Kube,
+    Raw,
+    pod,
+    pod_in_phase,
+    wait_until,
+)
+from tests.e2e.webhook_calls import (
     CANONICAL,
     FORGED,
     HASH,
@@ -25,17 +35,7 @@ from tests.e2e.doors import (
     of_containers,
     opened,
 )
-from tests.e2e.hooks import another_webhook, sees_all
-from tests.e2e.kube import (
-    PODS,
-    ApiError,
-    Kube,
-    Raw,
-    pod,
-    pod_in_phase,
-    wait_until,
-)
-from tests.e2e.people import resource_of
+from tests.e2e.webhook_configurations import another_webhook, sees_all
 from tests.running import Running, serving
 from webhook.kube.install.policies import Installation, policies
 

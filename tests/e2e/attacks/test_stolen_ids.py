@@ -15,11 +15,11 @@ from attrs import define, field
 from scripts.controlplane.cluster import Cluster
 from tests.e2e.attacks.forger import Forger, forging, trust
 from tests.e2e.conftest import new_namespace
-from tests.e2e.crew import Site, Worker, site
-from tests.e2e.figures import tell
-from tests.e2e.hooks import MUTATED, hook, reviewer
 from tests.e2e.kube import MUTATING, PODS, ApiError, Kube, Raw, pod, wait_until
+from tests.e2e.measurements import tell
+from tests.e2e.processes import Site, Worker, site
 from tests.e2e.test_access import bearer
+from tests.e2e.webhook_configurations import MUTATED, hook, reviewer
 
 
 @asynccontextmanager

@@ -10,11 +10,11 @@ from scripts.controlplane.cluster import Cluster
 from scripts.node.build import CannotRunError, parts
 from scripts.node.real import RealNode
 from tests.e2e.conftest import TOOL_MISSING, new_namespace
-from tests.e2e.crew import Site
 from tests.e2e.kube import Kube
-from tests.e2e.lacking import lacks
 from tests.e2e.node.containers import GPUS, NODE, RUNTIME_CLASS, RUNTIME_CLASSES
 from tests.e2e.node.front import in_front
+from tests.e2e.processes import Site
+from tests.e2e.skipping import lacks
 
 
 @pytest.fixture(scope="session")

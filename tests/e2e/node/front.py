@@ -9,8 +9,8 @@ from typing import Final
 from scripts.controlplane.cluster import Cluster
 from scripts.node.files import RUNTIME
 from scripts.node.real import RealNode
-from tests.e2e.crew import Site, guarded, removed, standing_on
 from tests.e2e.kube import NAMESPACES, PODS, Kube, wait_until
+from tests.e2e.processes import Site, guarded, removed, standing_on
 from tests.e2e.test_ledger import GPU_NODES, installed
 
 HASH: Final = "sha256:aa11"

@@ -15,13 +15,13 @@ from attrs import define, field, frozen
 
 from scripts.controlplane.cluster import Cluster
 from scripts.node.real import RealNode
-from tests.e2e.crew import Site
-from tests.e2e.figures import tell
-from tests.e2e.judge import PromiseBrokenError
+from tests.e2e.gpu_checker import PromiseBrokenError
 from tests.e2e.kube import NODES, PODS, ApiError, Kube, NotInTimeError, Raw, wait_until
+from tests.e2e.measurements import tell
 from tests.e2e.node.containers import is_ready, real_pod
 from tests.e2e.node.front import in_front
 from tests.e2e.node.heartbeats import Life, beating, lives_in, overlaps, volume_of
+from tests.e2e.processes import Site
 
 CHURNED: Final = tuple(f"GPU-11111111-0000-4000-8000-{number:012}" for number in range(8))
 WORKERS: Final = 8

@@ -12,9 +12,9 @@ from scripts.node.files import RUNTIME, Mode
 from scripts.node.images import ALL_DEVICES, BUSYBOX, CUDA, CUDA_VERSION
 from scripts.node.real import RealNode
 from tests.e2e.attacks.forger import trust
-from tests.e2e.crew import Site
 from tests.e2e.kube import CONFIG_MAPS, PODS, Kube, Raw, wait_until
 from tests.e2e.node.containers import GPUS, NOTHING, SEEN, container, kubectl, real_pod, runs, seen_in, seen_of
+from tests.e2e.processes import Site
 
 VISIBLE = "NVIDIA_VISIBLE_DEVICES"
 EVERY_GPU: Raw = {"metadata": {"name": "gpus"}, "data": {VISIBLE: "all", "CUDA_VERSION": "12.4"}}

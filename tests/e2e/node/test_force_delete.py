@@ -13,10 +13,10 @@ from attrs import frozen
 from scripts.controlplane.cluster import Cluster
 from scripts.controlplane.components import CONTROLLERS
 from scripts.node.real import RealNode
-from tests.e2e.crew import Site
 from tests.e2e.kube import NODES, PODS, ApiError, Kube, Raw, wait_until
 from tests.e2e.node.containers import container, is_ready, real_pod, runs
 from tests.e2e.node.front import in_front
+from tests.e2e.processes import Site
 
 # A dead kubelet's node stays ready for less than 55 s, and none is dead for long here.
 MARGIN, CAP = 20, 40

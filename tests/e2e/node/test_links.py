@@ -8,9 +8,9 @@ import pytest
 
 from scripts.controlplane.cluster import Cluster
 from tests.e2e.attacks.test_gpu_variables import GUARDED, Place, place_of
+from tests.e2e.cluster_users import resource_of
 from tests.e2e.kube import CLAIMS, NAMESPACES, PODS, VOLUMES, ApiError, Kube, Raw, gone, wait_until
 from tests.e2e.node.containers import SLEEP, container, real_pod, run_in, runs
-from tests.e2e.people import resource_of
 from webhook.kube.install.policies import Installation, policies
 
 VOLUME = "links"

@@ -15,12 +15,12 @@ import pytest
 
 from scripts.controlplane.cluster import Cluster
 from scripts.node.real import RealNode
-from tests.e2e.crew import Site
-from tests.e2e.figures import tell
 from tests.e2e.kube import EVENTS, PODS, Kube, Raw, wait_until
+from tests.e2e.measurements import tell
 from tests.e2e.node.containers import NODE, container, real_pod, runs
 from tests.e2e.node.front import HASH, in_front
 from tests.e2e.node.test_force_delete import admitted_in_the_end, delete, lives, now, overlaps
+from tests.e2e.processes import Site
 from tests.evidence.jwt.jwt_doubles import JwtWorkloadApiDouble
 from tests.evidence.jwt.tokens import TRUST_DOMAIN, SigningKey, evidence_id
 from tests.running import GPUWARDEN

@@ -15,9 +15,9 @@ from attrs import define, field, frozen
 
 from scripts.controlplane.cluster import ROOT, Cluster
 from scripts.controlplane.cluster import gpu_node as node_object
+from tests.e2e.cluster_users import resource_of
 from tests.e2e.conftest import new_namespace
-from tests.e2e.hooks import is_reviewed
-from tests.e2e.judge import Judge, judging
+from tests.e2e.gpu_checker import Judge, judging
 from tests.e2e.kube import (
     MUTATING,
     NODES,
@@ -31,8 +31,8 @@ from tests.e2e.kube import (
     pod,
     wait_until,
 )
-from tests.e2e.people import resource_of
 from tests.e2e.test_ledger import GPU_NODES, installed
+from tests.e2e.webhook_configurations import is_reviewed
 from tests.ledger.fake_store import gpu_node as gpu_node_object
 from tests.running import GPUWARDEN, WITHOUT_EVIDENCE
 from webhook.kube.install.policies import Installation, policies, webhooks, while_down

@@ -17,7 +17,7 @@ import httpx
 import pytest
 from scripts.controlplane.cluster import StartError
 from scripts.node.real import NodeError
-from tests.e2e.judge import PromiseBrokenError
+from tests.e2e.gpu_checker import PromiseBrokenError
 from tests.e2e.kube import ApiError, NotInTimeError
 
 TIMED_OUT = 'Internal error occurred: failed calling webhook "a": context deadline exceeded'
@@ -85,7 +85,7 @@ def test_only_what_ran_out_of_time_is_tried_again(tmp_path: Path) -> None:
     for number, failure in enumerate((*OF_TIME.values(), *FOUND_WRONG.values())):
         (tmp_path / f"test_{number:02}.py").write_text(TEST.replace("{failure}", failure))
     many = ["--max-suite-reruns", "100"]  # the bound on all together is not what is looked at here
-    own = ["-c", str(tmp_path / "pytest.ini"), "-p", "tests.e2e.second_try", "-p", "no:cacheprovider", "-rA", "-q"]
+    own = ["-c", str(tmp_path / "pytest.ini"), "-p", "tests.e2e.reruns", "-p", "no:cacheprovider", "-rA", "-q"]
     command = [sys.executable, "-m", "pytest", *own, *flags(), *many, str(tmp_path)]
     said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False).stdout
     outcome = {int(number): word for word, number in re.findall(r"^(PASSED|FAILED) \S*test_(\d\d)\.py", said, re.M)}
@@ -98,4 +98,4 @@ def test_only_what_ran_out_of_time_is_tried_again(tmp_path: Path) -> None:
 
 def test_the_tests_on_a_control_plane_have_what_the_flags_need() -> None:
     text = (ROOT / "tests/e2e/conftest.py").read_text()
-    assert "from tests.e2e.second_try import pytest_runtest_makereport" in text
+    assert "from tests.e2e.reruns import pytest_runtest_makereport" in text

@@ -10,7 +10,6 @@ from attrs import frozen
 
 from scripts.controlplane.cluster import Cluster
 from tests.e2e.conftest import new_namespace
-from tests.e2e.hooks import is_reviewed
 from tests.e2e.kube import (
     CLUSTER_ROLE_BINDINGS,
     CLUSTER_ROLES,
@@ -24,6 +23,7 @@ from tests.e2e.kube import (
     pod,
     wait_until,
 )
+from tests.e2e.webhook_configurations import is_reviewed
 from tests.running import Running
 from webhook.kube.install.policies import Installation, webhooks
 

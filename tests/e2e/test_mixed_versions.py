@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from scripts.controlplane.cluster import ROOT, Cluster
-from tests.e2e.crew import KINDS, Site, Worker, site
-from tests.e2e.figures import tell
 from tests.e2e.kube import ApiError, Kube, Raw, wait_until
-from tests.e2e.lacking import lacks
+from tests.e2e.measurements import tell
+from tests.e2e.processes import KINDS, Site, Worker, site
+from tests.e2e.skipping import lacks
 from tests.e2e.storm import Storm, mixed
 from webhook.kube.install.policies import Installation, webhooks, while_down
 

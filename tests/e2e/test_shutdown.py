@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from scripts.controlplane.cluster import Cluster
-from tests.e2e.figures import tell
 from tests.e2e.kube import Kube, Resource, wait_until
+from tests.e2e.measurements import tell
 from tests.e2e.test_ledger import installed
 from tests.running import reconciling
 

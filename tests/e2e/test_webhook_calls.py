@@ -8,7 +8,18 @@ import pytest_asyncio
 
 from scripts.controlplane.cluster import Cluster
 from tests.e2e.conftest import new_namespace
-from tests.e2e.doors import (
+from tests.e2e.kube import (
+    NAMESPACES,
+    PODS,
+    ApiError,
+    Kube,
+    Raw,
+    gone,
+    pod,
+    pod_in_phase,
+    wait_until,
+)
+from tests.e2e.webhook_calls import (
     ALIAS,
     CANONICAL,
     COPIED,
@@ -27,17 +38,6 @@ from tests.e2e.doors import (
     registered,
     trusting,
     with_labels,
-)
-from tests.e2e.kube import (
-    NAMESPACES,
-    PODS,
-    ApiError,
-    Kube,
-    Raw,
-    gone,
-    pod,
-    pod_in_phase,
-    wait_until,
 )
 from tests.running import Running, serving
 from webhook.kube.install.policies import Installation

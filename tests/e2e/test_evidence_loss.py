@@ -12,7 +12,6 @@ from attrs import frozen
 from scripts.controlplane.cluster import Cluster
 from scripts.controlplane.cluster import gpu_node as node_object
 from tests.e2e.conftest import new_namespace
-from tests.e2e.hooks import ENABLED, at_url, reviewed
 from tests.e2e.kube import (
     DEPLOYMENTS,
     EVENTS,
@@ -32,6 +31,7 @@ from tests.e2e.kube import (
 )
 from tests.e2e.test_discovery import ANNOTATION, NODE_EVIDENCES, reconciling, said
 from tests.e2e.test_ledger import GPU_NODES, installed
+from tests.e2e.webhook_configurations import ENABLED, at_url, reviewed
 from tests.running import WITHOUT_EVIDENCE, challenging, serving
 from webhook.evidence.node_evidence import new_node_evidence
 from webhook.runtime.clock import utc_now

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.lacking import lacks
+from tests.e2e.skipping import lacks
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -8,7 +8,7 @@ import httpx
 import pytest
 from attrs import define, field
 
-from tests.e2e.judge import Judge, PromiseBrokenError
+from tests.e2e.gpu_checker import Judge, PromiseBrokenError
 from tests.e2e.kube import Raw
 
 

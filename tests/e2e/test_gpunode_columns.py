@@ -5,8 +5,8 @@ from pathlib import Path
 
 from scripts.controlplane.cluster import Cluster
 from tests.e2e.attacks.test_bound_while_down import scenery
-from tests.e2e.crew import site
 from tests.e2e.kube import NAMESPACES, NODES, PODS, STATEFUL_SETS, Kube, pod, stateful_set, wait_until
+from tests.e2e.processes import site
 from tests.e2e.test_ledger import GPU_NODES
 from tests.e2e.test_maps import KEEPS, MAP
 
