@@ -27,7 +27,7 @@ START_TIMEOUT = 60.0
 HELM_TIMEOUT = 180.0
 MOUNTED_AT = "/etc/gpuwarden"
 # Without a cluster network no Service leads anywhere; this one takes the same way to loopback.
-LEADING_HERE = f"""#!{sys.executable}
+POST_RENDERER = f"""#!{sys.executable}
 import sys, yaml
 documents = [*filter(None, yaml.load_all(sys.stdin, yaml.CSafeLoader))]
 for one in documents:
@@ -93,7 +93,7 @@ class Release:
     name: str = "gpuwarden"
     namespace: str = "gpuwarden"
     port: int = field(factory=free_port)
-    plain_port: int = field(factory=free_port)
+    http_port: int = field(factory=free_port)
     running: dict[str, Process] = field(factory=dict)
 
     def helm(self, *words: str, values: Mapping[str, Any] | None = None) -> subprocess.CompletedProcess[str]:
@@ -115,11 +115,11 @@ class Release:
     async def install(self, values: Mapping[str, Any], chart: Path = CHART, command: str = "install") -> str:
         """`helm install`, and a Service that leads the API server to this machine. What helm said."""
         said = {"service.port": self.port, **values}
-        lead = self.directory / "leading-here"
-        lead.write_text(LEADING_HERE)
-        lead.chmod(0o700)
+        post_renderer = self.directory / "leading-here"
+        post_renderer.write_text(POST_RENDERER)
+        post_renderer.chmod(0o700)
         words = [command, self.name, str(chart), *(["--create-namespace"] if command == "install" else [])]
-        done = await asyncio.to_thread(self.helm, *words, "--post-renderer", str(lead), values=said)
+        done = await asyncio.to_thread(self.helm, *words, "--post-renderer", str(post_renderer), values=said)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
@@ -130,36 +130,38 @@ class Release:
         """The process of a Deployment's Pod, once it has said that it is ready."""
         name = self.name if component == "serve" else f"{self.name}-{component}"
         spec = (await self.kube.get(DEPLOYMENTS, name, self.namespace))["spec"]["template"]["spec"]
-        started = await self.launched(spec, f"{component}-{len(self.running)}", {"--port": self.port})
+        started = await self.launch(spec, f"{component}-{len(self.running)}", {"--port": self.port})
         self.running[f"{component}-{len(self.running)}"] = started
         if component != "export":  # its stdout is for records
             await started.is_ready()
         return started
 
-    async def launched(self, spec: Raw, name: str, ports: Mapping[str, int]) -> Process:
+    async def launch(self, spec: Raw, name: str, ports: Mapping[str, int]) -> Process:
         """What a kubelet starts for a Pod of that name, at `ports` by flag and else at any that is free."""
-        place = self.directory / name
-        place.mkdir()
-        await self._mount(spec, place)
+        directory = self.directory / name
+        directory.mkdir()
+        await self._mount(spec, directory)
         (container,) = spec["containers"]
         take = self._kubeconfig if container["name"] == "export" else self._account
-        account = await asyncio.to_thread(take, spec["serviceAccountName"], place)
-        args = [word for each in container["args"] for word in self._here(each, place, account, ports)]
-        fields = {"metadata.name": place.name, "metadata.namespace": self.namespace}
+        account = await asyncio.to_thread(take, spec["serviceAccountName"], directory)
+        args = [
+            word for each in container["args"] for word in self._argument_outside_pod(each, directory, account, ports)
+        ]
+        fields = {"metadata.name": directory.name, "metadata.namespace": self.namespace}
         environment = {"PATH": "/usr/bin:/bin"} | {
             one["name"]: one.get("value") or fields[one["valueFrom"]["fieldRef"]["fieldPath"]]
             for one in container.get("env", ())
         }
-        log = place / "log"
+        log = directory / "log"
         with log.open("wb") as stderr:
             process = await asyncio.create_subprocess_exec(
-                GPUWARDEN, *args, cwd=place, env=environment, stdout=asyncio.subprocess.PIPE, stderr=stderr
+                GPUWARDEN, *args, cwd=directory, env=environment, stdout=asyncio.subprocess.PIPE, stderr=stderr
             )
         return Process(process, log)
 
-    def _account(self, name: str, place: Path) -> list[str]:
+    def _account(self, name: str, directory: Path) -> list[str]:
         """What `--in-cluster` finds in a Pod."""
-        token = place / "token"
+        token = directory / "token"
         token.write_text(self.cluster.service_account_token(self.namespace, name))
         return [
             f"--kubernetes-url={self.cluster.url}",
@@ -170,7 +172,9 @@ class Release:
     def _kubeconfig(self, name: str, _place: Path) -> list[str]:
         return [f"--kubeconfig={self.cluster.service_account_kubeconfig(self.namespace, name)}"]
 
-    def _here(self, word: str, place: Path, account: Sequence[str], ports: Mapping[str, int]) -> list[str]:
+    def _argument_outside_pod(
+        self, word: str, directory: Path, account: Sequence[str], ports: Mapping[str, int]
+    ) -> list[str]:
         """An argument as it is outside of a Pod: all on loopback, ports that are free, files where we put them."""
         match flag := word.partition("=")[0]:
             case "--in-cluster":
@@ -181,11 +185,11 @@ class Release:
                 return [f"{flag}={ports.get(flag, 0)}"]
             case "--config" if "export" in word:
                 # It looks for the Pod's account unasked.
-                return [word.replace(MOUNTED_AT, str(place)), *account]
+                return [word.replace(MOUNTED_AT, str(directory)), *account]
             case _:
-                return [word.replace(MOUNTED_AT, str(place))]
+                return [word.replace(MOUNTED_AT, str(directory))]
 
-    async def _mount(self, spec: Raw, place: Path) -> None:
+    async def _mount(self, spec: Raw, directory: Path) -> None:
         """Volumes as files. A Pod waits for a Secret that is not there yet."""
         mounts = {each["name"]: each["mountPath"] for each in spec["containers"][0]["volumeMounts"]}
         for volume in spec["volumes"]:
@@ -196,14 +200,18 @@ class Release:
                 content = await self._secret(volume["secret"])
             else:
                 continue
-            target = place / Path(mounts[volume["name"]]).relative_to(MOUNTED_AT)
+            target = directory / Path(mounts[volume["name"]]).relative_to(MOUNTED_AT)
             target.mkdir(parents=True)
             for key, data in content.items():
-                (target / key).write_bytes(self._outside(data, place))
+                (target / key).write_bytes(self._file_outside_pod(data, directory))
 
-    def _outside(self, data: bytes, place: Path) -> bytes:
+    def _file_outside_pod(self, data: bytes, directory: Path) -> bytes:
         """A file as it is outside of a Pod."""
-        moved = {MOUNTED_AT: str(place), "/var/lib/gpuwarden": str(place / "var"), ": :8000": f": :{self.plain_port}"}
+        moved = {
+            MOUNTED_AT: str(directory),
+            "/var/lib/gpuwarden": str(directory / "var"),
+            ": :8000": f": :{self.http_port}",
+        }
         for inside, outside in moved.items():
             data = data.replace(inside.encode(), outside.encode())
         return data

@@ -114,7 +114,7 @@ def is_list(one: Exchange) -> bool:
     return one.method == "GET" and not one.is_watch and one.path.endswith("s")
 
 
-async def passed_on(one: Exchange) -> web.StreamResponse:
+async def forward_unchanged(one: Exchange) -> web.StreamResponse:
     """Nothing happens to it; it is counted."""
     return (await one.forward()).response()
 
@@ -128,7 +128,7 @@ def answering(status: int) -> Fault:
     return fault
 
 
-async def lost(one: Exchange) -> web.StreamResponse:
+async def drop_response(one: Exchange) -> web.StreamResponse:
     """Carried out; the answer never arrives."""
     await one.forward()
     return one.cut()
@@ -139,7 +139,7 @@ async def cut(one: Exchange) -> web.StreamResponse:
     return one.cut()
 
 
-async def swallowed(one: Exchange) -> web.StreamResponse:
+async def never_answer(one: Exchange) -> web.StreamResponse:
     """Carried out; whoever asked waits until it loses patience."""
     await one.forward()
     await asyncio.sleep(60)
@@ -155,12 +155,12 @@ def delayed(seconds: float) -> Fault:
     return fault
 
 
-async def expired(one: Exchange) -> web.StreamResponse:
+async def watch_expired(one: Exchange) -> web.StreamResponse:
     """410 to a watch, at once."""
     return one.refuse(410)
 
 
-async def expired_inside(one: Exchange) -> web.StreamResponse:
+async def watch_expired_in_stream(one: Exchange) -> web.StreamResponse:
     """410 as the first event of a watch that was granted: how the API server mostly says it."""
     said = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "reason": "Expired", "code": 410}
     return web.Response(
@@ -169,7 +169,7 @@ async def expired_inside(one: Exchange) -> web.StreamResponse:
 
 
 @define(eq=False)
-class Stop:
+class Breakpoint:
     """Holds one request at an exact step: `carried_out` says on which side of the API server."""
 
     carried_out: bool
@@ -182,7 +182,7 @@ class Stop:
         await self._may_go.wait()
         return answer.response() if answer is not None else one.cut()
 
-    def let_go(self) -> None:
+    def resume(self) -> None:
         self._may_go.set()
 
 
@@ -207,7 +207,7 @@ class Proxy:
         self._flowing = asyncio.Event()
         self._flowing.set()
         self.rules: list[Rule] = []
-        self.struck: Counter[str] = Counter()
+        self.applied: Counter[str] = Counter()
         self.passed: Counter[str] = Counter()
 
     async def __aenter__(self) -> Self:
@@ -269,7 +269,7 @@ class Proxy:
         for rule in self.rules:
             if rule.most != 0 and rule.match(one) and self._random.random() < rule.share:
                 rule.most = None if rule.most is None else rule.most - 1
-                self.struck[rule.name] += 1
+                self.applied[rule.name] += 1
                 return rule.fault
         return None
 

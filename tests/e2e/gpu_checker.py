@@ -28,18 +28,18 @@ class Holder:
     is_terminating: bool
 
 
-class PromiseBrokenError(AssertionError):
+class InvariantViolatedError(AssertionError):
     """What no second try of a test makes good."""
 
 
-class Judge:
+class GpuChecker:
     """All pods with GPUs, from a watch; what must never be is noted with the version at which it was."""
 
     def __init__(self, kube: Kube) -> None:
         self._kube = kube
-        self.living: dict[str, Holder] = {}
-        self.of_gpu: dict[str, str] = {}
-        self.wrongs: list[str] = []
+        self.live_pods: dict[str, Holder] = {}
+        self.holder_by_gpu: dict[str, str] = {}
+        self.violations: list[str] = []
         self.seen: set[str] = set()
         """The uid of every pod that has ever held a GPU."""
         self.ready = asyncio.Event()
@@ -48,11 +48,11 @@ class Judge:
 
     @property
     def gpus(self) -> set[str]:
-        return set(self.of_gpu)
+        return set(self.holder_by_gpu)
 
-    def acquit(self) -> None:
-        if self.wrongs:
-            raise PromiseBrokenError("\n".join(self.wrongs[:5]))
+    def assert_no_violations(self) -> None:
+        if self.violations:
+            raise InvariantViolatedError("\n".join(self.violations[:5]))
 
     async def run(self) -> None:
         """For ever; a watch that ends goes on where it was, so that no pod is missed. Where that is too long ago a list
@@ -67,7 +67,7 @@ class Judge:
                         version = None
                         break
                     version = event["object"]["metadata"]["resourceVersion"]
-                    self._tell(event)
+                    self._apply(event)
             except ApiError:
                 version = None
             except httpx.HTTPError:
@@ -77,55 +77,55 @@ class Judge:
     async def _list(self) -> str:
         whole = await self._kube.call("GET", PODS.path(None))
         self.lists += 1
-        self.living.clear()
-        self.of_gpu.clear()
+        self.live_pods.clear()
+        self.holder_by_gpu.clear()
         for raw in whole["items"]:
-            self._see(raw)
+            self._observe(raw)
         return str(whole["metadata"]["resourceVersion"])
 
-    def _tell(self, event: Raw) -> None:
+    def _apply(self, event: Raw) -> None:
         if event["type"] == "DELETED":
-            self._leave(event["object"]["metadata"]["uid"])
+            self._forget(event["object"]["metadata"]["uid"])
         else:
-            self._see(event["object"])
+            self._observe(event["object"])
 
-    def _see(self, raw: Raw) -> None:
+    def _observe(self, raw: Raw) -> None:
         holder = holder_of(raw)
         if not holder.gpus:
             return
         if holder.phase in ENDED:
-            self._leave(holder.uid)
+            self._forget(holder.uid)
             return
         self._check(raw, holder)
-        self.living[holder.uid] = holder
+        self.live_pods[holder.uid] = holder
         self.seen.add(holder.uid)
         for gpu in holder.gpus:
-            self.of_gpu[gpu] = holder.uid
+            self.holder_by_gpu[gpu] = holder.uid
 
     def _check(self, raw: Raw, holder: Holder) -> None:
         meta, spec = raw["metadata"], raw["spec"]
         version = f"{holder.namespace}/{holder.name} at {meta['resourceVersion']}"
         for gpu in holder.gpus:
-            other = self.of_gpu.get(gpu, holder.uid)
+            other = self.holder_by_gpu.get(gpu, holder.uid)
             if other != holder.uid:
-                self.wrongs.append(f"{version}: {gpu} is also of {self.living[other].name}")
+                self.violations.append(f"{version}: {gpu} is also of {self.live_pods[other].name}")
         shown = shown_gpus(spec, meta["annotations"].get("gpuwarden.io/gpu-uuid", ""))
         if shown != {",".join(holder.gpus)}:
-            self.wrongs.append(f"{version}: its containers see {shown}, its annotation says {holder.gpus}")
+            self.violations.append(f"{version}: its containers see {shown}, its annotation says {holder.gpus}")
         on, reserved = spec.get("nodeName"), meta["annotations"].get("gpuwarden.io/node")
         if on and on != reserved:
-            self.wrongs.append(f"{version}: on {on}, reserved on {reserved}")
+            self.violations.append(f"{version}: on {on}, reserved on {reserved}")
         if len(set(holder.gpus)) != len(holder.gpus):
-            self.wrongs.append(f"{version}: {holder.gpus}")
-        before = self.living.get(holder.uid)
+            self.violations.append(f"{version}: {holder.gpus}")
+        before = self.live_pods.get(holder.uid)
         if before is not None and before.gpus != holder.gpus:
-            self.wrongs.append(f"{version}: had {before.gpus}, has {holder.gpus}")
+            self.violations.append(f"{version}: had {before.gpus}, has {holder.gpus}")
 
-    def _leave(self, uid: str) -> None:
-        holder = self.living.pop(uid, None)
+    def _forget(self, uid: str) -> None:
+        holder = self.live_pods.pop(uid, None)
         for gpu in holder.gpus if holder is not None else ():
-            if self.of_gpu.get(gpu) == uid:
-                del self.of_gpu[gpu]
+            if self.holder_by_gpu.get(gpu) == uid:
+                del self.holder_by_gpu[gpu]
 
 
 def holder_of(raw: Raw) -> Holder:
@@ -153,12 +153,12 @@ def shown_gpus(spec: dict[str, Any], annotated: str) -> set[str]:
 
 
 @asynccontextmanager
-async def judging(kube: Kube) -> AsyncIterator[Judge]:
-    judge = Judge(kube)
-    task = asyncio.create_task(judge.run())
+async def checking_gpus(kube: Kube) -> AsyncIterator[GpuChecker]:
+    checker = GpuChecker(kube)
+    task = asyncio.create_task(checker.run())
     try:
-        await judge.ready.wait()
-        yield judge
+        await checker.ready.wait()
+        yield checker
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)

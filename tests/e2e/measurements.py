@@ -8,7 +8,7 @@ import pytest
 FIGURES: Final = "figures"
 
 
-def tell(request: pytest.FixtureRequest, **figures: object) -> None:
+def report_figures(request: pytest.FixtureRequest, **figures: object) -> None:
     words = ", ".join(f"{name.replace('_', ' ')} {shown(value)}" for name, value in figures.items())
     request.node.user_properties.append((FIGURES, words))  # comes with the test's report from another process, too
 

@@ -17,7 +17,7 @@ from scripts.controlplane.cluster import ROOT, Cluster
 from scripts.controlplane.cluster import gpu_node as node_object
 from tests.e2e.cluster_users import resource_of
 from tests.e2e.conftest import new_namespace
-from tests.e2e.gpu_checker import Judge, judging
+from tests.e2e.gpu_checker import GpuChecker, checking_gpus
 from tests.e2e.kube import (
     MUTATING,
     NODES,
@@ -68,7 +68,7 @@ class Worker:
             self.process.kill()
         await self.process.wait()
 
-    async def says(self, words: str) -> None:
+    async def wait_for_log(self, words: str) -> None:
         """Wait for these words in its log."""
 
         async def last_words() -> str:
@@ -85,7 +85,7 @@ class Worker:
         return sum(map(float, found))
 
 
-Way = tuple["Worker", asyncio.StreamReader, asyncio.StreamWriter]
+Connection = tuple["Worker", asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class Balancer:
@@ -105,12 +105,12 @@ class Balancer:
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._server.close()
-        await ended(list(self._tasks))
+        await cancel_and_wait(list(self._tasks))
 
     async def only(self, *servers: Worker) -> None:
         """From now on these; connections to others end, as when a Service loses an endpoint that died."""
         self.servers = list(servers)
-        await ended([task for task, server in self._tasks.items() if server not in servers])
+        await cancel_and_wait([task for task, server in self._tasks.items() if server not in servers])
 
     async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
@@ -118,38 +118,38 @@ class Balancer:
         self._tasks[task] = None
         task.add_done_callback(self._tasks.pop)
         try:
-            way = await self._connected()
-            if way is not None:
-                self._tasks[task], answers, questions = way
+            connection = await self._connected()
+            if connection is not None:
+                self._tasks[task], answers, questions = connection
                 with suppress(asyncio.CancelledError):
-                    await asyncio.gather(pumped(reader, questions), pumped(answers, writer))
+                    await asyncio.gather(copy_stream(reader, questions), copy_stream(answers, writer))
                 questions.close()
         finally:
             writer.close()
 
-    async def _connected(self) -> Way | None:
+    async def _connected(self) -> Connection | None:
         first = next(self._turn)
         for offset in range(len(self.servers)):
-            way = await way_to(self.servers[(first + offset) % len(self.servers)])
-            if way is not None:
-                return way
+            connection = await connect_to(self.servers[(first + offset) % len(self.servers)])
+            if connection is not None:
+                return connection
         return None
 
 
-async def way_to(server: Worker) -> Way | None:
+async def connect_to(server: Worker) -> Connection | None:
     with suppress(OSError):
         return server, *await asyncio.open_connection("127.0.0.1", server.port)
     return None
 
 
-async def ended(tasks: Sequence[asyncio.Task[None]]) -> None:
+async def cancel_and_wait(tasks: Sequence[asyncio.Task[None]]) -> None:
     """Cancelled, and over."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def pumped(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def copy_stream(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     """All bytes, until one side has no more; the other side then hears so."""
     with suppress(OSError):
         while data := await reader.read(1 << 16):
@@ -164,7 +164,7 @@ class Site:
     """Where a test takes place."""
 
     kube: Kube
-    judge: Judge
+    checker: GpuChecker
     balancer: Balancer
     directory: Path
     kubeconfig: Path
@@ -209,7 +209,7 @@ class Site:
         flags = ["--ui-port", "0", "--lease-namespace", self.own_namespace, "--log-level", "info", *short]
         worker = await self._started("reconcile", flags, kubeconfig, program=program)
         self.reconcilers.append(worker)
-        await worker.says("leading" if leads else "watching")
+        await worker.wait_for_log("leading" if leads else "watching")
         return worker
 
     async def _started(
@@ -254,11 +254,11 @@ class Site:
         found = await self.kube.list(GPU_NODES)
         return {one["metadata"]["name"]: one["metadata"]["resourceVersion"] for one in found}
 
-    async def reviewed(self) -> None:
+    async def wait_until_reviewed(self) -> None:
         """Wait until the API server sends pods to us."""
         await wait_until(lambda: is_reviewed(self.kube, self.namespace))
 
-    async def offered(self) -> None:
+    async def wait_until_offered(self) -> None:
         """Wait until a pod could have all the GPUs of any node."""
         (one,) = {len(self.gpus) // len(self.nodes)}
         for node in self.nodes:
@@ -288,7 +288,7 @@ class Site:
         await asyncio.gather(*(delete(one["metadata"]["name"]) for one in found))
 
     def all_used(self) -> bool:
-        return self.judge.gpus >= self.gpus
+        return self.checker.gpus >= self.gpus
 
 
 @asynccontextmanager
@@ -308,14 +308,14 @@ async def site(
     devices = {node: [f"GPU-{node}-{k}" for k in range(gpus)] for node in names}
     async with AsyncExitStack() as stack:
         await installed(kube)
-        stack.push_async_callback(removed, kube, names)
+        stack.push_async_callback(remove_nodes, kube, names)
         await asyncio.to_thread(cluster.add_nodes, [node_object(node, gpus) for node in names])
-        standing = standing_on(cluster, kube, directory, devices, replicas=replicas, flags=flags)
+        standing = site_on_nodes(cluster, kube, directory, devices, replicas=replicas, flags=flags)
         yield await stack.enter_async_context(standing)
 
 
 @asynccontextmanager
-async def standing_on(
+async def site_on_nodes(
     cluster: Cluster,
     kube: Kube,
     directory: Path,
@@ -330,12 +330,12 @@ async def standing_on(
             await kube.create(GPU_NODES, gpu_node_object(node, *uuids))
         own = await stack.enter_async_context(new_namespace(kube))
         balancer = await stack.enter_async_context(Balancer())
-        judge = await stack.enter_async_context(judging(kube))
+        checker = await stack.enter_async_context(checking_gpus(kube))
         namespace = await stack.enter_async_context(new_namespace(kube, OPT_IN))
-        ca = certified(directory, f"gpuwarden.{own}.svc")
+        ca = write_certificate(directory, f"gpuwarden.{own}.svc")
         here = Site(
             kube=kube,
-            judge=judge,
+            checker=checker,
             balancer=balancer,
             directory=directory,
             kubeconfig=cluster.kubeconfig,
@@ -348,16 +348,16 @@ async def standing_on(
         stack.push_async_callback(here.stop)
         for _ in range(replicas):
             await here.replica()
-        await kube.create(SERVICES, external_service(balancer.port), own)
+        await kube.create(SERVICES, external_name_service(balancer.port), own)
         await stack.enter_async_context(registered(kube, Installation(own, port=balancer.port, ca_bundle=ca)))
         if replicas:
-            await here.reviewed()
+            await here.wait_until_reviewed()
         stack.push_async_callback(here.free_all)
         yield here
 
 
 @asynccontextmanager
-async def guarded(here: Site) -> AsyncIterator[None]:
+async def with_policies(here: Site) -> AsyncIterator[None]:
     """With the policies that need no server, from when they act: about a second after they are written."""
     async with AsyncExitStack() as stack:
         for manifest in policies(Installation()):
@@ -390,7 +390,7 @@ def skewed(directory: Path, seconds: float) -> list[str]:
     return ["/usr/bin/env", f"PYTHONPATH={directory}:{ROOT}"]
 
 
-def certified(directory: Path, name: str) -> bytes:
+def write_certificate(directory: Path, name: str) -> bytes:
     """A certificate for the Service, in two files; its CA, which is in `ca.crt` too."""
     ca = trustme.CA()
     ca.cert_pem.write_to_path(directory / "ca.crt")
@@ -400,7 +400,7 @@ def certified(directory: Path, name: str) -> bytes:
     return ca.cert_pem.bytes()
 
 
-def external_service(port: int) -> Raw:
+def external_name_service(port: int) -> Raw:
     """Without a cluster network this leads the API server to loopback by the way that it takes to any Service."""
     spec = {"type": "ExternalName", "externalName": "localhost", "ports": [{"port": port}]}
     return {"metadata": {"name": "gpuwarden"}, "spec": spec}
@@ -417,7 +417,7 @@ async def registered(kube: Kube, installation: Installation) -> AsyncIterator[No
         yield
 
 
-async def removed(kube: Kube, nodes: Collection[str], kinds: Sequence[Resource] = (GPU_NODES, NODES)) -> None:
+async def remove_nodes(kube: Kube, nodes: Collection[str], kinds: Sequence[Resource] = (GPU_NODES, NODES)) -> None:
     """The nodes, and their GPUNodes whatever still holds on to them."""
     for node in nodes:
         for of in kinds:

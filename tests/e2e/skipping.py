@@ -6,7 +6,7 @@ from typing import NoReturn
 import pytest
 
 
-def lacks(what: str, why: str) -> NoReturn:
+def skip_or_fail(what: str, why: str) -> NoReturn:
     """`what` as in the variables of `.ci/run`: NODE, HISTORY."""
     if os.environ.get(f"E2E_{what}_REQUIRED") == "1":  # noqa: TID251 - of the run, not a setting of ours
         pytest.fail(f"{why}; E2E_ALLOW_NO_{what}=1 lets the run pass without", pytrace=False)

@@ -36,10 +36,10 @@ class Storm:
     clients: int = 64
     seed: int = 1
     tally: Tally = field(factory=Tally)
-    chance: random.Random = field(init=False)
+    rng: random.Random = field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        self.chance = random.Random(self.seed)  # noqa: S311 - a plan, not a secret
+        self.rng = random.Random(self.seed)  # noqa: S311 - a plan, not a secret
 
     async def create(self, count: int, wanted: Callable[[random.Random], Raw]) -> None:
         """So many pods, each tried until it is made."""
@@ -47,20 +47,20 @@ class Storm:
 
         async def client() -> None:
             for _ in left:
-                await self.created(wanted(self.chance))
+                await self.create_until_made(wanted(self.rng))
 
         await asyncio.gather(*(client() for _ in range(min(self.clients, count))))
 
-    async def created(self, content: Raw) -> Raw:
+    async def create_until_made(self, content: Raw) -> Raw:
         pause = FIRST_PAUSE
         while True:
-            made = await self.tried(content)
+            made = await self.try_create(content)
             if made is not None:
                 return made
-            await asyncio.sleep(pause * (0.5 + self.chance.random()))
+            await asyncio.sleep(pause * (0.5 + self.rng.random()))
             pause = min(2 * pause, LONGEST_PAUSE)
 
-    async def tried(self, content: Raw) -> Raw | None:
+    async def try_create(self, content: Raw) -> Raw | None:
         """One try; None if it was refused."""
         started = time.monotonic()
         try:
@@ -95,12 +95,12 @@ class Storm:
                 if not forgives:
                     raise
 
-        judge = self.site.judge
+        checker = self.site.checker
         async with asyncio.TaskGroup() as tasks:
             while True:
-                room = len(judge.gpus) - int(share * len(self.site.gpus))
-                running = [one for one in judge.living.values() if one.phase == "Running" and one.uid not in asked]
-                for one in self.chance.sample(running, min(len(running), max(0, room), 8)):
+                room = len(checker.gpus) - int(share * len(self.site.gpus))
+                running = [one for one in checker.live_pods.values() if one.phase == "Running" and one.uid not in asked]
+                for one in self.rng.sample(running, min(len(running), max(0, room), 8)):
                     asked.add(one.uid)
                     tasks.create_task(delete(one.uid, one.name))
                 await asyncio.sleep(0.05)
@@ -115,8 +115,8 @@ def plain(_: random.Random) -> Raw:
     return pod(None, gpus=1, terminationGracePeriodSeconds=GRACE)
 
 
-def mixed(chance: random.Random) -> Raw:
+def mixed(rng: random.Random) -> Raw:
     """Mostly one GPU, sometimes two; a third of them end by themselves."""
-    annotations = SHORT_LIVED if chance.random() < 1 / 3 else {}
-    gpus = 2 if chance.random() < 0.1 else 1
+    annotations = SHORT_LIVED if rng.random() < 1 / 3 else {}
+    gpus = 2 if rng.random() < 0.1 else 1
     return pod(None, gpus=gpus, annotations=annotations, terminationGracePeriodSeconds=GRACE)

@@ -23,8 +23,8 @@ from scripts.controlplane.cluster import ROOT, Cluster
 from tests.builders import mutating_create
 from tests.e2e.conftest import new_namespace
 from tests.e2e.kube import MUTATING, PODS, SERVICES, VALIDATING, ApiError, Kube, Raw, Resource, pod, wait_until
-from tests.e2e.measurements import tell
-from tests.e2e.processes import external_service
+from tests.e2e.measurements import report_figures
+from tests.e2e.processes import external_name_service
 from tests.e2e.test_access import apply
 from tests.e2e.webhook_configurations import ENABLED, is_reviewed
 from tests.running import GPUWARDEN, Running, ready_line, serving
@@ -158,7 +158,7 @@ async def behind_the_service(kube: Kube, running: Running, annotations: Raw) -> 
     """The configurations as they are shipped, without a CA bundle; an enabled namespace, once its pods are reviewed."""
     kinds = {"MutatingWebhookConfiguration": MUTATING, "ValidatingWebhookConfiguration": VALIDATING}
     async with AsyncExitStack() as stack:
-        await kube.create(SERVICES, external_service(running.port), OURS)
+        await kube.create(SERVICES, external_name_service(running.port), OURS)
         stack.push_async_callback(kube.delete, SERVICES, "gpuwarden", OURS)
         for manifest in webhooks(Installation(OURS, port=running.port)):
             manifest["metadata"]["annotations"] = annotations
@@ -205,7 +205,7 @@ async def test_our_own_certificates_change_under_load_and_no_review_is_lost(
             async with loaded(load):
                 await rotated(load, times, SLOW * 3)
             took = time.monotonic() - begin
-    tell(
+    report_figures(
         request,
         reviews=load.reviews,
         a_second=load.reviews / took,
@@ -393,7 +393,7 @@ async def test_cert_managers_certificates_change_under_load_and_no_review_is_los
         with suppress(asyncio.CancelledError):
             await kubelet
     rate = load.reviews / took
-    tell(request, reviews=load.reviews, a_second=rate, certificates=len(load.leaves), bundles=load.bundles)
+    report_figures(request, reviews=load.reviews, a_second=rate, certificates=len(load.leaves), bundles=load.bundles)
     assert load.failed == []
     assert len(load.leaves) > times
     assert times < LONG or rate > PROMISED

@@ -26,7 +26,7 @@ from tests.chart.rendering import rendered
 from tests.e2e.chart_release import Process, Release
 from tests.e2e.conftest import new_namespace
 from tests.e2e.kube import MUTATING, PODS, VALIDATING, ApiError, Kube, Raw, Resource, gone, pod, wait_until
-from tests.e2e.measurements import tell
+from tests.e2e.measurements import report_figures
 from tests.e2e.test_access import AUDITED, requests
 from tests.e2e.webhook_configurations import ENABLED
 from webhook.runtime.clock import utc_now
@@ -334,7 +334,7 @@ async def life(
         first = time.monotonic() - begun
         assert made["metadata"]["annotations"]["gpuwarden.io/gpu-uuid"].startswith("GPU-node-")
         memory = {name: f"{one.memory_mib():.0f}" for name, one in release.running.items()}
-        tell(request, helm_install_s=installed, to_first_admitted_pod_s=first, MiB=memory)
+        report_figures(request, helm_install_s=installed, to_first_admitted_pod_s=first, MiB=memory)
         assert first < FIRST_POD_WITHIN
         await serve_idles(serve, request)
         await wait_until(lambda: own_pods(kube), lambda seen: seen == EXPECTED)
@@ -360,7 +360,7 @@ async def serve_idles(serve: Process, request: pytest.FixtureRequest) -> None:
             await asyncio.sleep(IDLE_FOR / 2)
         share = (serve.cpu_seconds() - before) / (time.monotonic() - begun)
     memory = serve.memory_mib()
-    tell(request, idle_MiB=memory, idle_core_percent=100 * share)
+    report_figures(request, idle_MiB=memory, idle_core_percent=100 * share)
     assert memory < IDLE_MIB
     assert share < IDLE_SHARE
 
@@ -614,7 +614,7 @@ async def test_the_filter_answers_after_kubectl_apply(cluster: Cluster, kube: Ku
             "Pod": {"metadata": {"annotations": {"gpuwarden.io/required-hash": "abc123"}}, "spec": {"containers": []}}
         }
         names = {**question, "Nodes": None, "NodeNames": ["kind-worker", "kind-worker2", "another"]}
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{release.plain_port}", trust_env=False) as client:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{release.http_port}", trust_env=False) as client:
             said = (await client.post("/filter", json=names)).raise_for_status().json()
         assert said["NodeNames"] == ["kind-worker"]
         assert said["FailedAndUnresolvableNodes"].keys() == {"kind-worker2", "another"}

@@ -30,7 +30,7 @@ from tests.e2e.kube import (
     stateful_set,
     wait_until,
 )
-from tests.e2e.measurements import tell
+from tests.e2e.measurements import report_figures
 from tests.e2e.processes import OPT_IN, Site, site
 
 DEADLINE, SKEW = 4, 1
@@ -47,9 +47,9 @@ async def here(cluster: Cluster, kube: Kube, tmp_path: Path) -> AsyncIterator[Si
     shape: dict[str, Any] = {"nodes": 2, "gpus": 4, "replicas": 2, "flags": FLAGS, "name": "ctrl"}
     async with site(cluster, kube, tmp_path, **shape) as made:
         await made.reconciler()
-        await made.offered()
+        await made.wait_until_offered()
         yield made
-        made.judge.acquit()
+        made.checker.assert_no_violations()
 
 
 def gpus_of(one: Raw) -> list[str]:
@@ -154,7 +154,7 @@ async def test_pods_that_a_quota_refuses_leave_nothing_past_the_deadline(
         with pytest.raises(ApiError, match="exceeded quota"):
             await here.kube.create(PODS, pod(None, gpus=1, terminationGracePeriodSeconds=1), here.namespace)
     assert await here.held(), "a pod that a quota refuses was reserved for: the quota is asked last"
-    tell(request, held_s=await nothing_held(here))
+    report_figures(request, held_s=await nothing_held(here))
 
 
 async def test_pods_that_a_policy_refuses_leave_nothing_past_the_deadline(
@@ -179,7 +179,7 @@ async def test_pods_that_a_policy_refuses_leave_nothing_past_the_deadline(
             with pytest.raises(ApiError, match="not here"):
                 await here.kube.create(PODS, pod(None, gpus=1, annotations=refused), here.namespace)
         assert await here.held(), "a pod that a policy refuses was reserved for: policies are asked last"
-        tell(request, held_s=await nothing_held(here))
+        report_figures(request, held_s=await nothing_held(here))
     finally:
         await here.kube.delete(POLICY_BINDINGS, "e2e-refused")
         await here.kube.delete(POLICIES, "e2e-refused")
@@ -200,7 +200,7 @@ async def test_an_evicted_pod_gives_back_its_gpu(here: Site, request: pytest.Fix
     eviction = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": "evicted"}}
     await here.kube.post(PODS, "evicted", "eviction", eviction, here.namespace)
     await gone(here.kube, PODS, "evicted", here.namespace)
-    tell(request, held_s=await nothing_held(here))
+    report_figures(request, held_s=await nothing_held(here))
 
 
 async def test_a_terminating_pod_keeps_its_gpu_until_its_containers_have_ended(here: Site) -> None:
@@ -252,7 +252,7 @@ async def test_a_namespace_that_is_deleted_gives_back_what_its_pods_had_and_no_s
     await wait_until(lambda: here.held_on(here.nodes[0]), lambda held: doomed not in namespaces_of(held))
     await wait_until(lambda: made(here, pod(None, gpus=4, **on_each[0])))
     await wait_until(lambda: holders(here), lambda found: len(found) == 2)
-    tell(request, gpus_used_again=len(here.judge.gpus))
+    report_figures(request, gpus_used_again=len(here.checker.gpus))
 
 
 def namespaces_of(held: dict[str, Raw]) -> set[str]:

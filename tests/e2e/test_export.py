@@ -58,16 +58,16 @@ AUDITED: Raw = {
 
 
 @frozen
-class StandIn:
+class FakeNvidiaSmi:
     """What runs in the containers instead of nvidia-smi: a line of shell, which tests change."""
 
     directory: Path
 
-    def says(self, content: bytes) -> None:
+    def prints(self, content: bytes) -> None:
         (self.directory / "content.xml").write_bytes(content)
-        self.does('cat "$STANDIN/content.xml"')
+        self.runs_shell('cat "$STANDIN/content.xml"')
 
-    def does(self, line: str) -> None:
+    def runs_shell(self, line: str) -> None:
         new = self.directory / "behaviour.new"
         new.write_text(f'echo . >> "$STANDIN/calls"\n{line}\n')
         new.rename(self.directory / "behaviour")
@@ -79,26 +79,28 @@ class StandIn:
 
 
 @pytest.fixture(scope="module")
-def stand_in(tmp_path_factory: pytest.TempPathFactory) -> StandIn:
+def fake_nvidia_smi(tmp_path_factory: pytest.TempPathFactory) -> FakeNvidiaSmi:
     directory = tmp_path_factory.mktemp("stand-in")
     program = directory / "nvidia-smi"
     program.write_text('#!/bin/sh\n[ "$*" = "-q -x" ] || exit 64\n. "$STANDIN/behaviour"\n')
     program.chmod(0o755)
-    found = StandIn(directory)
-    found.says(document(gb200_tray()))
+    found = FakeNvidiaSmi(directory)
+    found.prints(document(gb200_tray()))
     return found
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory, stand_in: StandIn) -> Iterator[Cluster]:
+def cluster(tmp_path_factory: pytest.TempPathFactory, fake_nvidia_smi: FakeNvidiaSmi) -> Iterator[Cluster]:
     """A control plane whose kubelets run commands."""
     directory = tmp_path_factory.mktemp("export")
     (port,) = free_ports(1)
     envs = [
-        {"name": "PATH", "value": f"{stand_in.directory}:/usr/bin:/bin"},
-        {"name": "STANDIN", "value": str(stand_in.directory)},
+        {"name": "PATH", "value": f"{fake_nvidia_smi.directory}:/usr/bin:/bin"},
+        {"name": "STANDIN", "value": str(fake_nvidia_smi.directory)},
     ]
-    execs = [{"containers": ["nvidia-device-plugin"], "local": {"workDir": str(stand_in.directory), "envs": envs}}]
+    execs = [
+        {"containers": ["nvidia-device-plugin"], "local": {"workDir": str(fake_nvidia_smi.directory), "envs": envs}}
+    ]
     content = {
         "apiVersion": "kwok.x-k8s.io/v1alpha1",
         "kind": "ClusterExec",
@@ -123,9 +125,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, stand_in: StandIn) -> Iter
 
 
 @pytest.fixture(autouse=True)
-async def nothing_left(cluster: Cluster, kube: Kube, stand_in: StandIn) -> AsyncIterator[None]:
+async def nothing_left(cluster: Cluster, kube: Kube, fake_nvidia_smi: FakeNvidiaSmi) -> AsyncIterator[None]:
     await wait_until(lambda: kube.find(SERVICE_ACCOUNTS, "default", PLUGINS))
-    stand_in.says(document(gb200_tray()))
+    fake_nvidia_smi.prints(document(gb200_tray()))
     yield
     for pod in await kube.list(PODS, PLUGINS):
         await kube.delete(PODS, pod["metadata"]["name"], PLUGINS, grace=0)
@@ -224,7 +226,7 @@ def account(cluster: Cluster) -> Path:
 
 
 async def test_what_nvidia_smi_says_arrives_and_labels_the_node(
-    kube: Kube, account: Path, tmp_path: Path, stand_in: StandIn
+    kube: Kube, account: Path, tmp_path: Path, fake_nvidia_smi: FakeNvidiaSmi
 ) -> None:
     with exporting(account, tmp_path / "export") as running:
         await kube.create(PODS, plugin_pod("plugin-a"), PLUGINS)
@@ -263,9 +265,9 @@ async def test_a_node_without_a_provider_is_exported_once(kube: Kube, account: P
 
 
 async def test_a_failure_is_told_with_its_reason_counted_once_and_tried_again(
-    kube: Kube, account: Path, tmp_path: Path, stand_in: StandIn
+    kube: Kube, account: Path, tmp_path: Path, fake_nvidia_smi: FakeNvidiaSmi
 ) -> None:
-    stand_in.does('echo "NVIDIA-SMI has failed"; exit 9')
+    fake_nvidia_smi.runs_shell('echo "NVIDIA-SMI has failed"; exit 9')
     with exporting(account, tmp_path / "export") as running:
         await kube.create(PODS, plugin_pod("plugin-a"), PLUGINS)
         told = await eventually(lambda: running.logged("node not read"), running)
@@ -276,7 +278,7 @@ async def test_a_failure_is_told_with_its_reason_counted_once_and_tried_again(
         await eventually(lambda: len(running.logged("node not read")) > 1, running)
         counted = await running.count('gpuid_export_failure_total{exporter="",reason="unavailable"}')
         assert 2 <= counted <= len(running.logged("node not read"))
-        stand_in.says(document([*h100_host()[:7], dead(h100_host()[7])]))
+        fake_nvidia_smi.prints(document([*h100_host()[:7], dead(h100_host()[7])]))
         records = await eventually(running.records, running, lambda found: len(found) == 7)
         assert await running.count("gpuid_export_success_total") == 1
         assert running.stop() == 0
@@ -286,17 +288,17 @@ async def test_a_failure_is_told_with_its_reason_counted_once_and_tried_again(
 
 
 async def test_words_on_stderr_are_no_failure_and_half_an_answer_is(
-    kube: Kube, account: Path, tmp_path: Path, stand_in: StandIn
+    kube: Kube, account: Path, tmp_path: Path, fake_nvidia_smi: FakeNvidiaSmi
 ) -> None:
-    stand_in.does('head -c 20000 "$STANDIN/content.xml"')
+    fake_nvidia_smi.runs_shell('head -c 20000 "$STANDIN/content.xml"')
     with exporting(account, tmp_path / "export") as running:
         await kube.create(PODS, plugin_pod("plugin-a"), PLUGINS)
         told = await eventually(lambda: running.logged("node not read"), running)
         assert told[0]["reason"] == "unreadable"
         assert "ends in the middle" in told[0]["problem"]
-        stand_in.does("head -c 30000000 /dev/zero")
+        fake_nvidia_smi.runs_shell("head -c 30000000 /dev/zero")
         await eventually(lambda: "too_large" in {one["reason"] for one in running.logged("node not read")}, running)
-        stand_in.does('echo "a warning" >&2; cat "$STANDIN/content.xml"')
+        fake_nvidia_smi.runs_shell('echo "a warning" >&2; cat "$STANDIN/content.xml"')
         await eventually(running.records, running, lambda found: len(found) == 4)
 
 
@@ -327,9 +329,9 @@ async def test_exec_is_allowed_in_the_watched_namespace_only(
 
 @pytest.mark.defect("S2-17")
 async def test_after_a_kill_the_same_records_come_again_and_no_others(
-    kube: Kube, account: Path, tmp_path: Path, stand_in: StandIn
+    kube: Kube, account: Path, tmp_path: Path, fake_nvidia_smi: FakeNvidiaSmi
 ) -> None:
-    before = stand_in.calls
+    before = fake_nvidia_smi.calls
     with exporting(account, tmp_path / "first") as running:
         await kube.create(PODS, plugin_pod("plugin-a"), PLUGINS)
         first = await eventually(running.records, running, lambda found: len(found) == 4)
@@ -337,7 +339,7 @@ async def test_after_a_kill_the_same_records_come_again_and_no_others(
     with exporting(account, tmp_path / "second") as running:
         second = await eventually(running.records, running, lambda found: len(found) == 4)
     assert [kept(one) for one in second] == [kept(one) for one in first]
-    assert stand_in.calls - before == 1
+    assert fake_nvidia_smi.calls - before == 1
 
 
 def kept(record: Raw) -> Raw:
@@ -346,20 +348,20 @@ def kept(record: Raw) -> Raw:
 
 
 async def test_what_was_read_from_a_pod_that_is_replaced_meanwhile_is_dropped(
-    kube: Kube, account: Path, tmp_path: Path, stand_in: StandIn
+    kube: Kube, account: Path, tmp_path: Path, fake_nvidia_smi: FakeNvidiaSmi
 ) -> None:
-    before = stand_in.calls
-    stand_in.does('while [ ! -e "$STANDIN/go" ]; do sleep 0.1; done; cat "$STANDIN/content.xml"')
+    before = fake_nvidia_smi.calls
+    fake_nvidia_smi.runs_shell('while [ ! -e "$STANDIN/go" ]; do sleep 0.1; done; cat "$STANDIN/content.xml"')
     with exporting(account, tmp_path / "export") as running:
         await kube.create(PODS, plugin_pod("plugin-a"), PLUGINS)
-        await eventually(lambda: stand_in.calls - before, running, lambda calls: calls == 1)
+        await eventually(lambda: fake_nvidia_smi.calls - before, running, lambda calls: calls == 1)
         await kube.delete(PODS, "plugin-a", PLUGINS, grace=0)
         await gone(kube, PODS, "plugin-a", PLUGINS)
         made = await kube.create(PODS, plugin_pod("plugin-a"), PLUGINS)
-        (stand_in.directory / "go").touch()
+        (fake_nvidia_smi.directory / "go").touch()
         await eventually(running.records, running, lambda found: len(found) == 4)
         assert running.stop() == 0
-    (stand_in.directory / "go").unlink()
+    (fake_nvidia_smi.directory / "go").unlink()
     node = await kube.get(NODES, NODE_NAMES[0])
     assert json.loads(node["metadata"]["annotations"]["gpuwarden.io/gpus"])["pod"] == made["metadata"]["uid"]
     assert len(running.records()) == 4
@@ -401,9 +403,9 @@ ELECTING = {
 
 @pytest.mark.defect("S2-16")
 async def test_one_of_two_works_and_the_other_after_it(
-    kube: Kube, account: Path, tmp_path: Path, stand_in: StandIn
+    kube: Kube, account: Path, tmp_path: Path, fake_nvidia_smi: FakeNvidiaSmi
 ) -> None:
-    before = stand_in.calls
+    before = fake_nvidia_smi.calls
     await kube.create(PODS, plugin_pod("plugin-a"), PLUGINS)
     with exporting(account, tmp_path / "first", environ={**ELECTING, "POD_NAME": "first"}) as first:
         own = await eventually(first.records, first, lambda found: len(found) == 4)
@@ -417,7 +419,7 @@ async def test_one_of_two_works_and_the_other_after_it(
             assert told.index("drained") < told.index("the Lease is given back")
             found = await eventually(second.records, second, lambda found: len(found) == 4)
             assert [kept(one) for one in found] == [kept(one) for one in own]
-            assert stand_in.calls - before == 1
+            assert fake_nvidia_smi.calls - before == 1
             lease = await kube.get(LEASES, "gpuid-leader", OURS)
             assert lease["spec"]["holderIdentity"].startswith("second_")
             await kube.patch(LEASES, "gpuid-leader", {"spec": {"holderIdentity": "a thief"}}, OURS)

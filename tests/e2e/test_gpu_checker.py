@@ -8,7 +8,7 @@ import httpx
 import pytest
 from attrs import define, field
 
-from tests.e2e.gpu_checker import Judge, PromiseBrokenError
+from tests.e2e.gpu_checker import GpuChecker, InvariantViolatedError
 from tests.e2e.kube import Raw
 
 
@@ -21,7 +21,7 @@ def event(version: int, uid: str, gpu: str, kind: str = "ADDED") -> Raw:
 
 
 @define
-class Story:
+class ReplayingApiServer:
     """An API server that remembers what it told; every watch of it breaks after one event."""
 
     events: list[Raw]
@@ -39,23 +39,25 @@ class Story:
         raise httpx.ReadError("cut")
 
 
-async def judged(story: Story) -> Judge:
-    judge = Judge(story)  # type: ignore[arg-type]
-    running = asyncio.create_task(judge.run())
-    await asyncio.wait_for(story.told.wait(), 10)
+async def checked(api_server: ReplayingApiServer) -> GpuChecker:
+    checker = GpuChecker(api_server)  # type: ignore[arg-type]
+    running = asyncio.create_task(checker.run())
+    await asyncio.wait_for(api_server.told.wait(), 10)
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
-    return judge
+    return checker
 
 
 async def test_a_pod_that_came_and_went_while_the_watch_was_away_is_seen() -> None:
-    story = [event(1, "a", "GPU-1"), event(2, "b", "GPU-2"), event(3, "b", "GPU-2", "DELETED")]
-    judge = await judged(Story(story))
-    judge.acquit()
-    assert (judge.seen, set(judge.living), judge.lists) == ({"a", "b"}, {"a"}, 1)
+    api_server = [event(1, "a", "GPU-1"), event(2, "b", "GPU-2"), event(3, "b", "GPU-2", "DELETED")]
+    checker = await checked(ReplayingApiServer(api_server))
+    checker.assert_no_violations()
+    assert (checker.seen, set(checker.live_pods), checker.lists) == ({"a", "b"}, {"a"}, 1)
 
 
 async def test_two_pods_on_one_gpu_are_seen_over_a_break_and_never_forgiven() -> None:
-    judge = await judged(Story([event(1, "a", "GPU-1"), event(2, "b", "GPU-1"), event(3, "a", "GPU-1", "DELETED")]))
-    with pytest.raises(PromiseBrokenError, match="ml/b at 2: GPU-1 is also of a"):
-        judge.acquit()
+    checker = await checked(
+        ReplayingApiServer([event(1, "a", "GPU-1"), event(2, "b", "GPU-1"), event(3, "a", "GPU-1", "DELETED")])
+    )
+    with pytest.raises(InvariantViolatedError, match="ml/b at 2: GPU-1 is also of a"):
+        checker.assert_no_violations()

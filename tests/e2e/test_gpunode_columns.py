@@ -4,7 +4,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from scripts.controlplane.cluster import Cluster
-from tests.e2e.attacks.test_bound_while_down import scenery
+from tests.e2e.attacks.test_bound_while_down import running_harness
 from tests.e2e.kube import NAMESPACES, NODES, PODS, STATEFUL_SETS, Kube, pod, stateful_set, wait_until
 from tests.e2e.processes import site
 from tests.e2e.test_ledger import GPU_NODES
@@ -53,13 +53,13 @@ async def test_the_columns_tell_what_keeps_free_gpus_from_pods(cluster: Cluster,
 async def test_the_column_tells_a_node_without_evidence_from_one_whose_evidence_has_ended(
     cluster: Cluster, kube: Kube, tmp_path: Path
 ) -> None:
-    async with scenery(cluster, kube, tmp_path, "--require-evidence", "all") as scene:
-        first, second = scene.proven
-        for node in scene.proven:
+    async with running_harness(cluster, kube, tmp_path, "--require-evidence", "all") as harness:
+        first, second = harness.proven
+        for node in harness.proven:
             await offered(kube, node, "available")
-        await scene.prove(first, timedelta(seconds=2))
+        await harness.prove(first, timedelta(seconds=2))
         await offered(kube, first, "stale")
-        await scene.prove(second, banned=True)
+        await harness.prove(second, banned=True)
         await offered(kube, second, "unproven")
-        await scene.prove(first)
+        await harness.prove(first)
         await offered(kube, first, "available")

@@ -87,12 +87,12 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> list[Raw]:
     go = shutil.which("go")
     if go is None:
         pytest.skip("there is no Go here to build policy-controller with")
-    judge = tmp_path_factory.mktemp("go") / "judge"
-    build = ["/usr/bin/env", "GOWORK=off", go, "build", "-mod=readonly", "-buildvcs=false", "-o", str(judge), "."]
+    checker = tmp_path_factory.mktemp("go") / "judge"
+    build = ["/usr/bin/env", "GOWORK=off", go, "build", "-mod=readonly", "-buildvcs=false", "-o", str(checker), "."]
     subprocess.run(build, cwd=PROGRAM, check=True, timeout=BUILD_LIMIT)
     bare = REPOSITORY  # without a tag it is `:latest`
     asked = json.dumps([one for one, _ in STATED])
-    command = [str(judge), str(POLICY), *OURS, bare, *OTHERS]
+    command = [str(checker), str(POLICY), *OURS, bare, *OTHERS]
     answer: list[Raw] = json.loads(
         subprocess.run(command, input=asked, capture_output=True, text=True, check=True).stdout
     )

@@ -61,7 +61,7 @@ async def test_a_stateful_set_keeps_its_gpus_through_deletion_scaling_and_a_roll
             numbered = [{"uuid": f"GPU-{node}-{k}", "index": k} for k in range(2)]
             await kube.patch(GPU_NODES, node, {"spec": {"devices": numbered}})
         await here.reconciler()
-        await here.offered()
+        await here.wait_until_offered()
         await kube.patch(NAMESPACES, here.namespace, KEEPS)
         await kube.patch(NODES, here.nodes[1], {"metadata": {"labels": {"gpu-node-name": "rack-1"}}})
         text = f"\n# rack 1\n0={here.nodes[0]}:1\n1=rack-1:0,1\n2={here.nodes[0]}:0\n"
@@ -93,7 +93,7 @@ async def test_a_stateful_set_keeps_its_gpus_through_deletion_scaling_and_a_roll
         update = {"spec": {"replicas": 3, "template": {"metadata": {"annotations": {MAP: smaller}}}}}
         await kube.patch(STATEFUL_SETS, "web", update, here.namespace)
         await placed(kube, here, {**both, "web-1": (second, f"GPU-{second}-1")}, old)
-        here.judge.acquit()
+        here.checker.assert_no_violations()
 
         # Two nodes of one logical name: which is meant nobody can tell.
         await kube.patch(NODES, first, {"metadata": {"labels": {"gpu-node-name": "rack-1"}}})
@@ -111,7 +111,7 @@ async def test_a_stateful_set_keeps_its_gpus_through_deletion_scaling_and_a_roll
         # With the set goes the claim on its GPUs.
         await kube.delete(STATEFUL_SETS, "web", here.namespace)
         await wait_until(lambda: is_served(kube, here), bool)
-        here.judge.acquit()
+        here.checker.assert_no_violations()
 
 
 async def node_events(kube: Kube, node: str) -> list[Raw]:

@@ -11,9 +11,9 @@ import pytest
 
 from scripts.controlplane.cluster import ROOT, Cluster
 from tests.e2e.kube import ApiError, Kube, Raw, wait_until
-from tests.e2e.measurements import tell
+from tests.e2e.measurements import report_figures
 from tests.e2e.processes import KINDS, Site, Worker, site
-from tests.e2e.skipping import lacks
+from tests.e2e.skipping import skip_or_fail
 from tests.e2e.storm import Storm, mixed
 from webhook.kube.install.policies import Installation, webhooks, while_down
 
@@ -35,7 +35,7 @@ def old(tmp_path: Path) -> list[str]:
     archive = ["git", "archive", BEFORE, "webhook"]
     packed = subprocess.run(archive, cwd=ROOT, capture_output=True, check=False)
     if packed.returncode != 0:
-        lacks("HISTORY", f"the history of this clone does not reach back to {BEFORE}")
+        skip_or_fail("HISTORY", f"the history of this clone does not reach back to {BEFORE}")
     subprocess.run(["tar", "-x", "-C", str(tree)], input=packed.stdout, check=True)  # noqa: S607
     run = "import sys; from webhook.cli import main; sys.exit(main())"
     return ["/usr/bin/env", f"PYTHONPATH={tree}", sys.executable, "-c", run]
@@ -104,7 +104,7 @@ async def test_an_upgrade_and_a_rollback_give_no_gpu_twice_and_lose_no_reservati
         first = await here.replica(program=old)
         second = await here.replica(program=old)
         leader = await here.reconciler(program=old)
-        await here.reviewed()
+        await here.wait_until_reviewed()
         storm = Storm(here, clients=8)
         reaping = asyncio.create_task(storm.reap(0.7))
         try:
@@ -127,14 +127,16 @@ async def test_an_upgrade_and_a_rollback_give_no_gpu_twice_and_lose_no_reservati
         finally:
             reaping.cancel()
             await asyncio.gather(reaping, return_exceptions=True)
-        here.judge.acquit()
+        here.checker.assert_no_violations()
         await wait_until(lambda: as_the_pods_say(here), seconds=PATIENCE)
         await applied(kube, now)  # what the site takes away again
-        tell(request, pods=len(here.judge.seen), refused=dict(storm.tally.why), unclear=storm.tally.unclear[:3])
-        here.judge.acquit()
+        report_figures(
+            request, pods=len(here.checker.seen), refused=dict(storm.tally.why), unclear=storm.tally.unclear[:3]
+        )
+        here.checker.assert_no_violations()
 
 
 async def as_the_pods_say(here: Site) -> bool:
     """Whether exactly what living pods carry is held."""
     held = await here.held()
-    return {slot.rpartition("/")[0] for slot in held} == here.judge.gpus
+    return {slot.rpartition("/")[0] for slot in held} == here.checker.gpus

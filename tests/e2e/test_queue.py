@@ -33,7 +33,7 @@ PROMISED, PATIENT = 2.0, 20.0
 
 
 @define
-class Line:
+class QueueHarness:
     """Where pods wait rather than are refused."""
 
     here: Site
@@ -99,16 +99,16 @@ async def queueing(
 
 
 @asynccontextmanager
-async def line(
+async def queue_harness(
     cluster: Cluster, kube: Kube, directory: Path, *, gpus: int, nodes: int = 1, acts: bool = True
-) -> AsyncIterator[Line]:
+) -> AsyncIterator[QueueHarness]:
     """With `acts`, somebody opens gates."""
     async with queueing(cluster, kube, directory, nodes=nodes, gpus=gpus) as here:
         if acts:
             await here.reconciler()
-        await here.offered()
-        yield Line(here, kube)
-        here.judge.acquit()
+        await here.wait_until_offered()
+        yield QueueHarness(here, kube)
+        here.checker.assert_no_violations()
 
 
 def gates(raw: Raw) -> list[str]:
@@ -128,7 +128,7 @@ async def told(kube: Kube, raw: Raw, reason: str, words: str = "") -> str:
 async def test_more_pods_than_gpus_all_run_in_their_turn_and_never_two_on_one(
     cluster: Cluster, kube: Kube, tmp_path: Path
 ) -> None:
-    async with line(cluster, kube, tmp_path, gpus=2) as queue:
+    async with queue_harness(cluster, kube, tmp_path, gpus=2) as queue:
         await kube.create(DEPLOYMENTS, deployment("train", 5, 1), queue.namespace)
         there = await wait_until(queue.pods, lambda pods: len(pods) == 5)
         seen: set[str] = set()
@@ -141,7 +141,7 @@ async def test_more_pods_than_gpus_all_run_in_their_turn_and_never_two_on_one(
                         await queue.end(one["metadata"]["name"])
         first = {one["metadata"]["uid"] for one in there}
         assert len(first & seen) >= 2
-        assert len(queue.here.judge.seen) >= 5
+        assert len(queue.here.checker.seen) >= 5
         await kube.delete(DEPLOYMENTS, "train", queue.namespace)
 
 
@@ -152,7 +152,7 @@ def is_new(raw: Raw, seen: set[str]) -> bool:
 async def test_who_waits_is_told_why_and_served_within_moments_of_a_gpu_being_free(
     cluster: Cluster, kube: Kube, tmp_path: Path
 ) -> None:
-    async with line(cluster, kube, tmp_path, gpus=1) as queue:
+    async with queue_harness(cluster, kube, tmp_path, gpus=1) as queue:
         await queue.run("first")
         # With terms of its own: their number is fixed once a pod exists, what stands in them is not.
         own = [{"matchExpressions": [{"key": "kubernetes.io/os", "operator": "In", "values": ["linux"]}]}] * 2
@@ -178,7 +178,7 @@ async def test_who_waits_is_told_why_and_served_within_moments_of_a_gpu_being_fr
 
 
 async def test_a_pod_waits_for_evidence(cluster: Cluster, kube: Kube, tmp_path: Path) -> None:
-    async with line(cluster, kube, tmp_path, gpus=1, acts=False) as queue:
+    async with queue_harness(cluster, kube, tmp_path, gpus=1, acts=False) as queue:
         asked = {"gpuwarden.io/required-hash": "sha256:later"}
         for one in (await queue.wait("careful", 1, asked), await queue.wait("proven-only", 0, asked)):
             assert "attested as sha256:later" in one["metadata"]["annotations"]["gpuwarden.io/waiting"]
@@ -194,7 +194,7 @@ async def test_a_reconciler_that_ends_between_the_steps_leaves_nothing_double(
     cluster: Cluster, kube: Kube, tmp_path: Path
 ) -> None:
     """Where exactly it ends is left to chance here; every step is taken in tests/admission/queue/test_queue.py."""
-    async with line(cluster, kube, tmp_path, gpus=1, acts=False) as queue:
+    async with queue_harness(cluster, kube, tmp_path, gpus=1, acts=False) as queue:
         here = queue.here
         await queue.run("first")
         waits = await queue.wait("second")
@@ -213,7 +213,7 @@ async def test_a_reconciler_that_ends_between_the_steps_leaves_nothing_double(
 async def test_a_pod_that_is_deleted_while_it_waits_leaves_nothing(
     cluster: Cluster, kube: Kube, tmp_path: Path
 ) -> None:
-    async with line(cluster, kube, tmp_path, gpus=1) as queue:
+    async with queue_harness(cluster, kube, tmp_path, gpus=1) as queue:
         await queue.run("first")
         await queue.wait("second")
         third = await queue.wait("third")
@@ -226,7 +226,7 @@ async def test_a_pod_that_is_deleted_while_it_waits_leaves_nothing(
 async def test_what_a_namespace_demands_meanwhile_ends_the_wait_until_it_demands_it_no_more(
     cluster: Cluster, kube: Kube, tmp_path: Path
 ) -> None:
-    async with line(cluster, kube, tmp_path, gpus=1) as queue:
+    async with queue_harness(cluster, kube, tmp_path, gpus=1) as queue:
         await queue.run("first")
         waits = await queue.wait("second")
         key = "gpuwarden.io/required-hash"
@@ -242,7 +242,7 @@ async def test_what_a_namespace_demands_meanwhile_ends_the_wait_until_it_demands
 async def test_a_gate_of_ones_own_is_taken_off_and_one_that_is_put_on_elsewhere_is_never_opened(
     cluster: Cluster, kube: Kube, tmp_path: Path
 ) -> None:
-    async with line(cluster, kube, tmp_path, gpus=1) as queue:
+    async with queue_harness(cluster, kube, tmp_path, gpus=1) as queue:
         own = await queue.create("own", schedulingGates=[{"name": GATE}])
         assert gates(own) == []
         assert own["metadata"]["annotations"][GPU] in queue.here.gpus
@@ -257,7 +257,7 @@ async def test_a_gate_of_ones_own_is_taken_off_and_one_that_is_put_on_elsewhere_
 async def test_a_large_claim_is_served_before_small_ones_that_came_later(
     cluster: Cluster, kube: Kube, tmp_path: Path
 ) -> None:
-    async with line(cluster, kube, tmp_path, gpus=2) as queue:
+    async with queue_harness(cluster, kube, tmp_path, gpus=2) as queue:
         await queue.run("a", "b")
         large = await queue.wait("large", 2)
         await told(kube, large, "NoFreeDevice")
@@ -277,7 +277,7 @@ async def test_a_large_claim_is_served_before_small_ones_that_came_later(
 async def test_while_a_large_claim_waits_for_its_node_small_ones_use_the_others(
     cluster: Cluster, kube: Kube, tmp_path: Path
 ) -> None:
-    async with line(cluster, kube, tmp_path, nodes=2, gpus=2) as queue:
+    async with queue_harness(cluster, kube, tmp_path, nodes=2, gpus=2) as queue:
         await queue.run("a", "b", "c")
         where = {name: await queue.node_of(name) for name in "abc"}
         assert where["a"] == where["b"] != where["c"]
@@ -297,7 +297,7 @@ async def test_while_a_large_claim_waits_for_its_node_small_ones_use_the_others(
         assert await queue.node_of("large") == where["c"]
 
 
-async def created_gated(queue: Line, first: Raw) -> Raw | None:
+async def created_gated(queue: QueueHarness, first: Raw) -> Raw | None:
     """A small pod that has to wait, once the replica knows who came first; that is told in whole seconds."""
     made = await queue.create(None)
     if gates(made) and made["metadata"]["creationTimestamp"] > first["metadata"]["creationTimestamp"]:

@@ -10,7 +10,7 @@ import pytest
 from scripts.controlplane.cluster import Cluster
 from tests.e2e.attacks.test_force_delete import delete, run_victim
 from tests.e2e.kube import CLUSTER_ROLE_BINDINGS, CLUSTER_ROLES, EVENTS, PODS, ApiError, Kube, Raw, pod, wait_until
-from tests.e2e.processes import Site, guarded, site
+from tests.e2e.processes import Site, site, with_policies
 from tests.running import GPUWARDEN
 
 # Nothing ends by itself here.
@@ -21,7 +21,7 @@ FLAGS = ("--orphan-margin", "1h", "--max-grace", "1h")
 async def here(cluster: Cluster, kube: Kube, tmp_path: Path) -> AsyncIterator[Site]:
     async with site(cluster, kube, tmp_path, nodes=1, gpus=1, name="end", replicas=1, flags=FLAGS) as found:
         await found.reconciler()
-        await found.offered()
+        await found.wait_until_offered()
         yield found
 
 
@@ -86,7 +86,7 @@ async def test_who_may_write_the_status_and_not_manage_releases_nothing(here: Si
     await delete(here, node, 0)
     await wait_until(lambda: orphans(here, node))
     rights = {"release-writes": WRITES_STATUS, "release-manages": [*WRITES_STATUS, MANAGES]}
-    async with guarded(here), granted(here.kube, rights):
+    async with with_policies(here), granted(here.kube, rights):
         status, said = await release(cluster.as_user("release-writes"), uuid)
         assert (status, "may you manage reservations.gpuwarden.io?" in said) == (1, True), said
         assert await orphans(here, node)

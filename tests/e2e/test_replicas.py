@@ -59,11 +59,11 @@ async def namespaces(kube: Kube, replicas: list[Running]) -> AsyncIterator[list[
     async with AsyncExitStack() as stack:
         names = [await stack.enter_async_context(new_namespace(kube, ENABLED)) for _ in replicas]
         for number, name in enumerate(names):
-            doors = (
+            harness = (
                 (MUTATING, "mutate.gpuwarden.io", "/mutate", replicas[number], MUTATED),
                 (VALIDATING, "validate.gpuwarden.io", "/validate", replicas[(number + 1) % REPLICAS], VALIDATED),
             )
-            for kind, hook_name, path, server, rules in doors:
+            for kind, hook_name, path, server, rules in harness:
                 ca = server.directory / "certs/dev/ca.crt"
                 selector = {"kubernetes.io/metadata.name": name}
                 webhook = hook(hook_name, at_url(server.urls["https"]), path, ca, selector, rules)

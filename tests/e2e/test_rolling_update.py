@@ -9,7 +9,7 @@ import pytest
 
 from scripts.controlplane.cluster import Cluster
 from tests.e2e.kube import PODS, ApiError, Kube, pod
-from tests.e2e.measurements import tell
+from tests.e2e.measurements import report_figures
 from tests.e2e.processes import Site, site
 
 # What a chart gives as `preStop: {sleep: …}`, shorter: until then no new connection comes to a replica that is to end.
@@ -31,7 +31,7 @@ async def test_a_rolling_update_loses_no_review(
     cluster: Cluster, kube: Kube, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     async with site(cluster, kube, tmp_path, nodes=1, gpus=4, name="rolling", replicas=2) as here:
-        await here.offered()
+        await here.wait_until_offered()
         lost: list[str] = []
         counts = [0] * 6
         load = [asyncio.ensure_future(created(here, number, lost, counts)) for number in range(len(counts))]
@@ -50,5 +50,5 @@ async def test_a_rolling_update_loses_no_review(
             for task in load:
                 with suppress(asyncio.CancelledError):
                     await task
-        tell(request, creations=sum(counts), lost=len(lost))
+        report_figures(request, creations=sum(counts), lost=len(lost))
         assert lost == []

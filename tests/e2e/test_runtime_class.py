@@ -31,6 +31,6 @@ async def test_pods_with_gpus_run_in_the_runtime_class_and_no_others_do(
             for one in (first, waited):
                 assert (one["spec"]["runtimeClassName"], one["spec"]["overhead"]) == (CLASS, OVERHEAD)
             assert "runtimeClassName" not in plain["spec"]
-            here.judge.acquit()
+            here.checker.assert_no_violations()
     finally:
         await kube.delete(RUNTIME_CLASSES, CLASS)

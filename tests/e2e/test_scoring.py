@@ -16,7 +16,7 @@ import yaml
 from scripts.controlplane.cluster import ROOT, Cluster
 from tests.e2e.conftest import new_namespace
 from tests.e2e.kube import JOBS, NODES, PODS, ApiError, Kube, Raw, Resource, gone, pod, pod_in_phase, wait_until
-from tests.e2e.measurements import tell
+from tests.e2e.measurements import report_figures
 from tests.e2e.processes import Site, site
 from tests.running import GPUWARDEN, START_TIMEOUT
 from tests.scoring.doubles import GOOD, HTML, Double, good, scoring
@@ -56,9 +56,9 @@ async def scored_site(cluster: Cluster, kube: Kube, directory: Path) -> AsyncIte
 async def serve(here: Site, url: str, timeout: str = "2s") -> None:
     here.flags = ("--scorer", url, "--scorer-timeout", timeout)
     await here.replica()
-    await here.reviewed()
+    await here.wait_until_reviewed()
     await here.reconciler()
-    await here.offered()
+    await here.wait_until_offered()
 
 
 @asynccontextmanager
@@ -184,7 +184,7 @@ async def test_whatever_a_scorer_does_pods_are_created(
                     assert "gpuwarden.io/gpu-uuid" in made["metadata"]["annotations"], name
                     assert made["spec"]["priority"] == 0
                     await the_documented_job_runs_without_hints(here, f"job-{name}")
-            tell(request, slow_s=took)
+            report_figures(request, slow_s=took)
             await what_runs_is_told(here, double)
         _, said = await created(here, asking("dead"))
         assert "the scorer cannot be reached: the pod goes on without hints" in said

@@ -7,7 +7,7 @@ import pytest
 
 from scripts.controlplane.cluster import Cluster
 from tests.e2e.kube import Kube, Resource, wait_until
-from tests.e2e.measurements import tell
+from tests.e2e.measurements import report_figures
 from tests.e2e.test_ledger import installed
 from tests.running import reconciling
 
@@ -35,4 +35,4 @@ async def test_who_is_told_to_stop_gives_the_lease_back(
             assert code == 0
             assert f"-{first.process.pid}_" not in await holder(), log
             await wait_until(holder, lambda name: f"-{second.process.pid}_" in name)
-            tell(request, seconds_to_stop=stopped - told, seconds_until_another_led=time.monotonic() - told)
+            report_figures(request, seconds_to_stop=stopped - told, seconds_until_another_led=time.monotonic() - told)

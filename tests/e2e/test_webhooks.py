@@ -26,7 +26,7 @@ from tests.e2e.kube import (
     pods_in_phase,
     wait_until,
 )
-from tests.e2e.webhook_configurations import ENABLED, another_webhook, at_service, at_url, reviewed, sees_all
+from tests.e2e.webhook_configurations import ENABLED, another_webhook, at_service, at_url, reviewed, show_all_gpus
 from tests.running import Running, serving
 
 PROVEN = "sha256:aa11"
@@ -199,7 +199,7 @@ def adds_a_sidecar(one: Raw) -> list[Raw]:
     return [{"op": "add", "path": "/spec/containers/-", "value": mesh}]
 
 
-@pytest.mark.parametrize("change", [sees_all, adds_a_sidecar])
+@pytest.mark.parametrize("change", [show_all_gpus, adds_a_sidecar])
 async def test_what_another_webhook_does_after_us_is_put_right(
     kube: Kube, server: Running, trained: str, tmp_path: Path, change: Callable[[Raw], list[Raw]]
 ) -> None:

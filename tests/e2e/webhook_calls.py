@@ -35,7 +35,7 @@ INVENTORY = {
 # Nobody reads the log while a test runs, and a pipe holds 64 KiB.
 QUIET = ("--log-level", "error")
 # The discard port, where nobody listens.
-NOBODY = "https://127.0.0.1:9"
+UNREACHABLE_URL = "https://127.0.0.1:9"
 
 CANONICAL, ALIAS = {"gpuwarden.io/enabled": "true"}, {"scheduler.radix.ai/enabled": "true"}
 VISIBLE = [{"name": "NVIDIA_VISIBLE_DEVICES", "value": "all"}]
@@ -54,7 +54,7 @@ async def registered(kube: Kube, installation: Installation, name: str = "gpuwar
 
 
 @frozen
-class Doors:
+class WebhookHarness:
     """A server, and an API server that asks it."""
 
     server: Running
@@ -72,14 +72,14 @@ class Doors:
         return found
 
 
-class Counting:
+class CallCounter:
     """The calls of a block."""
 
-    def __init__(self, doors: Doors) -> None:
-        self._doors = doors
+    def __init__(self, harness: WebhookHarness) -> None:
+        self._doors = harness
         self.mutate = self.validate = -1
 
-    async def __aenter__(self) -> "Counting":
+    async def __aenter__(self) -> "CallCounter":
         self._before = await self._doors.calls()
         return self
 
@@ -93,25 +93,25 @@ class Counting:
         return self.mutate, self.validate
 
 
-def trusting(server: Running) -> bytes:
+def ca_of(server: Running) -> bytes:
     return (server.directory / "certs/dev/ca.crt").read_bytes()
 
 
 @asynccontextmanager
-async def opened(cluster: Cluster, server: Running) -> AsyncIterator[Doors]:
+async def webhook_harness(cluster: Cluster, server: Running) -> AsyncIterator[WebhookHarness]:
     async with Kube(cluster.kubeconfig) as kube, new_namespace(kube, CANONICAL) as own, new_namespace(kube) as probes:
         # Bindings have tests of their own: they are of every pod of an opted-in namespace, and would be counted here.
         installation = Installation(
             namespace=own,
             url=server.urls["https"],
-            ca_bundle=trusting(server),
+            ca_bundle=ca_of(server),
             reviews_deletes=True,
             reviews_bindings=False,
         )
         async with registered(kube, installation):
             await kube.patch(NAMESPACES, probes, {"metadata": {"labels": CANONICAL}})
             await wait_until(lambda: is_reviewed(kube, probes))
-            yield Doors(server, kube, own)
+            yield WebhookHarness(server, kube, own)
 
 
 def with_labels(one: Raw, labels: dict[str, str]) -> Raw:
@@ -122,7 +122,7 @@ def container(name: str = "main", **members: Any) -> Raw:
     return {"name": name, "image": "example.test/main:1", **members}
 
 
-def of_containers(*containers: Raw, **spec: Any) -> Raw:
+def pod_with_containers(*containers: Raw, **spec: Any) -> Raw:
     return {
         "apiVersion": "v1",
         "kind": "Pod",
@@ -131,11 +131,11 @@ def of_containers(*containers: Raw, **spec: Any) -> Raw:
     }
 
 
-def noted(key: str, value: str) -> Raw:
+def annotated_pod(key: str, value: str) -> Raw:
     return pod("a", annotations={key: value})
 
 
-def left_alone() -> Raw:
+def unscheduled_pod() -> Raw:
     """A pod that nobody else writes: the API server asks again about a change if another came between."""
     return pod("a", gpus=1, annotations=HASH, schedulerName="nobody")
 
@@ -153,7 +153,7 @@ async def granted(kube: Kube, name: str, rules: list[Raw], accounts: list[tuple[
         await kube.delete(CLUSTER_ROLES, name)
 
 
-async def is_said(kube: Kube, path: str, content: Raw, words: re.Pattern[str]) -> bool:
+async def is_refused_with(kube: Kube, path: str, content: Raw, words: re.Pattern[str]) -> bool:
     try:
         await kube.call("POST", path, content, {"dryRun": "All"})
     except ApiError as exc:
@@ -162,7 +162,7 @@ async def is_said(kube: Kube, path: str, content: Raw, words: re.Pattern[str]) -
 
 
 COPIED = {
-    f"copied {key}": noted(key, "x")
+    f"copied {key}": annotated_pod(key, "x")
     for key in (
         "gpuwarden.io/claim",
         "gpuwarden.io/gpu-uuid",
@@ -179,7 +179,7 @@ FORGED = {key: "forged" for one in COPIED.values() for key in one["metadata"]["a
 
 
 @asynccontextmanager
-async def nobody_answers(kube: Kube) -> AsyncIterator[str]:
+async def unreachable_webhook(kube: Kube) -> AsyncIterator[str]:
     """A namespace with one pod of each kind, made before; now every call leads nowhere."""
     label = {"example.test/down": "true"}
     async with new_namespace(kube, label) as namespace:
@@ -187,12 +187,12 @@ async def nobody_answers(kube: Kube) -> AsyncIterator[str]:
         gate = [{"name": "example.test/wait"}]
         await kube.create(PODS, pod("plain"), namespace)
         await kube.create(PODS, pod("served", annotations=HASH | outputs, schedulingGates=gate), namespace)
-        await kube.create(PODS, of_containers(container(env=VISIBLE)), namespace)
+        await kube.create(PODS, pod_with_containers(container(env=VISIBLE)), namespace)
         await kube.create(PODS, pod("asking", gpus=1), namespace)
         installation = Installation(
-            opt_in="example.test/down", url=NOBODY, reviews_deletes=True, reviews_bindings=False
+            opt_in="example.test/down", url=UNREACHABLE_URL, reviews_deletes=True, reviews_bindings=False
         )
         async with registered(kube, installation, "down"):
             refused = re.compile(r'failed calling webhook "mutate\.gpuwarden\.io"')
-            await wait_until(lambda: is_said(kube, PODS.path(namespace), pod("probe", gpus=1), refused))
+            await wait_until(lambda: is_refused_with(kube, PODS.path(namespace), pod("probe", gpus=1), refused))
             yield namespace

@@ -26,7 +26,7 @@ def at_service(namespace: str, name: str, port: int) -> Raw:
     return {"service": {"namespace": namespace, "name": name, "port": port}}
 
 
-def behind(client: Raw, path: str, ca: Path) -> Raw:
+def client_config(client: Raw, path: str, ca: Path) -> Raw:
     bundle = base64.b64encode(ca.read_bytes()).decode()
     if "url" in client:
         return {"url": client["url"] + path, "caBundle": bundle}
@@ -36,7 +36,7 @@ def behind(client: Raw, path: str, ca: Path) -> Raw:
 def hook(name: str, client: Raw, path: str, ca: Path, selector: Raw, rules: list[Raw]) -> Raw:
     return {
         "name": name,
-        "clientConfig": behind(client, path, ca),
+        "clientConfig": client_config(client, path, ca),
         "rules": [{**POD_RULES, **rule} for rule in rules],
         "namespaceSelector": {"matchLabels": selector},
         "admissionReviewVersions": ["v1"],
@@ -113,7 +113,7 @@ async def is_reviewed(kube: Kube, namespace: str) -> bool:
     return True
 
 
-def sees_all(one: Raw) -> list[Raw]:
+def show_all_gpus(one: Raw) -> list[Raw]:
     env = one["spec"]["containers"][0]["env"]
     number = next(k for k, entry in enumerate(env) if entry["name"] == "NVIDIA_VISIBLE_DEVICES")
     return [{"op": "replace", "path": f"/spec/containers/0/env/{number}/value", "value": "all"}]
@@ -137,14 +137,14 @@ async def another_webhook(
         one = hook("change.example.test", client, "/review", ca, selector, MUTATED)
         await kube.create(MUTATING, {"metadata": {"name": name}, "webhooks": [{**one, "reinvocationPolicy": policy}]})
         try:
-            await wait_until(lambda: is_asked(kube, namespace, asked))
+            await wait_until(lambda: is_called(kube, namespace, asked))
             asked.clear()
             yield asked
         finally:
             await kube.delete(MUTATING, name)
 
 
-async def is_asked(kube: Kube, namespace: str, asked: list[str]) -> bool:
+async def is_called(kube: Kube, namespace: str, asked: list[str]) -> bool:
     """About a pod that asks for nothing too: one with a claim may be refused before."""
     for gpus in (1, 0):
         with suppress(ApiError):

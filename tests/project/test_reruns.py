@@ -17,7 +17,7 @@ import httpx
 import pytest
 from scripts.controlplane.cluster import StartError
 from scripts.node.real import NodeError
-from tests.e2e.gpu_checker import PromiseBrokenError
+from tests.e2e.gpu_checker import InvariantViolatedError
 from tests.e2e.kube import ApiError, NotInTimeError
 
 TIMED_OUT = 'Internal error occurred: failed calling webhook "a": context deadline exceeded'
@@ -62,13 +62,13 @@ FOUND_WRONG = {
     "an assertion": "assert 1 == 2",
     "an assertion about time": "raise AssertionError('TimeoutError: not within 30 s')",
     "an assertion after a timeout": "cleans_up(TimeoutError(), AssertionError())",
-    "a promise": "raise PromiseBrokenError('two on GPU-1')",
+    "a promise": "raise InvariantViolatedError('two on GPU-1')",
     "a refusal that did not come": "pytest.raises(ApiError, lambda: None)",
     "another refusal": "pytest.raises(ApiError, match='b', func=lambda: None)",
     "an answer": "raise ApiError(403, {'reason': 'Forbidden', 'message': 'denied the request'})",
     "in a group": "asyncio.run(told_by_a_group())",
     "an assertion, then cleaning up late": "cleans_up(AssertionError(), NotInTimeError('not within 30 s'))",
-    "a promise, then cleaning up late": "cleans_up(PromiseBrokenError(), TimeoutError())",
+    "a promise, then cleaning up late": "cleans_up(InvariantViolatedError(), TimeoutError())",
     "a mistake of the test": "raise KeyError('TimeoutError')",
 }
 

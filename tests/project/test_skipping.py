@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.skipping import lacks
+from tests.e2e.skipping import skip_or_fail
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -15,10 +15,10 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_what_is_required_fails_and_what_is_not_is_skipped(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(f"E2E_{what}_REQUIRED", raising=False)
     with pytest.raises(pytest.skip.Exception, match="no apt"):
-        lacks(what, "no apt")
+        skip_or_fail(what, "no apt")
     monkeypatch.setenv(f"E2E_{what}_REQUIRED", "1")
     with pytest.raises(pytest.fail.Exception, match=f"no apt; E2E_ALLOW_NO_{what}=1 lets the run pass without"):
-        lacks(what, "no apt")
+        skip_or_fail(what, "no apt")
 
 
 @pytest.mark.parametrize(

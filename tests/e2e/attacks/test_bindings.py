@@ -21,7 +21,7 @@ from tests.e2e.kube import (
     wait_until,
 )
 from tests.e2e.test_ledger import GPU_NODES, installed
-from tests.e2e.webhook_calls import HASH, NOBODY, PROVEN, QUIET, is_said, registered, trusting
+from tests.e2e.webhook_calls import HASH, PROVEN, QUIET, UNREACHABLE_URL, ca_of, is_refused_with, registered
 from tests.e2e.webhook_configurations import is_reviewed
 from tests.ledger.fake_store import gpu_node
 from tests.running import serving
@@ -87,7 +87,7 @@ async def bound(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> A
         installation = Installation(
             opt_in="example.test/clustered",
             url=running.urls["https"],
-            ca_bundle=trusting(running),
+            ca_bundle=ca_of(running),
             reviews_bindings=True,
         )
         await stack.enter_async_context(registered(kube, installation, "clustered"))
@@ -164,10 +164,10 @@ async def test_where_bindings_are_reviewed_nobody_but_a_scheduler_puts_pods_on_n
     async with new_namespace(kube, label) as namespace:
         await kube.create(PODS, pod("plain", schedulerName="nobody"), namespace)
         target = {"metadata": {"name": "plain"}, "target": {"kind": "Node", "name": "node-0"}}
-        installation = Installation(opt_in="example.test/unbound", url=NOBODY)
+        installation = Installation(opt_in="example.test/unbound", url=UNREACHABLE_URL)
         async with registered(kube, installation, "unbound"):
             refused = re.compile(r'failed calling webhook "validate-binding\.gpuwarden\.io"')
-            await wait_until(lambda: is_said(kube, f"{PODS.path(namespace, 'plain')}/binding", target, refused))
+            await wait_until(lambda: is_refused_with(kube, f"{PODS.path(namespace, 'plain')}/binding", target, refused))
         assert "nodeName" not in (await kube.get(PODS, "plain", namespace))["spec"]
 
 

@@ -27,7 +27,7 @@ async def here(cluster: Cluster, kube: Kube, tmp_path: Path) -> AsyncIterator[Si
         yield there
 
 
-async def demand(kube: Kube, namespace: str, required: str | None) -> None:
+async def require_hash(kube: Kube, namespace: str, required: str | None) -> None:
     await kube.patch(NAMESPACES, namespace, {"metadata": {"annotations": {KEY: required}}})
 
 
@@ -44,7 +44,7 @@ async def outcome(kube: Kube, namespace: str, content: Raw) -> str:
     return str(made["metadata"]["annotations"]["gpuwarden.io/node"])
 
 
-async def heard(here: Site, text: str) -> None:
+async def wait_until_replicas_agree(here: Site, text: str) -> None:
     """Until all replicas say the same of a pod that names no hash."""
     for one in here.replicas:
         await here.balancer.only(one)
@@ -53,8 +53,8 @@ async def heard(here: Site, text: str) -> None:
 
 
 async def test_a_namespaces_own_hash_binds_its_pods_and_a_pod_may_only_narrow_it(here: Site, kube: Kube) -> None:
-    await demand(kube, here.namespace, OTHER)
-    await heard(here, "bond-1")
+    await require_hash(kube, here.namespace, OTHER)
+    await wait_until_replicas_agree(here, "bond-1")
     made = await kube.create(PODS, asking(), here.namespace)
     assert made["metadata"]["annotations"]["gpuwarden.io/node"] == "bond-1"
     assert json.loads(made["metadata"]["annotations"]["gpuwarden.io/claim"])["hashes"] == [OTHER]
@@ -67,12 +67,12 @@ async def test_a_namespaces_own_hash_binds_its_pods_and_a_pod_may_only_narrow_it
     assert (refused.value.status, refused.value.reason) == (403, "InvalidPod")
     assert f"namespace {here.namespace} holds its pods to {OTHER}" in refused.value.message
 
-    await demand(kube, here.namespace, f"{TRUSTED},{OTHER}")
+    await require_hash(kube, here.namespace, f"{TRUSTED},{OTHER}")
     await wait_until(lambda: outcome(kube, here.namespace, asking(TRUSTED)), lambda said: said == "bond-0")
-    await demand(kube, here.namespace, f"{TRUSTED},")
-    await heard(here, "holds an empty hash")
-    await demand(kube, here.namespace, None)
-    await heard(here, "bond-")
+    await require_hash(kube, here.namespace, f"{TRUSTED},")
+    await wait_until_replicas_agree(here, "holds an empty hash")
+    await require_hash(kube, here.namespace, None)
+    await wait_until_replicas_agree(here, "bond-")
 
 
 async def test_a_namespace_that_comes_with_its_pods_binds_the_first_of_them(here: Site, kube: Kube) -> None:
@@ -88,7 +88,7 @@ async def test_a_namespace_that_comes_with_its_pods_binds_the_first_of_them(here
         assert "attested as sha256:nobody-has-this" in said
 
 
-async def said_to(running: Running, raw: Raw) -> Mapping[str, Any]:
+async def answer_of(running: Running, raw: Raw) -> Mapping[str, Any]:
     async with httpx.AsyncClient(base_url=running.urls["https"], verify=running.trust, trust_env=False) as client:
         answer = await client.post("/mutate", json=builders.mutating_create(raw))
     response: Mapping[str, Any] = answer.raise_for_status().json()["response"]
@@ -102,7 +102,7 @@ async def test_a_cluster_demands_evidence_of_every_claim_if_nothing_is_said(
     directory.mkdir()
     ports = ["--port", "0", "--ui-port", "0", "--extender-port", "0"]
     with started([GPUWARDEN, "serve", *ports, "--kubeconfig", str(cluster.kubeconfig)], directory) as running:
-        refused = await said_to(running, builders.raw_pod(builders.raw_container(gpus=1)))
+        refused = await answer_of(running, builders.raw_pod(builders.raw_container(gpus=1)))
     assert not refused["allowed"]
     assert (refused["status"]["code"], refused["status"]["reason"]) == (403, "NoProvenNode")
     assert "no evidence" in refused["status"]["message"]

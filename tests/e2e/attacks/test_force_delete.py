@@ -124,7 +124,7 @@ async def test_the_gpu_of_a_pod_deleted_by_force_is_nobodys_until_its_containers
         new_namespace(kube, OPT_IN) as other,
     ):
         await here.reconciler()
-        await here.offered()
+        await here.wait_until_offered()
 
         async def attacked(node: str, attack: Attack, grace: int) -> float:
             uuid = await run_victim(here, node, grace=grace)
@@ -152,7 +152,7 @@ async def test_who_deletes_by_force_again_and_again_is_given_no_more_and_others_
         new_namespace(kube, OPT_IN) as other,
     ):
         await here.reconciler()
-        await here.offered()
+        await here.wait_until_offered()
         first, second, third, _ = here.nodes
         for node in (first, second):
             await run_victim(here, node, grace=20)
@@ -178,7 +178,7 @@ async def test_a_pod_that_never_was_on_a_node_frees_its_gpu_as_it_goes(
         new_namespace(kube, OPT_IN) as other,
     ):
         await here.reconciler()
-        await here.offered()
+        await here.wait_until_offered()
         (node,) = here.nodes
         made = await kube.create(PODS, victim(node, grace=30, schedulerName="nobody"), here.namespace)
         await delete(here, node, FORCED)
@@ -196,7 +196,7 @@ async def test_what_nobody_saw_costs_the_grace_period_that_is_stored_with_the_re
         new_namespace(kube, OPT_IN) as other,
     ):
         first = await here.reconciler()
-        await here.offered()
+        await here.wait_until_offered()
         unseen, between = here.nodes
         uuids = [await run_victim(here, node, grace=UNSEEN) for node in here.nodes]
         assert {one["grace"] for node in here.nodes for one in (await here.held_on(node)).values()} == {UNSEEN}
@@ -222,7 +222,7 @@ async def test_a_pod_that_nobody_watched_is_no_pod_that_never_was(cluster: Clust
         new_namespace(kube, OPT_IN) as other,
     ):
         first = await here.reconciler()
-        await here.offered()
+        await here.wait_until_offered()
         (node,) = here.nodes
         await first.kill()
         made = await kube.create(PODS, victim(node, grace=CAP, nodeName=node), here.namespace)
@@ -248,7 +248,7 @@ async def test_while_the_kubelet_is_down_nothing_of_its_node_is_offered_again(
         new_namespace(kube, OPT_IN) as other,
     ):
         await here.reconciler()
-        await here.offered()
+        await here.wait_until_offered()
         back, rebooted = here.nodes
         await boot(kube, rebooted, "boot-1")
         uuids = {node: await run_victim(here, node, grace=1) for node in here.nodes}
@@ -273,10 +273,10 @@ async def test_nobody_asks_for_a_longer_grace_period_than_gpus_are_kept_for(
     too_long = CAP + 1
     async with (
         site(cluster, kube, tmp_path, nodes=1, gpus=1, name="grace", replicas=1, flags=FLAGS) as here,
-        guarded(kube, CAP),
+        with_policies(kube, CAP),
     ):
         await here.reconciler()
-        await here.offered()
+        await here.wait_until_offered()
         (node,) = here.nodes
         probe = {"livenessProbe": {"terminationGracePeriodSeconds": too_long, "tcpSocket": {"port": 80}}}
         with_probe = victim(node, grace=1)
@@ -310,10 +310,10 @@ async def test_no_deletion_takes_longer_than_the_pod_itself_says(cluster: Cluste
     own, of_a_probe = 5, 9
     async with (
         site(cluster, kube, tmp_path, nodes=2, gpus=1, name="own-grace", replicas=1, flags=FLAGS) as here,
-        guarded(kube, CAP),
+        with_policies(kube, CAP),
     ):
         await here.reconciler()
-        await here.offered()
+        await here.wait_until_offered()
         deleted, evicted = here.nodes
         probe = {"startupProbe": {"terminationGracePeriodSeconds": of_a_probe, "tcpSocket": {"port": 80}}}
         for node in here.nodes:
@@ -347,10 +347,10 @@ async def test_a_pod_from_before_the_limit_was_lowered_can_be_deleted_and_evicte
     flags = ("--orphan-margin", f"{MARGIN}s", "--max-grace", "3h")
     async with (
         site(cluster, kube, tmp_path, nodes=2, gpus=1, name="old-grace", replicas=1, flags=flags) as here,
-        guarded(kube, CAP),
+        with_policies(kube, CAP),
     ):
         await here.reconciler()
-        await here.offered()
+        await here.wait_until_offered()
         deleted, evicted = here.nodes
         for node in here.nodes:
             await run_victim(here, node, grace=own)
@@ -376,7 +376,7 @@ async def test_a_pod_from_before_the_limit_was_lowered_can_be_deleted_and_evicte
 
 
 @asynccontextmanager
-async def guarded(kube: Kube, longest: int) -> AsyncIterator[None]:
+async def with_policies(kube: Kube, longest: int) -> AsyncIterator[None]:
     """By the policies on deletions and evictions alone."""
     every = policies(Installation(max_grace=longest))
     wanted = [one for one in every if one["metadata"]["name"].startswith("gpuwarden-grace")]

@@ -12,7 +12,7 @@ from scripts.controlplane.cluster import Cluster
 from tests.e2e.attacks.forger import forging
 from tests.e2e.conftest import new_namespace
 from tests.e2e.kube import PODS, RESOURCE_QUOTAS, ApiError, Kube, gone, pod, wait_until
-from tests.e2e.measurements import tell
+from tests.e2e.measurements import report_figures
 from tests.e2e.processes import OPT_IN, Site, site
 from tests.e2e.test_ledger import GPU_NODES
 from tests.e2e.webhook_configurations import is_reviewed
@@ -52,7 +52,7 @@ async def test_forged_reviews_of_an_invented_namespace_refuse_no_creation_of_a_t
         forging(here) as thief,
     ):
         await here.reconciler()
-        await here.offered()
+        await here.wait_until_offered()
         for _ in range(AT_ONCE):
             await thief.mutate("made-up")
         first = Counter(thief.answers)
@@ -61,11 +61,11 @@ async def test_forged_reviews_of_an_invented_namespace_refuse_no_creation_of_a_t
         tenant: Counter[str] = Counter()
         floods = (thief.flood("made-up", until, names_uids=names_uids) for _ in range(AT_ONCE))
         await asyncio.gather(creations(kube, here.namespace, until, tenant), *floods)
-        tell(request, first=dict(first), free=left, tenant=dict(tenant), forged=dict(thief.answers))
+        report_figures(request, first=dict(first), free=left, tenant=dict(tenant), forged=dict(thief.answers))
         assert left >= len(here.gpus) // 2
         assert set(tenant) == {"created"}
         assert tenant["created"] >= 10
-        here.judge.acquit()
+        here.checker.assert_no_violations()
 
 
 async def test_forged_reviews_of_the_tenants_own_namespace_keep_no_queued_pod_from_its_gpu(
@@ -77,7 +77,7 @@ async def test_forged_reviews_of_the_tenants_own_namespace_keep_no_queued_pod_fr
     shape: dict[str, Any] = {"nodes": 1, "gpus": 8, "replicas": 2, "flags": flags, "name": "forged"}
     async with site(cluster, kube, tmp_path, **shape) as here, forging(here) as thief:
         await here.reconciler()
-        await here.offered()
+        await here.wait_until_offered()
         until = time.monotonic() + ATTACK_SECONDS
         tenant: Counter[str] = Counter()
         floods = [asyncio.create_task(thief.flood(here.namespace, until)) for _ in range(AT_ONCE)]
@@ -88,8 +88,8 @@ async def test_forged_reviews_of_the_tenants_own_namespace_keep_no_queued_pod_fr
         await wait_until(lambda: running(kube, here.namespace), lambda seen: names <= seen, seconds=ATTACK_SECONDS)
         served = time.monotonic() - started
         await asyncio.gather(*floods)
-        tell(request, tenant=dict(tenant), forged=dict(thief.answers), served_s=served)
-        here.judge.acquit()
+        report_figures(request, tenant=dict(tenant), forged=dict(thief.answers), served_s=served)
+        here.checker.assert_no_violations()
 
 
 async def test_forged_reviews_of_a_tenants_own_namespace_cost_no_other_one_and_end_with_the_flood(
@@ -103,7 +103,7 @@ async def test_forged_reviews_of_a_tenants_own_namespace_cost_no_other_one_and_e
         forging(here) as thief,
     ):
         await here.reconciler()
-        await here.offered()
+        await here.wait_until_offered()
         await wait_until(lambda: is_reviewed(kube, other))
         until = time.monotonic() + ATTACK_SECONDS
         named: Counter[str] = Counter()
@@ -121,13 +121,13 @@ async def test_forged_reviews_of_a_tenants_own_namespace_cost_no_other_one_and_e
         recovered = time.monotonic() - ended
         await wait_until(lambda: free_gpus(here), lambda free: free == 8)
         figures = {"named": dict(named), "neighbour": dict(neighbour), "forged": dict(thief.answers)}
-        tell(request, **figures, recovered_s=recovered, all_free_s=time.monotonic() - ended)
+        report_figures(request, **figures, recovered_s=recovered, all_free_s=time.monotonic() - ended)
         assert left >= len(here.gpus) // 2
         assert set(neighbour) == {"created"}
         assert neighbour["created"] >= 5
         # A hold that the last forged review made, the ledger's next look, and the creation that finds the GPU.
         assert recovered < HOLD_SECONDS + 5
-        here.judge.acquit()
+        here.checker.assert_no_violations()
 
 
 async def running(kube: Kube, namespace: str) -> set[str]:
@@ -143,7 +143,7 @@ async def test_creations_that_a_quota_refuses_keep_gpus_from_nobody_else(
         new_namespace(kube, OPT_IN) as poor,
     ):
         await here.reconciler()
-        await here.offered()
+        await here.wait_until_offered()
         quota = {"metadata": {"name": "none"}, "spec": {"hard": {"pods": "0"}}}
         await kube.create(RESOURCE_QUOTAS, quota, poor)
         await wait_until(lambda: kube.get(RESOURCE_QUOTAS, "none", poor), lambda one: "hard" in one.get("status", {}))
@@ -155,7 +155,7 @@ async def test_creations_that_a_quota_refuses_keep_gpus_from_nobody_else(
         await wait_until(lambda: free_gpus(here), lambda free: free < 8)
         await creations(kube, here.namespace, until, tenant)
         await asyncio.gather(*attack)
-        tell(request, tenant=dict(tenant), attacker=dict(attacker))
+        report_figures(request, tenant=dict(tenant), attacker=dict(attacker))
         assert not attacker["created"]
         assert attacker["Forbidden"]
         assert set(tenant) == {"created"}
@@ -172,7 +172,7 @@ async def test_what_a_quota_refuses_while_no_reconciler_runs_counts_for_the_limi
         new_namespace(kube, OPT_IN) as poor,
     ):
         reconciler = await here.reconciler()
-        await here.offered()
+        await here.wait_until_offered()
         quota = {"metadata": {"name": "none"}, "spec": {"hard": {"pods": "0"}}}
         await kube.create(RESOURCE_QUOTAS, quota, poor)
         await wait_until(lambda: kube.get(RESOURCE_QUOTAS, "none", poor), lambda one: "hard" in one.get("status", {}))

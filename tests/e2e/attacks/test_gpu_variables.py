@@ -13,7 +13,7 @@ from scripts.controlplane.cluster import Cluster
 from tests.e2e.cluster_users import resource_of
 from tests.e2e.conftest import new_namespace
 from tests.e2e.kube import PODS, ROLE_BINDINGS, ApiError, Kube, Raw, pod, wait_until
-from tests.e2e.webhook_calls import NOBODY, QUIET, registered, trusting
+from tests.e2e.webhook_calls import QUIET, UNREACHABLE_URL, ca_of, registered
 from tests.e2e.webhook_configurations import another_webhook
 from tests.running import Running, serving
 from webhook.kube.install.policies import Blinds, Installation, policies
@@ -94,7 +94,7 @@ async def tenant_of(cluster: Cluster, kube: Kube, labels: dict[str, str]) -> Asy
 
 
 @frozen
-class Place:
+class Harness:
     """Where an attack takes place: a tenant in an opted-in namespace."""
 
     kube: Kube
@@ -118,9 +118,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def kube(cluster: Cluster, server: Running) -> AsyncIterator[Kube]:
     """The API server with the shipped policies and webhooks, for each label another server or none."""
-    url, bundle = server.urls["https"], trusting(server)
+    url, bundle = server.urls["https"], ca_of(server)
     hooks = (
-        Installation(opt_in="example.test/alone", url=NOBODY, reviews_bindings=False),
+        Installation(opt_in="example.test/alone", url=UNREACHABLE_URL, reviews_bindings=False),
         Installation(opt_in="example.test/served", url=url, ca_bundle=bundle, reviews_bindings=False),
         Installation(
             opt_in="example.test/sent", url=url, ca_bundle=bundle, reviews_bindings=False, blinds=Blinds.WEBHOOK
@@ -150,40 +150,40 @@ async def acts(kube: Kube, namespace: str) -> bool:
 
 
 @asynccontextmanager
-async def place_of(cluster: Cluster, kube: Kube, labels: dict[str, str]) -> AsyncIterator[Place]:
+async def new_harness(cluster: Cluster, kube: Kube, labels: dict[str, str]) -> AsyncIterator[Harness]:
     async with tenant_of(cluster, kube, labels) as (tenant, namespace):
-        yield Place(kube, tenant, namespace)
+        yield Harness(kube, tenant, namespace)
         # Tests of deletes count them: the last of these is in before another module begins.
         await kube.call("DELETE", PODS.path(namespace), query={"gracePeriodSeconds": "0"})
         await wait_until(lambda: kube.list(PODS, namespace), lambda left: left == [])
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def alone(cluster: Cluster, kube: Kube) -> AsyncIterator[Place]:
+async def alone(cluster: Cluster, kube: Kube) -> AsyncIterator[Harness]:
     """Policies act; the webhooks lead to a server that is not there."""
-    async with place_of(cluster, kube, GUARDED | ALONE) as place:
-        yield place
+    async with new_harness(cluster, kube, GUARDED | ALONE) as harness:
+        yield harness
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def served(cluster: Cluster, kube: Kube) -> AsyncIterator[Place]:
+async def served(cluster: Cluster, kube: Kube) -> AsyncIterator[Harness]:
     """Policies act, and the server answers."""
-    async with place_of(cluster, kube, GUARDED | SERVED) as place:
-        yield place
+    async with new_harness(cluster, kube, GUARDED | SERVED) as harness:
+        yield harness
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def unguarded(cluster: Cluster, kube: Kube) -> AsyncIterator[Place]:
+async def unguarded(cluster: Cluster, kube: Kube) -> AsyncIterator[Harness]:
     """The server answers, and no policy acts: before 1.36 Kubernetes has no MutatingAdmissionPolicy."""
-    async with place_of(cluster, kube, SERVED) as place:
-        yield place
+    async with new_harness(cluster, kube, SERVED) as harness:
+        yield harness
 
 
 # No server runs.
 
 
 @pytest.mark.parametrize("members", HOSTILE.values(), ids=HOSTILE)
-async def test_plain_pod_sees_no_gpu_while_no_server_runs(alone: Place, members: Raw) -> None:
+async def test_plain_pod_sees_no_gpu_while_no_server_runs(alone: Harness, members: Raw) -> None:
     made = await alone.made(hostile_pod(members))
     assert seen(made) == dict.fromkeys(("init", "side", "a", "b"), "void")
     # Nothing else of it is changed.
@@ -206,7 +206,7 @@ async def test_other_namespaces_are_left_alone(cluster: Cluster, kube: Kube) -> 
         assert set(seen(made).values()) == {"all"}
 
 
-async def test_forged_annotation_does_not_keep_a_pod_from_being_blinded(alone: Place) -> None:
+async def test_forged_annotation_does_not_keep_a_pod_from_being_blinded(alone: Harness) -> None:
     """Policies run in no fixed order, so a policy that strips the annotation may be the second."""
     forged = dict.fromkeys(("gpuwarden.io/reservation-id", "gpuwarden.io/gpu-uuid", "gpuwarden.io/node"), "x")
     for number in range(20):
@@ -220,21 +220,21 @@ async def test_forged_annotation_does_not_keep_a_pod_from_being_blinded(alone: P
 @pytest.mark.parametrize(
     "key", ["gpuwarden.io/claim", "gpuwarden.io/gpu-count", "gpuwarden.io/required-hash", "gpu-scheduling-map"]
 )
-async def test_pod_that_asks_gpuwarden_is_not_created_unseen(alone: Place, key: str) -> None:
+async def test_pod_that_asks_gpuwarden_is_not_created_unseen(alone: Harness, key: str) -> None:
     """What the policy leaves to the webhook is refused while nobody answers."""
     with pytest.raises(ApiError) as refused:
         await alone.made(hostile_pod(HOSTILE["envFrom"], annotations={key: "0"}))
     assert "failed calling webhook" in refused.value.message
 
 
-async def test_container_with_a_gpu_of_the_device_plugin_is_not_created_unseen(alone: Place) -> None:
+async def test_container_with_a_gpu_of_the_device_plugin_is_not_created_unseen(alone: Harness) -> None:
     with pytest.raises(ApiError) as refused:
         await alone.made(pod("a", gpus=1))
     assert "failed calling webhook" in refused.value.message
 
 
 @pytest.mark.parametrize("members", HOSTILE.values(), ids=HOSTILE)
-async def test_debug_container_sees_no_gpu_while_no_server_runs(alone: Place, members: Raw) -> None:
+async def test_debug_container_sees_no_gpu_while_no_server_runs(alone: Harness, members: Raw) -> None:
     await alone.made(pod("a", schedulerName="nobody"))
     made = await alone.debugged("a", container("first", **members))
     assert seen(made) == {"main": "void", "first": "void"}
@@ -242,7 +242,7 @@ async def test_debug_container_sees_no_gpu_while_no_server_runs(alone: Place, me
     assert seen(made) == {"main": "void", "first": "void", "second": "void"}
 
 
-async def test_large_pod_is_not_too_costly_to_blind(alone: Place) -> None:
+async def test_large_pod_is_not_too_costly_to_blind(alone: Harness) -> None:
     env = [{"name": f"VARIABLE_{n}", "value": "x"} for n in range(100)]
     content = hostile_pod({})
     content["spec"] = {"containers": [container(f"c{n}", env=env) for n in range(200)]}
@@ -250,7 +250,7 @@ async def test_large_pod_is_not_too_costly_to_blind(alone: Place) -> None:
     assert set(seen(made).values()) == {"void"}
 
 
-async def test_invalid_pod_is_told_so_by_the_api_server(alone: Place) -> None:
+async def test_invalid_pod_is_told_so_by_the_api_server(alone: Harness) -> None:
     specs: list[Raw] = [{}, {"containers": None}, {"containers": []}, {"containers": None, "initContainers": None}]
     for spec in specs:
         with pytest.raises(ApiError) as refused:
@@ -280,13 +280,13 @@ def added(name: str) -> Raw:
 
 
 @pytest.mark.parametrize("policy", ["Never", "IfNeeded"])
-async def test_container_that_another_webhook_adds_is_blinded(alone: Place, tmp_path: Path, policy: str) -> None:
+async def test_container_that_another_webhook_adds_is_blinded(alone: Harness, tmp_path: Path, policy: str) -> None:
     async with another_webhook(alone.kube, alone.namespace, tmp_path, injecting, policy):
         made = await alone.made(hostile_pod(HOSTILE["envFrom"]))
     assert seen(made) == dict.fromkeys(("init", "side", "a", "b", "first"), "void")
 
 
-async def test_container_that_is_added_after_all_policies_is_refused(alone: Place, tmp_path: Path) -> None:
+async def test_container_that_is_added_after_all_policies_is_refused(alone: Harness, tmp_path: Path) -> None:
     async with another_webhook(alone.kube, alone.namespace, tmp_path, injecting_again, "IfNeeded") as asked:
         with pytest.raises(ApiError) as refused:
             await alone.made(hostile_pod(HOSTILE["envFrom"]))
@@ -305,7 +305,7 @@ async def test_container_that_is_added_after_all_policies_is_refused(alone: Plac
     ids=["a claim", "a count of none"],
 )
 async def test_container_that_another_webhook_adds_to_a_pod_that_asks_sees_no_gpu(
-    served: Place, tmp_path: Path, content: Raw, change: Callable[[Raw], list[Raw]]
+    served: Harness, tmp_path: Path, content: Raw, change: Callable[[Raw], list[Raw]]
 ) -> None:
     async with another_webhook(served.kube, served.namespace, tmp_path, change, "IfNeeded"):
         try:
@@ -331,7 +331,7 @@ UNSAID = {name: HOSTILE[name] for name in ("nothing but its image", "CUDA_VERSIO
 
 
 @pytest.mark.parametrize("members", HOSTILE.values(), ids=HOSTILE)
-async def test_second_container_beside_a_claim_sees_no_more_than_the_claim(served: Place, members: Raw) -> None:
+async def test_second_container_beside_a_claim_sees_no_more_than_the_claim(served: Harness, members: Raw) -> None:
     made = await served.made(beside_a_gpu(members))
     own = made["metadata"]["annotations"]["gpuwarden.io/gpu-uuid"]
     others = "void" if members in UNSAID.values() else own
@@ -339,20 +339,20 @@ async def test_second_container_beside_a_claim_sees_no_more_than_the_claim(serve
 
 
 @pytest.mark.parametrize("members", UNSAID.values(), ids=UNSAID)
-async def test_second_container_beside_a_claim_is_blinded_without_policies(unguarded: Place, members: Raw) -> None:
+async def test_second_container_beside_a_claim_is_blinded_without_policies(unguarded: Harness, members: Raw) -> None:
     made = await unguarded.made(beside_a_gpu(members))
     assert {name: value for name, value in seen(made).items() if name != "main"} == dict.fromkeys(
         ("init", "side", "b"), "void"
     )
 
 
-async def test_pod_with_cuda_version_is_blinded_without_policies(unguarded: Place) -> None:
+async def test_pod_with_cuda_version_is_blinded_without_policies(unguarded: Harness) -> None:
     made = await unguarded.made(hostile_pod(HOSTILE["CUDA_VERSION"]))
     assert set(seen(made).values()) == {"void"}
 
 
 @pytest.mark.parametrize("name", [name for name in HOSTILE if name not in UNSAID])
-async def test_pod_without_a_claim_that_names_gpus_is_refused_without_policies(unguarded: Place, name: str) -> None:
+async def test_pod_without_a_claim_that_names_gpus_is_refused_without_policies(unguarded: Harness, name: str) -> None:
     with pytest.raises(ApiError) as refused:
         await unguarded.made(hostile_pod(HOSTILE[name]))
     assert (refused.value.status, refused.value.reason) == (403, "GpuWithoutClaim")
@@ -368,7 +368,7 @@ async def test_pod_without_a_claim_that_names_gpus_is_refused_without_policies(u
     ids=["a count of none", "a record of nothing", "a limit of none"],
 )
 async def test_pod_that_asks_for_no_gpu_is_blinded_by_the_webhook(
-    served: Place, annotations: dict[str, str], resources: Raw
+    served: Harness, annotations: dict[str, str], resources: Raw
 ) -> None:
     content = hostile_pod({**HOSTILE["envFrom"], "resources": resources}, annotations=annotations)
     assert set(seen(await served.made(content)).values()) == {"void"}
@@ -387,7 +387,7 @@ DEBUGGERS: dict[str, Raw] = {
 
 
 @pytest.mark.parametrize("members", DEBUGGERS.values(), ids=DEBUGGERS)
-async def test_debug_container_beside_a_claim_sees_no_more_than_the_claim(served: Place, members: Raw) -> None:
+async def test_debug_container_beside_a_claim_sees_no_more_than_the_claim(served: Harness, members: Raw) -> None:
     made = await served.made(pod("a", gpus=1, schedulerName="nobody"))
     own = seen(made)["main"]
     if members in OPEN_DEBUGGERS.values():
@@ -400,14 +400,14 @@ async def test_debug_container_beside_a_claim_sees_no_more_than_the_claim(served
 
 
 @pytest.mark.parametrize("members", DEBUGGERS.values(), ids=DEBUGGERS)
-async def test_debug_container_beside_a_claim_is_refused_without_policies(unguarded: Place, members: Raw) -> None:
+async def test_debug_container_beside_a_claim_is_refused_without_policies(unguarded: Harness, members: Raw) -> None:
     await unguarded.made(pod("a", gpus=1, schedulerName="nobody"))
     with pytest.raises(ApiError) as refused:
         await unguarded.debugged("a", container("debug", **members))
     assert refused.value.reason == "Immutable"
 
 
-async def test_debug_container_may_see_the_gpus_of_its_pod(served: Place) -> None:
+async def test_debug_container_may_see_the_gpus_of_its_pod(served: Harness) -> None:
     made = await served.made(pod("a", gpus=2, schedulerName="nobody"))
     own = seen(made)["main"]
     debugged = await served.debugged("a", container("debug", env=[shows(own)]))
@@ -418,10 +418,10 @@ async def test_debug_container_may_see_the_gpus_of_its_pod(served: Place) -> Non
 
 
 async def test_webhook_blinds_every_pod_where_it_is_told_to(cluster: Cluster, kube: Kube) -> None:
-    async with place_of(cluster, kube, SENT) as place:
+    async with new_harness(cluster, kube, SENT) as harness:
         for number, members in enumerate(UNSAID.values()):
             content = hostile_pod(members)
             content["metadata"]["name"] = f"plain-{number}"
-            assert set(seen(await place.made(content)).values()) == {"void"}
-            debugged = await place.debugged(f"plain-{number}", container("debug", **members))
+            assert set(seen(await harness.made(content)).values()) == {"void"}
+            debugged = await harness.debugged(f"plain-{number}", container("debug", **members))
             assert seen(debugged)["debug"] == "void"

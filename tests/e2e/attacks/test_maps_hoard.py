@@ -22,7 +22,7 @@ async def two_gpus(cluster: Cluster, kube: Kube, directory: Path) -> AsyncIterat
     flags = ("--when-unavailable", "deny")
     async with site(cluster, kube, directory, nodes=1, gpus=2, name="hoard", replicas=1, flags=flags) as here:
         await here.reconciler()
-        await here.offered()
+        await here.wait_until_offered()
         yield here
 
 

@@ -18,7 +18,7 @@ async def test_a_map_is_followed_to_the_node_of_that_name_whatever_labels_others
         for node in here.nodes:
             await kube.patch(GPU_NODES, node, {"spec": {"devices": [{"uuid": f"GPU-{node}-0", "index": 0}]}})
         await here.reconciler()
-        await here.offered()
+        await here.wait_until_offered()
         # A kubelet may write this label on its own Node.
         await kube.patch(NODES, thief, {"metadata": {"labels": {"gpu-node-name": honest}}})
         await label_is_known(kube, here, honest)
@@ -30,7 +30,7 @@ async def test_a_map_is_followed_to_the_node_of_that_name_whatever_labels_others
         other = stateful_set("other", 1, annotations={MAP: f"0={thief}:0"})
         await kube.create(STATEFUL_SETS, other, here.namespace)
         await placed(kube, here, {"other-0": (thief, f"GPU-{thief}-0")})
-        here.judge.acquit()
+        here.checker.assert_no_violations()
 
 
 async def label_is_known(kube: Kube, here: Site, label: str) -> None:

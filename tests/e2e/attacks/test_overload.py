@@ -18,7 +18,7 @@ import httpx
 import pytest
 
 from tests.e2e.attacks.flood import head, review
-from tests.e2e.measurements import tell
+from tests.e2e.measurements import report_figures
 from tests.running import Running, serving
 
 INVENTORY = {"nodes": [{"name": "node-0", "devices": [{"uuid": f"GPU-{k}"} for k in range(64)]}]}
@@ -131,7 +131,7 @@ async def test_a_flood_of_bodies_takes_little_memory_and_keeps_nobody_waiting(
             others = neighbours.share
     slowest = {"slowest": round(max(took), 2), "slowest over a kept connection": round(max(over_kept), 2)}
     figures = {"RSS_MiB": most, "reviews": len(took), **slowest, "machine_used_by_others": round(others, 2)}
-    tell(request, **figures)
+    report_figures(request, **figures)
     told = json.dumps({**figures, "statuses": sorted(statuses)})
     assert statuses == {200}, told
     assert most < MOST_RSS, told

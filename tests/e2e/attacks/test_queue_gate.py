@@ -12,13 +12,13 @@ from tests.e2e.kube import (
     Raw,
     wait_until,
 )
-from tests.e2e.test_queue import line
+from tests.e2e.test_queue import queue_harness
 
 
 async def test_nobody_else_opens_the_gate_and_no_pod_without_gpus_is_bound(
     cluster: Cluster, kube: Kube, tmp_path: Path
 ) -> None:
-    async with line(cluster, kube, tmp_path, gpus=1, acts=False) as queue:
+    async with queue_harness(cluster, kube, tmp_path, gpus=1, acts=False) as queue:
         await queue.create("first")
         await wait_until(queue.here.held)
         await queue.wait("second")

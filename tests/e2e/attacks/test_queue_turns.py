@@ -11,7 +11,7 @@ from scripts.controlplane.cluster import Cluster
 from tests.e2e.conftest import new_namespace
 from tests.e2e.kube import PODS, Kube, Raw, pod, pod_in_phase, wait_until
 from tests.e2e.processes import OPT_IN
-from tests.e2e.test_queue import GATE, Line, gates, line
+from tests.e2e.test_queue import GATE, QueueHarness, gates, queue_harness
 
 MANY = 300
 Name = tuple[str, str]
@@ -50,7 +50,7 @@ def of_its_own_kind(number: int) -> Raw:
     return {"tolerations": [{"key": f"own-{number}", "operator": "Exists"}]}
 
 
-async def create_many(queue: Line, *, have_own_kinds: bool) -> None:
+async def create_many(queue: QueueHarness, *, have_own_kinds: bool) -> None:
     room = asyncio.Semaphore(16)
 
     async def create(number: int) -> None:
@@ -64,7 +64,7 @@ async def create_many(queue: Line, *, have_own_kinds: bool) -> None:
 async def test_a_tenant_that_comes_after_many_pods_of_another_has_every_other_turn(
     cluster: Cluster, kube: Kube, tmp_path: Path, *, have_own_kinds: bool
 ) -> None:
-    async with line(cluster, kube, tmp_path, gpus=2) as queue, new_namespace(kube, OPT_IN) as late:
+    async with queue_harness(cluster, kube, tmp_path, gpus=2) as queue, new_namespace(kube, OPT_IN) as late:
         await queue.run("first", "second")
         await create_many(queue, have_own_kinds=have_own_kinds)
         for number in range(3):

@@ -16,7 +16,7 @@ from scripts.controlplane.cluster import Cluster
 from tests.e2e.attacks.forger import Forger, forging, trust
 from tests.e2e.conftest import new_namespace
 from tests.e2e.kube import MUTATING, PODS, ApiError, Kube, Raw, pod, wait_until
-from tests.e2e.measurements import tell
+from tests.e2e.measurements import report_figures
 from tests.e2e.processes import Site, Worker, site
 from tests.e2e.test_access import bearer
 from tests.e2e.webhook_configurations import MUTATED, hook, reviewer
@@ -105,13 +105,13 @@ async def test_who_looks_at_devices_learns_no_id_to_validate_in_a_victims_place(
 ) -> None:
     async with site(cluster, kube, tmp_path, nodes=2, gpus=8, replicas=1, name="thief") as here:
         await here.reconciler()
-        await here.offered()
+        await here.wait_until_offered()
         async with thieving(cluster, kube, here) as thief, slowed(here, tmp_path, 0.2):
             stealing = asyncio.create_task(thief.steal())
             answers = await victims(here, 40)
             stealing.cancel()
             await asyncio.gather(stealing, return_exceptions=True)
-            tell(request, victims=dict(answers), learnt=len(thief.learnt), thief=dict(thief.forger.answers))
+            report_figures(request, victims=dict(answers), learnt=len(thief.learnt), thief=dict(thief.forger.answers))
             assert answers == {"created": 40}
             assert not thief.learnt
 
@@ -122,14 +122,14 @@ async def test_an_id_that_is_known_serves_no_pod_of_another_name(
     """As who may read GPUNodes learns it."""
     async with site(cluster, kube, tmp_path, nodes=1, gpus=8, replicas=1, name="thief") as here:
         await here.reconciler()
-        await here.offered()
+        await here.wait_until_offered()
         async with thieving(cluster, kube, here) as thief, slowed(here, tmp_path, 2):
             creating = asyncio.create_task(victims(here, 1))
             held = await wait_until(here.held, bool)
             (slot, entry) = next(iter(held.items()))
             said = await thief.validate(entry["reservation"], slot.partition("/")[0], here.nodes[0], "stolen")
             answers = await creating
-            tell(request, victims=dict(answers), thief=said)
+            report_figures(request, victims=dict(answers), thief=said)
             assert answers == {"created": 1}
             assert said is not None
             assert not said["allowed"]

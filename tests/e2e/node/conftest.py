@@ -14,7 +14,7 @@ from tests.e2e.kube import Kube
 from tests.e2e.node.containers import GPUS, NODE, RUNTIME_CLASS, RUNTIME_CLASSES
 from tests.e2e.node.front import in_front
 from tests.e2e.processes import Site
-from tests.e2e.skipping import lacks
+from tests.e2e.skipping import skip_or_fail
 
 
 @pytest.fixture(scope="session")
@@ -23,7 +23,7 @@ def node_parts() -> None:
     try:
         parts()
     except CannotRunError as exc:
-        lacks("NODE", str(exc))
+        skip_or_fail("NODE", str(exc))
     except BuildError as exc:
         pytest.exit(str(exc), returncode=TOOL_MISSING)
 

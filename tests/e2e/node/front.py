@@ -10,7 +10,7 @@ from scripts.controlplane.cluster import Cluster
 from scripts.node.files import RUNTIME
 from scripts.node.real import RealNode
 from tests.e2e.kube import NAMESPACES, PODS, Kube, wait_until
-from tests.e2e.processes import Site, guarded, removed, standing_on
+from tests.e2e.processes import Site, remove_nodes, site_on_nodes, with_policies
 from tests.e2e.test_ledger import GPU_NODES, installed
 
 HASH: Final = "sha256:aa11"
@@ -34,11 +34,11 @@ async def in_front(
     devices = {node.name: node.gpus for node in nodes}
     async with AsyncExitStack() as stack:
         await installed(kube)
-        stack.push_async_callback(removed, kube, tuple(devices), (GPU_NODES,))
+        stack.push_async_callback(remove_nodes, kube, tuple(devices), (GPU_NODES,))
         own = ("--runtime-class", RUNTIME, *evidence, *flags)
-        standing = standing_on(cluster, kube, directory, devices, replicas=replicas, flags=own)
+        standing = site_on_nodes(cluster, kube, directory, devices, replicas=replicas, flags=own)
         here = await stack.enter_async_context(standing)
-        await stack.enter_async_context(guarded(here))
+        await stack.enter_async_context(with_policies(here))
         # Heartbeats are written to files of the machine.
         exempt = {"metadata": {"labels": {"gpuwarden.io/isolation": "none"}}}
         await kube.patch(NAMESPACES, here.namespace, exempt)
@@ -46,7 +46,7 @@ async def in_front(
         await here.reconciler()
         if attesting is not None:
             await stack.enter_async_context(attesting(here))
-        await here.offered()
+        await here.wait_until_offered()
         yield here
 
 

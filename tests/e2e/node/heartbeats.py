@@ -62,9 +62,9 @@ def overlaps(lives: Iterable[Life]) -> list[str]:
     by_gpu: dict[str, list[Life]] = {}
     for one in sorted(lives):
         by_gpu.setdefault(one.gpu, []).append(one)
-    for of_gpu in by_gpu.values():
-        latest = of_gpu[0]
-        for one in of_gpu[1:]:
+    for lives_of_gpu in by_gpu.values():
+        latest = lives_of_gpu[0]
+        for one in lives_of_gpu[1:]:
             if one.first <= latest.last:
                 both = min(one.last, latest.last) - one.first
                 found.append(f"{one.gpu}: {one.pod} beside {latest.pod} for {both:.2f} s from {one.first:.2f} on")

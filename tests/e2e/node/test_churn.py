@@ -15,9 +15,9 @@ from attrs import define, field, frozen
 
 from scripts.controlplane.cluster import Cluster
 from scripts.node.real import RealNode
-from tests.e2e.gpu_checker import PromiseBrokenError
+from tests.e2e.gpu_checker import InvariantViolatedError
 from tests.e2e.kube import NODES, PODS, ApiError, Kube, NotInTimeError, Raw, wait_until
-from tests.e2e.measurements import tell
+from tests.e2e.measurements import report_figures
 from tests.e2e.node.containers import is_ready, real_pod
 from tests.e2e.node.front import in_front
 from tests.e2e.node.heartbeats import Life, beating, lives_in, overlaps, volume_of
@@ -34,7 +34,7 @@ FREE_WITHIN: Final = 90.0
 
 
 @frozen
-class Way:
+class PodScenario:
     """How a pod lives and how it is deleted."""
 
     name: str
@@ -46,12 +46,12 @@ class Way:
 
 
 WAYS: Final = (
-    Way("plain"),
-    Way("grace-0", grace=0),
-    Way("forced", grace=4, deleted_with=0),
-    Way("ends", beats=20),
-    Way("crashes", beats=10, restart="Always"),
-    Way("crashes-forced", beats=10, restart="Always", deleted_with=0),
+    PodScenario("plain"),
+    PodScenario("grace-0", grace=0),
+    PodScenario("forced", grace=4, deleted_with=0),
+    PodScenario("ends", beats=20),
+    PodScenario("crashes", beats=10, restart="Always"),
+    PodScenario("crashes-forced", beats=10, restart="Always", deleted_with=0),
 )
 
 
@@ -67,7 +67,7 @@ class Churn:
     created: Counter[str] = field(factory=Counter)
     annotated: dict[str, str] = field(factory=dict)
     refused: int = 0
-    _ways: "itertools.cycle[Way]" = field(factory=lambda: itertools.cycle(WAYS))
+    _ways: "itertools.cycle[PodScenario]" = field(factory=lambda: itertools.cycle(WAYS))
     _numbers: "itertools.count[int]" = field(factory=itertools.count)
     _is_over: bool = False
 
@@ -78,11 +78,11 @@ class Churn:
                 group.create_task(self._work())
             for what in troubles:
                 await asyncio.sleep(pause)
-                await self.trouble(what)
+                await self.cause_failure(what)
             await asyncio.sleep(pause)
             self._is_over = True
 
-    async def trouble(self, what: str) -> None:
+    async def cause_failure(self, what: str) -> None:
         if what == "reboot":
             since = datetime.now(UTC)  # noqa: TID251 - kubelet's heartbeats are by the machine's clock
             await asyncio.to_thread(self.node.reboot)
@@ -97,28 +97,28 @@ class Churn:
             await asyncio.to_thread(self.node.start_containerd)
 
     async def _work(self) -> None:
-        way = next(self._ways)
+        scenario = next(self._ways)
         while not self._is_over:
-            name = f"{way.name}-{next(self._numbers)}"
-            if not await self._create(name, way):
+            name = f"{scenario.name}-{next(self._numbers)}"
+            if not await self._create(name, scenario):
                 await asyncio.sleep(ASKS_AGAIN_AFTER)
                 continue
             await self._seen(name)
             await asyncio.sleep(self.rng.uniform(0.2, 2))
-            await self.here.kube.delete(PODS, name, self.here.namespace, grace=way.deleted_with)
-            way = next(self._ways)
+            await self.here.kube.delete(PODS, name, self.here.namespace, grace=scenario.deleted_with)
+            scenario = next(self._ways)
 
-    async def _create(self, name: str, way: Way) -> bool:
+    async def _create(self, name: str, scenario: PodScenario) -> bool:
         gpus = 1 if self.rng.random() < 0.7 else 2
-        beats = beating(name, gpus, beats=way.beats)
+        beats = beating(name, gpus, beats=scenario.beats)
         volumes = [volume_of(self.beats)]
-        content = real_pod(name, beats, grace=way.grace, restartPolicy=way.restart, volumes=volumes)
+        content = real_pod(name, beats, grace=scenario.grace, restartPolicy=scenario.restart, volumes=volumes)
         try:
             made = await self.here.kube.create(PODS, content, self.here.namespace)
         except ApiError:
             self.refused += 1
             return False
-        self.created[way.name] += 1
+        self.created[scenario.name] += 1
         self.annotated[name] = made["metadata"]["annotations"]["gpuwarden.io/gpu-uuid"]
         return True
 
@@ -131,12 +131,12 @@ class Churn:
         with suppress(NotInTimeError):
             await wait_until(found, lambda pod: is_ready(pod) or pod["status"]["phase"] != "Pending", SEEN_WITHIN)
 
-    def judge(self, lives: Sequence[Life]) -> None:
+    def checker(self, lives: Sequence[Life]) -> None:
         """Raises what no second try makes good."""
-        wrongs = overlaps(lives)
-        wrongs += [f"{one.pod} had {one.gpu}" for one in lives if one.gpu not in self.annotated[one.pod]]
-        if wrongs:
-            raise PromiseBrokenError("\n".join(wrongs[:10]))
+        violations = overlaps(lives)
+        violations += [f"{one.pod} had {one.gpu}" for one in lives if one.gpu not in self.annotated[one.pod]]
+        if violations:
+            raise InvariantViolatedError("\n".join(violations[:10]))
 
 
 # The judge.
@@ -166,7 +166,7 @@ async def churn(
 ) -> AsyncIterator[Churn]:
     """On a node of its own: what happens to it happens to no other test."""
     seed = random.SystemRandom().randrange(1 << 32)
-    tell(request, seed=seed)
+    report_figures(request, seed=seed)
     beats = tmp_path / "beats"
     beats.mkdir()
     node = await asyncio.to_thread(real_cluster.add_real_node, "churned", CHURNED)
@@ -192,8 +192,8 @@ async def test_no_gpu_is_used_by_two_containers_at_a_time(
     await churn.here.free_all()
     await wait_until(churn.here.held, lambda held: not held, FREE_WITHIN)
     lives = lives_in(churn.beats)
-    tell(request, containers=len(lives), pods=dict(churn.created), refusals=churn.refused)
-    churn.judge(lives)
-    churn.here.judge.acquit()
+    report_figures(request, containers=len(lives), pods=dict(churn.created), refusals=churn.refused)
+    churn.checker(lives)
+    churn.here.checker.assert_no_violations()
     assert {one.gpu for one in lives} == set(CHURNED)
-    assert churn.created.keys() == {way.name for way in WAYS}
+    assert churn.created.keys() == {scenario.name for scenario in WAYS}

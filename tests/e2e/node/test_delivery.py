@@ -58,7 +58,7 @@ async def test_container_sees_exactly_the_gpus_of_its_pod(
     others = await seen_in(real_cluster, namespace, "others")
     assert len(others.uuids) == 1
     assert not set(others.uuids) & set(annotated)
-    front.judge.acquit()
+    front.checker.assert_no_violations()
 
 
 def greedy(name: str) -> Raw:

@@ -36,7 +36,7 @@ done
 """
 
 
-def living(name: str, beats: Path, *, grace: int = 1) -> Raw:
+def heartbeat_pod(name: str, beats: Path, *, grace: int = 1) -> Raw:
     main = container(1, script=LIVES.replace("{name}", name), volumeMounts=[{"name": "beats", "mountPath": "/beats"}])
     return real_pod(name, main, grace=grace, volumes=[{"name": "beats", "hostPath": {"path": str(beats)}}])
 
@@ -125,14 +125,14 @@ async def test_no_gpu_has_two_containers_however_pods_are_deleted(
     async with in_front(real_cluster, real_kube, tmp_path, [real_node], flags=FLAGS) as here:
         old = [f"old-{number}" for number in range(len(WAYS))]
         for name in old:
-            await here.kube.create(PODS, living(name, beats), here.namespace)
+            await here.kube.create(PODS, heartbeat_pod(name, beats), here.namespace)
         for name in old:
             await runs(here.kube, here.namespace, name)
         await asyncio.gather(*(way(here, name) for way, name in zip(WAYS, old, strict=True)))
         took = []
         for number in range(len(WAYS)):
             name = f"next-{number}"
-            took.append(await admitted_in_the_end(here, living(name, beats), GRACE + MARGIN + 60))
+            took.append(await admitted_in_the_end(here, heartbeat_pod(name, beats), GRACE + MARGIN + 60))
             await runs(here.kube, here.namespace, name)
         await asyncio.sleep(2)
         found = lives(beats)
@@ -152,13 +152,13 @@ async def test_no_gpu_has_two_containers_while_the_kubelet_is_dead(
     beats.mkdir()
     async with in_front(real_cluster, real_kube, tmp_path, [real_node], flags=FLAGS) as here:
         for number in range(4):
-            await here.kube.create(PODS, living(f"old-{number}", beats), here.namespace)
+            await here.kube.create(PODS, heartbeat_pod(f"old-{number}", beats), here.namespace)
         for number in range(4):
             await runs(here.kube, here.namespace, f"old-{number}")
         await asyncio.to_thread(real_node.kill_kubelet)
         for number in range(4):
             await delete(here, f"old-{number}", 0)
-        trying = asyncio.create_task(admitted_in_the_end(here, living("next", beats), MARGIN + 120))
+        trying = asyncio.create_task(admitted_in_the_end(here, heartbeat_pod("next", beats), MARGIN + 120))
         await asyncio.sleep(10)
         assert not trying.done()
         assert all(now() - one.last < 5 for pods in lives(beats).values() for one in pods.values())
@@ -182,14 +182,14 @@ async def test_no_gpu_has_two_containers_while_the_kubelet_is_dead_for_longer_th
         in_front(real_cluster, real_kube, tmp_path, [real_node], flags=FLAGS) as here,
     ):
         for number in range(4):
-            await here.kube.create(PODS, living(f"old-{number}", beats), here.namespace)
+            await here.kube.create(PODS, heartbeat_pod(f"old-{number}", beats), here.namespace)
         for number in range(4):
             await runs(here.kube, here.namespace, f"old-{number}")
         await asyncio.to_thread(real_node.kill_kubelet)
         died = time.monotonic()
         for number in range(4):
             await delete(here, f"old-{number}", 0)
-        trying = asyncio.create_task(admitted_in_the_end(here, living("next", beats), DEAD_FOR + MARGIN + 120))
+        trying = asyncio.create_task(admitted_in_the_end(here, heartbeat_pod("next", beats), DEAD_FOR + MARGIN + 120))
         await wait_until(lambda: here.kube.get(NODES, real_node.name), lambda node: not is_ready(node), MARGIN)
         await asyncio.sleep(DEAD_FOR - (time.monotonic() - died))
         assert not trying.done()

@@ -16,7 +16,7 @@ import pytest
 from scripts.controlplane.cluster import Cluster
 from scripts.node.real import RealNode
 from tests.e2e.kube import EVENTS, PODS, Kube, Raw, wait_until
-from tests.e2e.measurements import tell
+from tests.e2e.measurements import report_figures
 from tests.e2e.node.containers import NODE, container, real_pod, runs
 from tests.e2e.node.front import HASH, in_front
 from tests.e2e.node.test_force_delete import admitted_in_the_end, delete, lives, now, overlaps
@@ -113,7 +113,7 @@ async def test_a_gpu_is_offered_again_soon_after_its_containers_have_ended_and_n
     second = time.monotonic() - begun
     await runs(here.kube, here.namespace, "next-1")
     await asyncio.sleep(1)
-    tell(request, ended_after_12_s_and_offered_after=first, ended_after_40_s_and_offered_after=second)
+    report_figures(request, ended_after_12_s_and_offered_after=first, ended_after_40_s_and_offered_after=second)
     assert GRACE - 2 < second < GRACE + SOON
     found = lives(beats / "gpus")
     assert overlaps(found) == []
@@ -150,7 +150,7 @@ async def test_while_the_kubelet_is_dead_nothing_is_offered_whether_or_not_a_con
     await asyncio.to_thread(real_node.start_kubelet)
     await trying
     took = time.monotonic() - began
-    tell(request, offered_after_the_kubelet_is_back_and=took)
+    report_figures(request, offered_after_the_kubelet_is_back_and=took)
     assert took < GRACE + MARGIN + SOON
     await runs(here.kube, here.namespace, "next")
     await asyncio.sleep(1)
