@@ -186,7 +186,7 @@ async def posted(running: Running, path: str, namespace: str, token: str = "", p
             return 0
 
 
-async def test_a_token_of_the_audience_and_of_who_may_post_reviews(
+async def test_reviews_need_a_token_of_the_audience_and_of_an_allowed_caller(
     cluster: Cluster, kube: Kube, namespace: str, identity: Identity, tmp_path: Path
 ) -> None:
     tokens = {
@@ -207,7 +207,7 @@ async def test_a_token_of_the_audience_and_of_who_may_post_reviews(
         assert await posted(running, "/validate", namespace, identity.token.read_text()) == 200
 
 
-async def test_without_a_list_of_callers_the_audience_alone_is_asked_for(
+async def test_without_review_callers_only_the_audience_is_checked(
     cluster: Cluster, kube: Kube, namespace: str, tmp_path: Path
 ) -> None:
     with served(cluster, tmp_path / "serve", *TOKEN[:2]) as running:
@@ -217,7 +217,7 @@ async def test_without_a_list_of_callers_the_audience_alone_is_asked_for(
         assert await posted(running, "/validate", namespace, cluster.service_account_token(*CALLER)) == 401
 
 
-async def test_a_certificate_of_the_client_ca_posts_reviews(
+async def test_reviews_need_a_certificate_of_the_client_ca(
     cluster: Cluster, kube: Kube, namespace: str, identity: Identity, tmp_path: Path
 ) -> None:
     stranger = tmp_path / "stranger.pem"
@@ -314,7 +314,7 @@ def requests(log: Path) -> list[tuple[str, Use, int]]:
     return found
 
 
-async def test_each_account_may_do_what_it_does_and_no_more(
+async def test_each_service_account_has_exactly_the_permissions_it_uses(
     cluster: Cluster, kube: Kube, namespace: str, identity: Identity, directory: Path, tmp_path: Path
 ) -> None:
     account = str(cluster.service_account_kubeconfig(OURS, "gpuwarden-reconcile"))
@@ -348,9 +348,7 @@ async def test_each_account_may_do_what_it_does_and_no_more(
         assert uses - used - SPARE[name].keys() == set(), name
 
 
-async def test_who_binds_may_read_claims_volumes_and_classes_by_name_and_give_a_claim_a_node(
-    cluster: Cluster, kube: Kube
-) -> None:
+async def test_binder_account_may_read_volumes_and_select_a_node_for_a_claim(cluster: Cluster, kube: Kube) -> None:
     """404: it is asked about, and is not there. Whoever may not ask is answered 403."""
     settings = Settings(kubeconfig=cluster.service_account_kubeconfig(OURS, "gpuwarden-bind"))
     tries = (
@@ -372,7 +370,7 @@ async def test_who_binds_may_read_claims_volumes_and_classes_by_name_and_give_a_
             assert (verb, path, status) == (verb, path, code)
 
 
-async def test_who_reconciles_may_do_what_lost_evidence_asks_for(cluster: Cluster, kube: Kube) -> None:
+async def test_reconciler_account_may_do_what_evidence_loss_needs(cluster: Cluster, kube: Kube) -> None:
     node = NODE_NAMES[1]
     before = (await kube.get(NODES, node))["spec"].get("taints", [])
     settings = Settings(kubeconfig=cluster.service_account_kubeconfig(OURS, "gpuwarden-reconcile"))
@@ -518,7 +516,7 @@ async def answered(running: Running, namespace: str, uid: str) -> tuple[bool, st
     return response["allowed"], response.get("status", {}).get("reason", "")
 
 
-async def test_forged_reviews_fill_one_namespace_for_a_while_and_leave_the_others_alone(
+async def test_forged_reviews_fill_only_one_namespace_and_only_temporarily(
     cluster: Cluster, kube: Kube, namespace: str, tmp_path: Path
 ) -> None:
     limits = ["--pending-per-namespace", "1", "--pending-deadline", "3s", "--clock-skew", "1s"]

@@ -95,7 +95,7 @@ async def gauge(running: Running, kind: str) -> float:
     return float(found[1]) if found else -1
 
 
-async def test_an_audit_finds_what_went_round_the_webhooks_and_changes_nothing(
+async def test_audit_finds_objects_that_bypassed_the_webhooks_and_changes_nothing(
     auditor: Auditor, kube: Kube, tmp_path: Path
 ) -> None:
     here = auditor.here
@@ -156,7 +156,7 @@ async def test_an_audit_finds_what_went_round_the_webhooks_and_changes_nothing(
             assert await gauge(running, "PodNotIsolated") >= 1
 
 
-async def test_a_reservation_whose_pod_is_gone_is_found(auditor: Auditor, kube: Kube) -> None:
+async def test_audit_finds_a_reservation_without_a_pod(auditor: Auditor, kube: Kube) -> None:
     held = {
         "GPU-audit-0-2/0": {
             "reservation": "left-behind",
@@ -175,7 +175,7 @@ async def test_a_reservation_whose_pod_is_gone_is_found(auditor: Auditor, kube: 
     assert ours(found, auditor.here.namespace) == {("ReservationWithoutPod", "reservation left-behind")}
 
 
-async def test_who_may_not_read_gets_no_answer_and_another_exit_status(auditor: Auditor, kube: Kube) -> None:
+async def test_audit_without_read_permission_exits_with_another_status(auditor: Auditor, kube: Kube) -> None:
     content = json.loads(auditor.kubeconfig.read_text())
     content["users"][0]["user"] = {"token": "nobodys"}
     auditor.kubeconfig.write_text(json.dumps(content))

@@ -192,7 +192,7 @@ async def rotated(load: Load, times: int, seconds: float) -> None:
 
 @pytest.mark.parametrize("times", [10, pytest.param(LONG, marks=pytest.mark.long)])
 @pytest.mark.defect("S1-21")
-async def test_our_own_certificates_change_under_load_and_no_review_is_lost(
+async def test_no_review_is_lost_while_own_certificates_change_under_load(
     cluster: Cluster, kube: Kube, tmp_path: Path, request: pytest.FixtureRequest, times: int
 ) -> None:
     files = tmp_path / "files"
@@ -220,7 +220,7 @@ async def test_our_own_certificates_change_under_load_and_no_review_is_lost(
     await forgotten(kube)
 
 
-async def test_whoever_is_killed_while_certificates_change_no_review_is_lost(
+async def test_no_review_is_lost_when_a_certificate_keeper_is_killed(
     cluster: Cluster, kube: Kube, tmp_path: Path
 ) -> None:
     """Two look after them, one of which is killed again and again, at no moment in particular."""
@@ -256,9 +256,7 @@ async def forgotten(kube: Kube) -> None:
     await kube.delete(SECRETS, "gpuwarden-certs", OURS)
 
 
-async def test_ensure_makes_a_certificate_once_and_changes_nothing_after(
-    cluster: Cluster, kube: Kube, tmp_path: Path
-) -> None:
+async def test_certs_ensure_is_idempotent(cluster: Cluster, kube: Kube, tmp_path: Path) -> None:
     account = cluster.service_account_kubeconfig(OURS, "gpuwarden-certs")
     command = [GPUWARDEN, "certs", "ensure", "--kubeconfig", str(account), "--certs-dir", "files"]
     for manifest in webhooks(Installation(OURS)):
@@ -288,7 +286,7 @@ async def test_ensure_makes_a_certificate_once_and_changes_nothing_after(
         await forgotten(kube)
 
 
-async def test_a_secret_of_another_type_is_left_alone(cluster: Cluster, kube: Kube, tmp_path: Path) -> None:
+async def test_secret_of_another_type_is_not_changed(cluster: Cluster, kube: Kube, tmp_path: Path) -> None:
     """Such as cert-manager's: without tls.crt the API server would refuse it, and with it there is no first step."""
     account = cluster.service_account_kubeconfig(OURS, "gpuwarden-certs")
     data = {"tls.crt": "", "tls.key": ""}
@@ -304,7 +302,7 @@ async def test_a_secret_of_another_type_is_left_alone(cluster: Cluster, kube: Ku
         await forgotten(kube)
 
 
-async def test_a_right_that_is_missing_is_named(cluster: Cluster, tmp_path: Path) -> None:
+async def test_missing_permission_is_named(cluster: Cluster, tmp_path: Path) -> None:
     nobody = cluster.service_account_kubeconfig(OURS, "default")
     command = [GPUWARDEN, "certs", "ensure", "--kubeconfig", str(nobody)]
     done = await asyncio.to_thread(subprocess.run, command, cwd=tmp_path, capture_output=True, text=True)
@@ -368,7 +366,7 @@ async def renewed(kube: Kube) -> None:
 
 
 @pytest.mark.parametrize("times", [5, pytest.param(LONG, marks=pytest.mark.long)])
-async def test_cert_managers_certificates_change_under_load_and_no_review_is_lost(
+async def test_no_review_is_lost_while_cert_manager_certificates_change_under_load(
     cluster: Cluster, kube: Kube, tmp_path: Path, cert_manager: None, request: pytest.FixtureRequest, times: int
 ) -> None:
     kinds = {"Issuer": ISSUERS, "Certificate": CERTIFICATES}

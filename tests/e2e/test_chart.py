@@ -167,7 +167,7 @@ async def plurals(kube: Kube) -> dict[tuple[str, str], Resource]:
     return known
 
 
-async def test_what_is_rendered_is_taken_by_the_api_server(kube: Kube, others: None, manifests: list[Raw]) -> None:
+async def test_rendered_chart_is_accepted_by_the_api_server(kube: Kube, others: None, manifests: list[Raw]) -> None:
     """By a dry run with strict fields, policies' expressions compiled."""
     kinds = {(one["apiVersion"], one["kind"]) for one in manifests}
     known = await wait_until(lambda: plurals(kube), lambda seen: kinds <= seen.keys())
@@ -257,14 +257,14 @@ async def judged(kube: Kube, place: Path, manifests: list[Raw]) -> tuple[int, Ra
     return done.returncode, json.loads(done.stdout)
 
 
-async def test_what_is_rendered_is_taken_by_kubeconform(kube: Kube, tmp_path: Path, manifests: list[Raw]) -> None:
+async def test_rendered_chart_is_accepted_by_kubeconform(kube: Kube, tmp_path: Path, manifests: list[Raw]) -> None:
     code, said = await judged(kube, tmp_path, manifests)
     assert code == 0, sorted({f"{one['kind']}: {one['msg']}" for one in said["resources"]})[:9]
     assert said["summary"]["valid"] > 100
     assert (said["summary"]["invalid"], said["summary"]["errors"]) == (0, 0)
 
 
-async def test_kubeconform_would_have_told(kube: Kube, tmp_path: Path) -> None:
+async def test_kubeconform_rejects_an_unknown_field(kube: Kube, tmp_path: Path) -> None:
     """That what it says counts: a field that is none is not let through."""
     (deployment,) = [one for one in rendered({}) if one["kind"] == "Deployment" and one["metadata"]["name"] == OURS]
     wrong = json.loads(json.dumps(deployment))
@@ -502,7 +502,7 @@ def ours(cluster: Cluster) -> list[str]:
     return done.stdout.split()
 
 
-async def test_what_the_cluster_does_not_have_is_said_before_anything_is_made(
+async def test_missing_cluster_features_are_reported_before_anything_is_created(
     cluster: Cluster, kube: Kube, release: Release
 ) -> None:
     for values, sentence in (
@@ -522,7 +522,7 @@ async def test_what_the_cluster_does_not_have_is_said_before_anything_is_made(
     assert await asyncio.to_thread(ours, cluster) == []
 
 
-async def test_what_the_cluster_has_is_found(kube: Kube, others: None, release: Release) -> None:
+async def test_cluster_features_are_detected(kube: Kube, others: None, release: Release) -> None:
     """By helm's own look at the API server, without being told."""
     values = {"tls.mode": "certManager", "serviceMonitor.enabled": True, "prometheusRule.enabled": True}
 
@@ -546,7 +546,7 @@ def as_issued(ca: KeyPair) -> Raw:
     return {"metadata": {"name": "gpuwarden-tls"}, "type": "kubernetes.io/tls", "data": encoded}
 
 
-async def test_after_cert_manager_both_cas_are_trusted_before_ours_signs(
+async def test_change_from_cert_manager_trusts_both_cas_before_the_own_ca_signs(
     kube: Kube, others: None, release: Release
 ) -> None:
     """And each mode has its own Secret, of which an upgrade leaves what is in it, and uninstalling ours."""
@@ -601,7 +601,9 @@ def test_every_directory_is_a_kustomization(cluster: Cluster) -> None:
         assert "kind: Deployment" in done.stdout
 
 
-async def test_the_filter_answers_after_kubectl_apply(cluster: Cluster, kube: Kube, tmp_path: Path) -> None:
+async def test_filter_works_after_kubectl_apply_of_the_extender_directory(
+    cluster: Cluster, kube: Kube, tmp_path: Path
+) -> None:
     """The files in their directory's order, the processes under their accounts, and a scheduler's question."""
     place = "blind-gpu-scheduler"
     release = Release(cluster, kube, tmp_path, namespace=place)

@@ -176,7 +176,7 @@ async def webhooks_are_switched_on(harness: Harness) -> float:
     return time.monotonic() - begun
 
 
-async def test_an_upgrade_and_a_rollback_lose_no_review(
+async def test_upgrade_and_rollback_lose_no_review(
     cluster: Cluster, kube: Kube, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     """Values and a version of the CRDs; every replica is another one afterwards."""

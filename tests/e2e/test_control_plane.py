@@ -71,14 +71,14 @@ async def test_a_pod_that_fits_nowhere_waits(kube: Kube, namespace: str) -> None
 
 
 @pytest.mark.parametrize("phase", ["Succeeded", "Failed"])
-async def test_a_pod_ends_as_it_is_told(kube: Kube, namespace: str, phase: str) -> None:
+async def test_pod_ends_in_the_requested_phase(kube: Kube, namespace: str, phase: str) -> None:
     told = {"kubelet.test/ends": phase, "kubelet.test/runs-for": "1s"}
     await kube.create(PODS, pod("a", annotations=told, restartPolicy="Never"), namespace)
     await pod_in_phase(kube, namespace, "a", "Running")
     await pod_in_phase(kube, namespace, "a", phase)
 
 
-async def test_a_pod_starts_no_sooner_than_it_is_told(kube: Kube, namespace: str) -> None:
+async def test_pod_starts_after_the_requested_delay(kube: Kube, namespace: str) -> None:
     started = time.monotonic()
     await kube.create(PODS, pod("a", annotations={"kubelet.test/starts-after": "2s"}), namespace)
     await pod_in_phase(kube, namespace, "a", "Running")
@@ -195,7 +195,7 @@ async def test_a_service_account_may_do_what_rbac_allows(cluster: Cluster, kube:
         assert await wait_until(lambda: may_list_pods(robot, namespace))
 
 
-async def test_a_token_for_another_audience_opens_nothing(cluster: Cluster, kube: Kube, namespace: str) -> None:
+async def test_token_for_another_audience_is_refused(cluster: Cluster, kube: Kube, namespace: str) -> None:
     kubeconfig = cluster.service_account_kubeconfig(namespace, "robot", audience="gpuwarden")
     async with Kube(kubeconfig) as robot:
         with pytest.raises(ApiError, match="401"):
@@ -250,7 +250,9 @@ async def test_a_paused_etcd_holds_writes_up_until_it_is_resumed(cluster: Cluste
     assert made["metadata"]["uid"]
 
 
-async def test_a_killed_component_is_missed_until_it_is_back(cluster: Cluster, kube: Kube, namespace: str) -> None:
+async def test_cluster_works_again_after_a_killed_component_is_restarted(
+    cluster: Cluster, kube: Kube, namespace: str
+) -> None:
     cluster.kill("kube-scheduler")
     assert cluster.status()["kube-scheduler"] is State.GONE
     await kube.create(PODS, pod("a"), namespace)
@@ -280,7 +282,7 @@ def listens(url: str) -> bool:
     return False
 
 
-def test_nothing_stays_behind_a_killed_owner_and_the_data_do(tmp_path: Path) -> None:
+def test_killed_owner_leaves_data_and_no_processes(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", OWNER, tmp_path], cwd=ROOT, stdout=subprocess.PIPE) as owner:
         assert owner.stdout is not None
         assert owner.stdout.readline() == b"up\n"

@@ -98,7 +98,7 @@ async def test_a_deployment_runs_and_is_scaled_down(here: Site) -> None:
     await each_has_its_own(here, await pods_in_phase(here.kube, here.namespace, 2, "Running"))
 
 
-async def test_a_job_runs_to_its_end_and_its_pods_give_back_what_they_had(here: Site) -> None:
+async def test_completed_job_releases_its_gpus(here: Site) -> None:
     await here.kube.create(JOBS, job("train", pods=6, gpus=1), here.namespace)
     await wait_until(
         lambda: here.kube.get(JOBS, "train", here.namespace), lambda one: one["status"].get("succeeded") == 6
@@ -107,7 +107,7 @@ async def test_a_job_runs_to_its_end_and_its_pods_give_back_what_they_had(here: 
     await nothing_held(here)
 
 
-async def test_a_stateful_set_is_ready_and_an_ordinal_comes_back_after_its_pod_has_gone(here: Site) -> None:
+async def test_deleted_pod_of_a_stateful_set_is_replaced(here: Site) -> None:
     await here.kube.create(STATEFUL_SETS, stateful_set("shard", 3, gpus=1), here.namespace)
     await wait_until(
         lambda: here.kube.get(STATEFUL_SETS, "shard", here.namespace),
@@ -142,7 +142,7 @@ async def test_a_dry_run_writes_nothing(here: Site) -> None:
     assert not await here.kube.list(PODS, here.namespace)
 
 
-async def test_pods_that_a_quota_refuses_leave_nothing_past_the_deadline(
+async def test_pods_refused_by_a_quota_leave_no_reservation_after_the_deadline(
     here: Site, request: pytest.FixtureRequest
 ) -> None:
     quota = {"metadata": {"name": "none"}, "spec": {"hard": {"pods": "0"}}}
@@ -157,7 +157,7 @@ async def test_pods_that_a_quota_refuses_leave_nothing_past_the_deadline(
     report_figures(request, held_s=await nothing_held(here))
 
 
-async def test_pods_that_a_policy_refuses_leave_nothing_past_the_deadline(
+async def test_pods_refused_by_a_policy_leave_no_reservation_after_the_deadline(
     here: Site, request: pytest.FixtureRequest
 ) -> None:
     """It judges after the mutating webhooks and before the validating ones, so no uid is ever learnt."""
@@ -193,7 +193,7 @@ async def is_refused(here: Site, content: Raw) -> bool:
     return False
 
 
-async def test_an_evicted_pod_gives_back_its_gpu(here: Site, request: pytest.FixtureRequest) -> None:
+async def test_evicted_pod_releases_its_gpu(here: Site, request: pytest.FixtureRequest) -> None:
     await here.kube.create(PODS, pod("evicted", gpus=1), here.namespace)
     await pod_in_phase(here.kube, here.namespace, "evicted", "Running")
     await wait_until(lambda: holders(here), lambda found: len(found) == 1)
@@ -229,7 +229,7 @@ async def test_a_terminating_pod_keeps_its_gpu_until_its_containers_have_ended(h
     await gone(here.kube, PODS, "stays", here.namespace)
 
 
-async def test_a_namespace_that_is_deleted_gives_back_what_its_pods_had_and_no_sooner(
+async def test_deleted_namespace_releases_gpus_only_after_its_pods_have_ended(
     here: Site, request: pytest.FixtureRequest
 ) -> None:
     on_each = [{"nodeSelector": {"kubernetes.io/hostname": node}} for node in here.nodes]

@@ -185,7 +185,7 @@ async def cleared(kube: Kube, namespace: str) -> None:
                 await kube.delete(EVENTS, one["metadata"]["name"], "default")
 
 
-async def test_what_a_node_says_it_has_a_pod_gets(harness: Harness) -> None:
+async def test_pod_gets_a_gpu_that_a_node_annotation_lists(harness: Harness) -> None:
     await harness.node(A, said("GPU-1", "GPU-2", GPU_2=["fudo.org/gpu.memory-80g"]))
     made = await harness.wait_for_devices(A, GPU_1=True, GPU_2=True)
     assert made["metadata"]["labels"]["app.kubernetes.io/managed-by"] == "gpuwarden"
@@ -196,7 +196,7 @@ async def test_what_a_node_says_it_has_a_pod_gets(harness: Harness) -> None:
 
 
 @pytest.mark.defect("S4-14")
-async def test_one_bad_annotation_is_told_on_its_node_and_the_others_are_served(harness: Harness) -> None:
+async def test_invalid_annotation_is_reported_on_its_node_and_affects_no_other_node(harness: Harness) -> None:
     await harness.node(A, said("GPU-a"))
     await harness.wait_for_devices(A, GPU_a=True)
     await harness.annotate_node(A, "not base64!")
@@ -207,7 +207,7 @@ async def test_one_bad_annotation_is_told_on_its_node_and_the_others_are_served(
     assert await harness.has_gpu(A, "train-a") == "GPU-a"  # what was known stays
 
 
-async def test_a_gpu_node_that_a_hand_made_unreadable_holds_nobody_up_until_it_is_mended(harness: Harness) -> None:
+async def test_unreadable_gpunode_affects_no_other_node_and_recovers_when_repaired(harness: Harness) -> None:
     """Nothing of what is held is lost, and everybody else is served at once."""
     await harness.node(A, said("GPU-a", "GPU-a2"))
     had = await harness.has_gpu(A, "first")
@@ -251,7 +251,7 @@ async def test_a_gpu_that_changes_its_uuid_while_held_is_quarantined_until_its_p
     assert await harness.gpu_or_reason(harness.asking(A)) == "denied NoFreeDevice"
 
 
-async def test_a_gpu_that_comes_back_is_had_again_and_one_that_nobody_holds_goes_at_once(harness: Harness) -> None:
+async def test_gpu_that_returns_is_available_and_a_free_gpu_is_removed_at_once(harness: Harness) -> None:
     await harness.node(A, said("GPU-1", "GPU-2"))
     held = await harness.has_gpu(A, "first")
     await harness.is_held(A, held)
@@ -263,7 +263,7 @@ async def test_a_gpu_that_comes_back_is_had_again_and_one_that_nobody_holds_goes
     assert await harness.has_gpu(A, "second") == free
 
 
-async def test_a_gpu_on_two_nodes_is_nobodys_until_one_of_them_is_left(harness: Harness) -> None:
+async def test_gpu_listed_by_two_nodes_is_unavailable_until_one_node_is_gone(harness: Harness) -> None:
     await harness.node(A, said("GPU-twin"))
     await harness.node(B, said("GPU-twin"))
     assert f"GPU-twin is on {B} too" in await harness.wait_for_event(A, "DeviceDisputed")
@@ -278,7 +278,7 @@ async def test_a_gpu_on_two_nodes_is_nobodys_until_one_of_them_is_left(harness: 
     await gone(harness.kube, GPU_NODES, B)
 
 
-async def test_a_node_that_goes_and_comes_back_gives_nobodys_gpu_away(harness: Harness) -> None:
+async def test_node_that_is_deleted_and_recreated_keeps_its_reservations(harness: Harness) -> None:
     await harness.node(A, said("GPU-1", "GPU-2"))
     held = await harness.has_gpu(A, "first")
     (free,) = {"GPU-1", "GPU-2"} - {held}
@@ -292,7 +292,7 @@ async def test_a_node_that_goes_and_comes_back_gives_nobodys_gpu_away(harness: H
     assert after["metadata"]["uid"] == before
 
 
-async def test_a_gpu_node_goes_with_its_node_when_the_last_pod_has_gone(harness: Harness) -> None:
+async def test_gpunode_is_deleted_after_its_node_and_its_last_pod(harness: Harness) -> None:
     await harness.node(A, said("GPU-1"))
     await harness.has_gpu(A, "train")
     await harness.is_held(A, "GPU-1")
@@ -305,7 +305,7 @@ async def test_a_gpu_node_goes_with_its_node_when_the_last_pod_has_gone(harness:
     assert await harness.has_gpu(A, "again") == "GPU-1"
 
 
-async def test_what_somebody_made_by_hand_is_left_alone(harness: Harness) -> None:
+async def test_manually_created_gpunode_is_not_changed(harness: Harness) -> None:
     await harness.kube.create(GPU_NODES, gpu_node(A, "GPU-hand"))
     await harness.node(A)
     assert await harness.has_gpu(A, "train") == "GPU-hand"
@@ -326,7 +326,7 @@ class TestWithAnInventoryFile:
             json.dumps({A: HASH}).replace("{", "{{").replace("}", "}}"),
         ]
 
-    async def test_evidence_reaches_the_pods_that_ask_for_it(self, harness: Harness) -> None:
+    async def test_evidence_of_an_inventory_file_is_used_for_pods(self, harness: Harness) -> None:
         await harness.node(A, said("GPU-a"))
         harness.inventory.write_text(
             json.dumps({"nodes": [{"name": B, "evidence": {"hash": OTHER_HASH}, "devices": [{"uuid": "GPU-b"}]}]})
@@ -346,7 +346,7 @@ class TestWithAnInventoryFile:
         await gone(harness.kube, NODE_EVIDENCES, B)
         assert await harness.sources(A)  # the file still speaks of it
 
-    async def test_a_node_with_2000_gpus_is_one_object_and_holds_nobody_up(self, harness: Harness) -> None:
+    async def test_node_with_2000_gpus_is_one_object_and_delays_no_other_node(self, harness: Harness) -> None:
         devices = [
             {"uuid": f"GPU-{k:08x}-0000-4000-8000-000000000000", "index": k, "model": "H100", "memory": "80Gi"}
             | {"serial": f"16503{k:08}", "labels": ["fudo.org/gpu.memory-80g", "model=h100", "zone=a"]}
@@ -395,7 +395,7 @@ def sources(entry: Raw | None, source: str = "jwt-svid") -> Raw:
         pytest.param({"banned": False, "conflict": False}, "static", id="without a hash"),
     ],
 )
-async def test_the_api_server_refuses_evidence_that_cannot_be(proven: Kube, changes: Raw, source: str) -> None:
+async def test_api_server_refuses_inconsistent_evidence(proven: Kube, changes: Raw, source: str) -> None:
     with pytest.raises(ApiError) as refused:
         await proven.patch(NODE_EVIDENCES, A, sources(changes, source), subresource="status")
     assert refused.value.status == 422
@@ -410,7 +410,7 @@ async def test_the_api_server_refuses_evidence_that_cannot_be(proven: Kube, chan
         pytest.param({"hash": HASH, "banned": False, "conflict": False}, "static", id="another source"),
     ],
 )
-async def test_the_api_server_takes_evidence_that_can_be(proven: Kube, changes: Raw, source: str) -> None:
+async def test_api_server_accepts_consistent_evidence(proven: Kube, changes: Raw, source: str) -> None:
     await proven.patch(NODE_EVIDENCES, A, sources(changes, source), subresource="status")
     await proven.patch(NODE_EVIDENCES, A, sources(None, source), subresource="status")
 
@@ -436,15 +436,13 @@ async def answered(proven: Kube) -> Kube:
         pytest.param({"challenged": "2026-03-02T12:00:00Z"}, id="the same nonce, written as issued later, and again"),
     ],
 )
-async def test_the_api_server_refuses_the_answer_to_a_challenge_that_is_not_a_later_one(
-    answered: Kube, changes: Raw
-) -> None:
+async def test_api_server_refuses_an_answer_to_an_older_challenge(answered: Kube, changes: Raw) -> None:
     with pytest.raises(ApiError) as refused:
         await answered.patch(NODE_EVIDENCES, A, sources(changes), subresource="status")
     assert refused.value.status == 422
 
 
 @pytest.mark.parametrize("challenged", ["2026-03-02T11:59:59.501Z", "2026-03-02T12:29:59+00:00"])
-async def test_the_api_server_takes_the_answer_to_a_later_challenge(answered: Kube, challenged: str) -> None:
+async def test_api_server_accepts_an_answer_to_a_later_challenge(answered: Kube, challenged: str) -> None:
     await answered.patch(NODE_EVIDENCES, A, sources({**AGAIN, "challenged": challenged}), subresource="status")
     await answered.patch(NODE_EVIDENCES, A, sources({"until": "2026-03-02T12:45:00Z"}), subresource="status")

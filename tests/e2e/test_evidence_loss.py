@@ -154,7 +154,7 @@ async def cleared(kube: Kube, namespace: str) -> None:
 
 @pytest.mark.defect("S0-6")
 @pytest.mark.parametrize("harness", ["report"], indirect=True)
-async def test_evidence_that_ends_under_a_pod_is_told_to_the_node_the_pod_and_its_owner(harness: Harness) -> None:
+async def test_evidence_loss_is_reported_on_the_node_the_pod_and_its_owner(harness: Harness) -> None:
     await harness.kube.create(DEPLOYMENTS, deployment("train", 1, 1, ASKING), harness.namespace)
     (running,) = await pods_in_phase(harness.kube, harness.namespace, 1, "Running")
     await harness.withdrawn()
@@ -175,7 +175,7 @@ async def test_evidence_that_ends_under_a_pod_is_told_to_the_node_the_pod_and_it
 
 
 @pytest.mark.parametrize("harness", ["taint"], indirect=True)
-async def test_the_node_is_tainted_until_its_evidence_is_back_and_others_taints_stay(harness: Harness) -> None:
+async def test_node_is_tainted_until_its_evidence_returns_and_other_taints_stay(harness: Harness) -> None:
     await harness.runs(asking("train"))
     theirs = taint("theirs")
     found = await harness.kube.get(NODES, NODE)
@@ -189,7 +189,7 @@ async def test_the_node_is_tainted_until_its_evidence_is_back_and_others_taints_
 
 
 @pytest.mark.parametrize("harness", ["evict"], indirect=True)
-async def test_a_pod_is_evicted_when_evidence_expires_and_not_before_its_budget_allows_it(harness: Harness) -> None:
+async def test_pod_is_evicted_after_evidence_expires_within_its_disruption_budget(harness: Harness) -> None:
     await harness.runs(asking("train", {"app": "train"}))
     await harness.runs(asking("unguarded", gpus=0))  # held to proven nodes, and holds nothing
     selector = {"matchLabels": {"app": "train"}}

@@ -106,7 +106,7 @@ def manifest(directory: Path, *pods: Raw) -> str:
     return "pods.yaml"
 
 
-async def test_explain_denies_what_the_server_denies_whatever_an_inventory_file_here_says(harness: Harness) -> None:
+async def test_explain_uses_the_server_and_not_a_local_inventory_file(harness: Harness) -> None:
     """In the working directory there is an example inventory, in which the pod would be admitted."""
     examples = harness.directory / "examples"
     examples.mkdir()
@@ -150,7 +150,7 @@ def disagreements(
     ]
 
 
-async def test_of_generated_pods_explain_and_a_dry_run_agree(harness: Harness) -> None:
+async def test_explain_and_a_dry_run_agree_on_generated_pods(harness: Harness) -> None:
     pods = generated(harness.here.namespace)
     expected = await verdicts(harness, pods)
     said = await harness.explain("-", "-o", "json", *harness.to_server, stdin=yaml.safe_dump_all(pods))
@@ -161,7 +161,7 @@ async def test_of_generated_pods_explain_and_a_dry_run_agree(harness: Harness) -
 
 
 @pytest.mark.parametrize("harness", [UNUSUAL], indirect=True, ids=["a server with unusual settings"])
-async def test_of_generated_pods_a_kubeconfig_alone_leads_to_what_the_server_says(harness: Harness) -> None:
+async def test_explain_with_only_a_kubeconfig_agrees_with_the_server_on_generated_pods(harness: Harness) -> None:
     """The command is given no setting of the server. What the API server itself takes for no pod it refuses first."""
     await harness.here.wait_until_reviewed()
     pods = generated(harness.here.namespace)
@@ -179,7 +179,7 @@ async def test_of_generated_pods_a_kubeconfig_alone_leads_to_what_the_server_say
     assert await harness.here.held() == {}
 
 
-async def test_a_kubeconfig_leads_to_hints_and_warnings_and_the_pod(harness: Harness, kube: Kube) -> None:
+async def test_explain_with_a_kubeconfig_prints_hints_warnings_and_the_pod(harness: Harness, kube: Kube) -> None:
     here = harness.here
     await here.reconciler()
     await here.wait_until_reviewed()
@@ -209,7 +209,7 @@ async def test_a_kubeconfig_leads_to_hints_and_warnings_and_the_pod(harness: Har
     assert await here.held() == {}
 
 
-async def test_what_is_not_told_to_a_caller_is_no_verdict(harness: Harness, kube: Kube) -> None:
+async def test_explain_gives_no_verdict_without_permission_namespace_or_webhooks(harness: Harness, kube: Kube) -> None:
     """Without the right to create pods, without the namespace, and while our webhooks do not answer."""
     here = harness.here
     await here.wait_until_reviewed()
@@ -239,9 +239,7 @@ async def test_what_is_not_told_to_a_caller_is_no_verdict(harness: Harness, kube
     assert (down.status, "failed calling webhook" in down.out) == (2, True), down
 
 
-async def test_what_only_the_second_webhook_refuses_is_refused_by_the_api_server_too(
-    harness: Harness, kube: Kube
-) -> None:
+async def test_explain_reports_a_denial_of_the_validating_webhook(harness: Harness, kube: Kube) -> None:
     here = harness.here
     raw = {**pod("cheat", annotations={"cdi.k8s.io/gpu": "nvidia.com/gpu=all"})}
     said = await harness.explain("-", "-n", here.namespace, *harness.to_server, stdin=json.dumps(raw))
@@ -250,7 +248,7 @@ async def test_what_only_the_second_webhook_refuses_is_refused_by_the_api_server
         await kube.create(PODS, raw, here.namespace, dryRun="All")
 
 
-async def test_nobody_who_can_answer_is_no_verdict(harness: Harness) -> None:
+async def test_explain_gives_no_verdict_if_no_server_answers(harness: Harness) -> None:
     file = manifest(harness.directory, raw_pod(raw_container(gpus=1)))
     server = ["--server", harness.url, "--ca", str(harness.ca)]
     without_token = await harness.explain(file, *server)
@@ -263,7 +261,7 @@ async def test_nobody_who_can_answer_is_no_verdict(harness: Harness) -> None:
     assert (one_is_lost.status, "admit" in one_is_lost.out) == (2, True), one_is_lost
 
 
-async def test_a_kubeconfig_shows_the_server_who_asks(harness: Harness) -> None:
+async def test_explain_sends_the_credentials_of_the_kubeconfig(harness: Harness) -> None:
     file = manifest(harness.directory, raw_pod(raw_container(gpus=1), namespace=harness.here.namespace))
     content = json.loads(harness.here.kubeconfig.read_text())
     content["users"][0]["user"] = {"token": harness.token.read_text()}
@@ -273,7 +271,7 @@ async def test_a_kubeconfig_shows_the_server_who_asks(harness: Harness) -> None:
     assert (said.status, f"answered by server {harness.url}" in said.err) == (0, True), said
 
 
-async def test_a_pod_of_the_cluster_is_told_what_it_has(harness: Harness, kube: Kube) -> None:
+async def test_explain_shows_the_gpus_of_an_existing_pod(harness: Harness, kube: Kube) -> None:
     here = harness.here
     await here.reconciler()
     await here.wait_until_reviewed()
@@ -287,7 +285,7 @@ async def test_a_pod_of_the_cluster_is_told_what_it_has(harness: Harness, kube: 
     assert (said.status, "answered 404" in said.err) == (2, True), said
 
 
-async def test_the_pod_that_is_shown_is_the_one_that_the_api_server_would_store(harness: Harness, kube: Kube) -> None:
+async def test_explain_shows_the_pod_as_the_api_server_would_store_it(harness: Harness, kube: Kube) -> None:
     here = harness.here
     await here.wait_until_reviewed()
     raw = pod("train", gpus=2, annotations={"gpuwarden.io/required-hash": HASH})

@@ -225,7 +225,7 @@ def account(cluster: Cluster) -> Path:
     return cluster.service_account_kubeconfig(OURS, "gpuwarden-export")
 
 
-async def test_what_nvidia_smi_says_arrives_and_labels_the_node(
+async def test_nvidia_smi_output_is_exported_and_labels_the_node(
     kube: Kube, account: Path, tmp_path: Path, fake_nvidia_smi: FakeNvidiaSmi
 ) -> None:
     with exporting(account, tmp_path / "export") as running:
@@ -264,7 +264,7 @@ async def test_a_node_without_a_provider_is_exported_once(kube: Kube, account: P
     assert len(running.records()) == 4
 
 
-async def test_a_failure_is_told_with_its_reason_counted_once_and_tried_again(
+async def test_failure_is_logged_with_its_reason_counted_once_and_retried(
     kube: Kube, account: Path, tmp_path: Path, fake_nvidia_smi: FakeNvidiaSmi
 ) -> None:
     fake_nvidia_smi.runs_shell('echo "NVIDIA-SMI has failed"; exit 9')
@@ -287,7 +287,7 @@ async def test_a_failure_is_told_with_its_reason_counted_once_and_tried_again(
     assert "gpuid.github.com/chassis" not in labels
 
 
-async def test_words_on_stderr_are_no_failure_and_half_an_answer_is(
+async def test_truncated_output_is_a_failure_and_stderr_output_is_not(
     kube: Kube, account: Path, tmp_path: Path, fake_nvidia_smi: FakeNvidiaSmi
 ) -> None:
     fake_nvidia_smi.runs_shell('head -c 20000 "$STANDIN/content.xml"')
@@ -328,7 +328,7 @@ async def test_exec_is_allowed_in_the_watched_namespace_only(
 
 
 @pytest.mark.defect("S2-17")
-async def test_after_a_kill_the_same_records_come_again_and_no_others(
+async def test_killed_exporter_repeats_the_same_records_and_no_others(
     kube: Kube, account: Path, tmp_path: Path, fake_nvidia_smi: FakeNvidiaSmi
 ) -> None:
     before = fake_nvidia_smi.calls
@@ -347,7 +347,7 @@ def kept(record: Raw) -> Raw:
     return {name: value for name, value in record.items() if name not in ("level", "msg", "service")}
 
 
-async def test_what_was_read_from_a_pod_that_is_replaced_meanwhile_is_dropped(
+async def test_reading_from_a_pod_that_was_replaced_is_dropped(
     kube: Kube, account: Path, tmp_path: Path, fake_nvidia_smi: FakeNvidiaSmi
 ) -> None:
     before = fake_nvidia_smi.calls
@@ -368,13 +368,13 @@ async def test_what_was_read_from_a_pod_that_is_replaced_meanwhile_is_dropped(
 
 
 @pytest.mark.defect("S2-12")
-async def test_a_watch_outlives_the_time_that_a_pod_has(kube: Kube, account: Path, tmp_path: Path) -> None:
+async def test_watch_lasts_longer_than_the_timeout_of_a_pod(kube: Kube, account: Path, tmp_path: Path) -> None:
     await held_for(3.0, kube, account, tmp_path)
 
 
 @pytest.mark.long
 @pytest.mark.defect("S2-12")
-async def test_a_watch_is_held_for_two_minutes(kube: Kube, account: Path, tmp_path: Path) -> None:
+async def test_watch_lasts_two_minutes(kube: Kube, account: Path, tmp_path: Path) -> None:
     await held_for(120.0, kube, account, tmp_path)
 
 
@@ -402,7 +402,7 @@ ELECTING = {
 
 
 @pytest.mark.defect("S2-16")
-async def test_one_of_two_works_and_the_other_after_it(
+async def test_second_exporter_takes_over_when_the_leader_stops(
     kube: Kube, account: Path, tmp_path: Path, fake_nvidia_smi: FakeNvidiaSmi
 ) -> None:
     before = fake_nvidia_smi.calls
@@ -428,9 +428,7 @@ async def test_one_of_two_works_and_the_other_after_it(
 
 
 @pytest.mark.defect("S2-16")
-async def test_nothing_is_written_after_the_lease_is_lost_in_mid_export(
-    kube: Kube, account: Path, tmp_path: Path
-) -> None:
+async def test_nothing_is_exported_after_the_lease_is_lost(kube: Kube, account: Path, tmp_path: Path) -> None:
     with Hanging() as store:
         environ = {**ELECTING, "POD_NAME": "first", "EXPORTER_TYPE": "http", "HTTP_ENDPOINT": store.url}
         with exporting(account, tmp_path / "export", environ=environ) as running:
@@ -485,7 +483,7 @@ async def answers(client: httpx.AsyncClient, url: str) -> bool:
 
 
 @pytest.mark.defect("S2-19")
-async def test_who_used_which_gpu_from_when_until_when_also_over_a_kill(
+async def test_gpu_uses_are_exported_with_start_and_end_across_a_kill(
     kube: Kube, account: Path, tmp_path: Path
 ) -> None:
     uuid = gb200_tray()[2].uuid
@@ -538,7 +536,7 @@ def uses(running: Exporting) -> list[Raw]:
 
 
 @pytest.mark.defect("S2-19")
-async def test_one_reading_gives_the_gpu_node_index_uuid_and_serial(
+async def test_one_reading_gives_gpu_node_index_uuid_and_serial(
     cluster: Cluster, kube: Kube, account: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "reconcile").mkdir()
@@ -553,7 +551,7 @@ async def test_one_reading_gives_the_gpu_node_index_uuid_and_serial(
 
 @pytest.mark.defect("S2-15")
 @pytest.mark.defect("S2-17")
-async def test_killed_while_the_database_is_down_and_after_each_record_is_there_once(
+async def test_each_record_is_stored_once_if_the_exporter_is_killed_during_a_database_outage(
     kube: Kube,
     account: Path,
     tmp_path: Path,
@@ -605,7 +603,7 @@ SPARE = {("", "pods/exec", "create"): "asked for beside the GET, by the API serv
 
 
 @pytest.mark.defect("S2-20")
-async def test_the_account_may_do_what_it_does_and_no_more(
+async def test_exporter_account_has_exactly_the_permissions_it_uses(
     cluster: Cluster, kube: Kube, account: Path, tmp_path: Path
 ) -> None:
     with exporting(account, tmp_path / "export", environ={**ELECTING, "POD_NAME": "first"}) as running:

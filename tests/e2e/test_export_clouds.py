@@ -75,7 +75,7 @@ def signed(container: str) -> dict[str, str]:
     return {**own, "Authorization": f"SharedKey {ACCOUNT}:{base64.b64encode(digest).decode()}", "Content-Length": "0"}
 
 
-async def test_azure_takes_objects_once(azure: str) -> None:
+async def test_azure_stores_objects_once(azure: str) -> None:
     store = exporter(f"az://{BUCKET}")
     await store.check()
     for _ in range(2):
@@ -95,7 +95,7 @@ async def test_azure_takes_objects_once(azure: str) -> None:
         assert [line.split(",")[5] for line in lines] == ["1760000000011", "1760000000012"]
 
 
-async def test_azure_names_what_is_missing(azure: str) -> None:
+async def test_azure_errors_name_what_is_missing(azure: str) -> None:
     store = exporter("az://nowhere")
     for tried in (store.check(), store.export(batch())):
         with pytest.raises(ExportError, match=r"^ContainerNotFound"):
@@ -154,7 +154,7 @@ async def google(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
             await runner.cleanup()
 
 
-async def test_google_takes_objects_once(google: str) -> None:
+async def test_google_stores_objects_once(google: str) -> None:
     store = exporter(f"gs://{BUCKET}")
     await store.check()
     for _ in range(2):
@@ -172,6 +172,6 @@ async def test_google_takes_objects_once(google: str) -> None:
         assert [line.split(",")[5] for line in text.splitlines()] == ["1760000000011", "1760000000012"]
 
 
-async def test_google_names_what_is_missing(google: str) -> None:
+async def test_google_errors_name_what_is_missing(google: str) -> None:
     with pytest.raises(ExportError, match=r"404|not found"):
         await exporter("gs://nowhere").export(batch())

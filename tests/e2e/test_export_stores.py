@@ -120,7 +120,7 @@ async def until(is_so: Callable[[], bool]) -> None:
 
 class TestPostgres:
     @pytest.mark.defect("S2-11")
-    async def test_a_password_may_be_any_text(self, postgres: Postgres, table: str) -> None:
+    async def test_password_can_be_any_text(self, postgres: Postgres, table: str) -> None:
         async with exporting(target_of(postgres, table)) as exporter:
             await exporter.export(batch())
         async with exporting(target_of(postgres, table, password="wrong")) as exporter:
@@ -128,9 +128,7 @@ class TestPostgres:
                 await exporter.export(batch())
         assert not caught.value.is_lasting
 
-    async def test_a_password_whose_file_has_changed_is_the_new_one(
-        self, postgres: Postgres, table: str, tmp_path: Path
-    ) -> None:
+    async def test_changed_password_file_is_read_again(self, postgres: Postgres, table: str, tmp_path: Path) -> None:
         file = tmp_path / "password"
         file.write_text("wrong\n")
         async with exporting(target_of(postgres, table, password="wrong", password_file=file)) as exporter:
@@ -157,7 +155,7 @@ class TestPostgres:
             "ünï",
         ],
     )
-    async def test_a_table_may_have_any_name(self, postgres: Postgres, name: str) -> None:
+    async def test_table_can_have_any_name(self, postgres: Postgres, name: str) -> None:
         postgres.run_sql("CREATE SCHEMA IF NOT EXISTS other")
         for _ in range(2):
             async with exporting(target_of(postgres, name)) as exporter:
@@ -168,7 +166,7 @@ class TestPostgres:
         found = await answer(target_of(postgres, name), UseQuery.asked(serial="1760000000011"))
         assert [one.reservation for one in found] == ["reservation-0"]
 
-    async def test_a_new_table_has_s2s_columns_and_indexes_and_ours(self, postgres: Postgres) -> None:
+    async def test_new_table_has_the_older_systems_columns_and_new_ones(self, postgres: Postgres) -> None:
         async with exporting(target_of(postgres, "fresh")) as exporter:
             await exporter.export(batch())
         columns = postgres.run_sql(
@@ -183,7 +181,7 @@ class TestPostgres:
         assert {f"idx_fresh_{name}" for name in ("cluster", "node", "read_time", "created_at")} <= set(indexes)
 
     @pytest.mark.defect("S2-8")
-    async def test_a_batch_that_comes_again_changes_nothing(self, postgres: Postgres, table: str) -> None:
+    async def test_repeated_batch_changes_nothing(self, postgres: Postgres, table: str) -> None:
         whole = batch(uses=(use(), use(1, until=later(60))))
         for _ in range(3):
             async with exporting(target_of(postgres, table)) as exporter:
@@ -199,9 +197,7 @@ class TestPostgres:
         assert rows(postgres, table, "string_agg(uuid || ' ' || minor, ',' ORDER BY uuid)") == "GPU-0 0,GPU-1 1"
 
     @pytest.mark.defect("S2-9")
-    async def test_a_row_that_is_bad_or_was_there_before_does_not_keep_its_neighbours_out(
-        self, postgres: Postgres, table: str
-    ) -> None:
+    async def test_invalid_or_existing_row_does_not_block_other_rows(self, postgres: Postgres, table: str) -> None:
         bad = (reading(1, index=2**40), reading(2, gpu=None), reading(3, node="nul\0"))
         async with exporting(target_of(postgres, table)) as exporter:
             await exporter.export(batch(gpus=1))
@@ -220,16 +216,14 @@ class TestPostgres:
             await exporter.export(batch(source=source))
         assert rows(postgres, table, "DISTINCT source") == source
 
-    async def test_a_text_beyond_what_an_index_takes_is_clipped(self, postgres: Postgres, table: str) -> None:
+    async def test_text_too_long_for_an_index_is_truncated(self, postgres: Postgres, table: str) -> None:
         """Of random bytes, so that the database cannot make it smaller."""
         long = "".join(chr(0x4E00 + byte) for byte in os.urandom(9000))
         async with exporting(target_of(postgres, table)) as exporter:
             await exporter.export(batch(cluster=long, node=long, machine=long, source=long, chassis=long))
         assert rows(postgres, table) == "2"
 
-    async def test_a_statement_that_waits_too_long_is_given_up_and_tried_again(
-        self, postgres: Postgres, table: str
-    ) -> None:
+    async def test_statement_that_waits_too_long_is_cancelled_and_retried(self, postgres: Postgres, table: str) -> None:
         quick = target_of(postgres, table, statement_timeout=timedelta(milliseconds=200))
         async with exporting(quick) as exporter:
             await exporter.export(batch("first"))
@@ -238,24 +232,20 @@ class TestPostgres:
             await exporter.export(batch("second", time=later(1)))
         assert rows(postgres, table) == "4"
 
-    async def test_processes_that_migrate_at_once_do_not_disturb_each_other(
-        self, postgres: Postgres, table: str
-    ) -> None:
+    async def test_concurrent_migrations_succeed(self, postgres: Postgres, table: str) -> None:
         exporters = [PostgresExporter(target_of(postgres, table)) for _ in range(4)]
         await asyncio.gather(*(one.export(batch()) for one in exporters))
         for one in exporters:
             await one.close()
         assert rows(postgres, table) == "2"
 
-    async def test_a_table_that_is_missing_is_named_before_anything_is_read(
-        self, postgres: Postgres, table: str
-    ) -> None:
+    async def test_missing_table_is_reported_before_anything_is_read(self, postgres: Postgres, table: str) -> None:
         async with exporting(target_of(postgres, table, auto_migrate=False)) as exporter:
             for tried in (exporter.check(), exporter.export(batch())):
                 with pytest.raises(ExportError, match=r"there is no table T .*: make it, or let it be made"):
                     await tried
 
-    async def test_uses_without_an_end_are_told_of_one_cluster_and_none_where_there_is_no_table(
+    async def test_open_uses_are_returned_per_cluster_and_empty_without_a_table(
         self, postgres: Postgres, table: str
     ) -> None:
         uses = (
@@ -300,7 +290,7 @@ class TestATableOfS2:
         return name
 
     @pytest.mark.defect("S2-9")
-    async def test_without_migration_the_right_to_insert_is_enough(self, postgres: Postgres, name: str) -> None:
+    async def test_insert_permission_is_enough_without_migration(self, postgres: Postgres, name: str) -> None:
         postgres.run_sql(
             f"CREATE ROLE w_{name} LOGIN PASSWORD 'w'; GRANT INSERT ON {name} TO w_{name};"
             f"GRANT USAGE ON SEQUENCE {name}_id_seq TO w_{name}"
@@ -320,14 +310,14 @@ class TestATableOfS2:
             "texts are clipped to what a column takes",
         ]
 
-    async def test_who_may_not_insert_is_not_ready(self, postgres: Postgres, name: str) -> None:
+    async def test_exporter_without_insert_permission_is_not_ready(self, postgres: Postgres, name: str) -> None:
         postgres.run_sql(f"CREATE ROLE r_{name} LOGIN PASSWORD 'r'")
         target = target_of(postgres, name, user=f"r_{name}", password="r", auto_migrate=False)
         async with exporting(target) as exporter:
             with pytest.raises(ExportError, match="may not insert into"):
                 await exporter.check()
 
-    async def test_with_migration_it_gets_our_columns_and_keeps_its_rows(self, postgres: Postgres, name: str) -> None:
+    async def test_migration_adds_columns_and_keeps_rows(self, postgres: Postgres, name: str) -> None:
         async with exporting(target_of(postgres, name, auto_migrate=False)) as exporter:
             await exporter.export(batch())
         dies = tuple(reading(number, gpu="1760000000011", time=later(1)) for number in range(2))
@@ -337,7 +327,7 @@ class TestATableOfS2:
         assert rows(postgres, name, "string_agg(uuid, ',' ORDER BY id)") == ",,GPU-0,GPU-1"
         assert rows(postgres, name, suffix="_use") == "1"
 
-    async def test_a_migration_may_take_longer_than_any_try(
+    async def test_migration_may_take_longer_than_a_write_timeout(
         self, postgres: Postgres, name: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("webhook.export.delivery.LIMIT", timedelta(seconds=2))
@@ -353,7 +343,7 @@ class TestATableOfS2:
         await running
         assert rows(postgres, name) == "2"
 
-    async def test_a_migration_gives_way_and_what_it_has_made_stays(
+    async def test_blocked_migration_gives_up_and_keeps_finished_steps(
         self, postgres: Postgres, name: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Somebody works with a table for long: whoever else would write to it waits no longer than we do."""
@@ -401,7 +391,7 @@ class TestHistory:
                 await exporter.export(Batch(f"use {one.reservation} {one.until}", uses=(one,)))
         return table
 
-    async def test_a_serial_leads_to_all_its_uses_the_newest_first(self, postgres: Postgres, past: str) -> None:
+    async def test_history_of_a_serial_lists_all_uses_newest_first(self, postgres: Postgres, past: str) -> None:
         found = await self.asked(postgres, past, serial="1760000000011")
         assert [(one.node, one.pod, one.since, one.until, one.index) for one in found] == [
             ("gpu-b", "job-1", later(7300), later(7400), 5),
@@ -409,16 +399,16 @@ class TestHistory:
         ]
         assert {one.chassis for one in found} == {"1820000000042"}
 
-    async def test_a_pod_leads_to_its_gpus_serials(self, postgres: Postgres, past: str) -> None:
+    async def test_history_of_a_pod_lists_its_gpu_serials(self, postgres: Postgres, past: str) -> None:
         (one,) = await self.asked(postgres, past, pod="train/job-2")
         assert (one.serial, one.gpu_uuid, one.until) == ("1760000000012", "GPU-1", None)
 
-    async def test_a_hash_leads_to_who_ran_on_it(self, postgres: Postgres, past: str) -> None:
+    async def test_history_of_a_hash_lists_the_pods_that_ran_on_it(self, postgres: Postgres, past: str) -> None:
         assert [one.pod for one in await self.asked(postgres, past, hash="sha256:new")] == ["job-1"]
         assert len(await self.asked(postgres, past, hash="sha256:abc")) == 2
         assert [one.pod for one in await self.asked(postgres, past, hash="sha256:abc", uuid="GPU-1")] == ["job-2"]
 
-    async def test_a_use_is_known_before_its_gpu_was_ever_read(self, postgres: Postgres, past: str) -> None:
+    async def test_use_is_listed_before_its_gpu_was_read(self, postgres: Postgres, past: str) -> None:
         async with exporting(target_of(postgres, past)) as exporter:
             await exporter.export(Batch("early", uses=(use(9, gpu_uuid="GPU-9", serial="99"),)))
         (one,) = await self.asked(postgres, past, serial="99")
@@ -429,7 +419,7 @@ class TestHistory:
             for one in batches:
                 await exporter.export(one)
 
-    async def test_two_that_share_a_gpu_at_once_are_two_uses_with_their_own_times(
+    async def test_concurrent_uses_of_one_gpu_are_listed_with_their_own_times(
         self, postgres: Postgres, table: str
     ) -> None:
         uses = (
@@ -454,7 +444,7 @@ class TestHistory:
         assert [(one.gpu_uuid, one.index, one.pod) for one in found] == [("GPU-0", 0, "job-0"), ("GPU-1", 1, "job-1")]
 
     @pytest.mark.defect("S2-2")
-    async def test_a_use_is_called_as_its_gpu_was_where_it_was(self, postgres: Postgres, table: str) -> None:
+    async def test_use_shows_the_gpu_index_and_node_of_its_time(self, postgres: Postgres, table: str) -> None:
         """The GPU moves from one node to another, in another chassis, and is read there alone; a cluster beside it has
         a node of the same name."""
         await self.stored(
@@ -472,14 +462,14 @@ class TestHistory:
         assert {one.serial for one in found} == {"1760000000011"}
 
     @pytest.mark.defect("S2-2")
-    async def test_a_chassis_that_is_learnt_later_is_kept(self, postgres: Postgres, table: str) -> None:
+    async def test_chassis_that_is_known_later_is_stored(self, postgres: Postgres, table: str) -> None:
         for one in (use(), use(chassis="C-1"), use(until=later(9))):
             await self.stored(postgres, table, Batch(f"{one}", uses=(one,)))
         assert rows(postgres, table, "string_agg(chassis, ',')", suffix="_use") == "C-1"
         await self.stored(postgres, table, Batch("other", uses=(use(1),)))
         assert rows(postgres, table, "string_agg(chassis, ',' ORDER BY pod)", suffix="_use") == "C-1,unknown"
 
-    async def test_the_command_answers_from_the_database(self, postgres: Postgres, past: str) -> None:
+    async def test_history_command_reads_the_database(self, postgres: Postgres, past: str) -> None:
         done = history(postgres, past, "--serial", "1760000000012", "-o", "json")
         assert done.returncode == 0, done.stderr
         assert [one["pod"] for one in json.loads(done.stdout)] == ["job-2"]
@@ -488,14 +478,14 @@ class TestHistory:
         assert header.split()[:3] == ["SINCE", "UNTIL", "CLUSTER"]
         assert line.split()[-3:] == ["train/job-0", "Job/train", "sha256:abc"]
 
-    async def test_a_serial_that_is_not_known_is_none(self, postgres: Postgres, table: str) -> None:
+    async def test_history_of_an_unknown_serial_is_empty(self, postgres: Postgres, table: str) -> None:
         async with exporting(target_of(postgres, table)) as exporter:
             await exporter.export(batch(gpus=1, gpu="unknown", uses=(use(serial=None),)))
             assert [one.serial for one in await self.asked(postgres, table, uuid="GPU-0")] == [None]
             await exporter.export(batch(gpus=1, gpu="1", node="another", time=later(-60)))
         assert [one.serial for one in await self.asked(postgres, table, uuid="GPU-0")] == ["1"]
 
-    async def test_the_command_says_what_is_wrong(self, postgres: Postgres, table: str) -> None:
+    async def test_history_command_reports_errors(self, postgres: Postgres, table: str) -> None:
         done = history(postgres, table, "--serial", "1")
         assert done.returncode == 1
         assert "there is no history in" in done.stderr
@@ -559,20 +549,20 @@ class TestADatabaseThatGoesAway:
         assert (rows(postgres, table), rows(postgres, table, suffix="_use")) == (str(100 * GPUS), "100")
 
     @pytest.mark.defect("S2-15")
-    async def test_everything_is_there_once_when_it_is_back(
+    async def test_every_batch_is_stored_once_after_a_database_outage(
         self, postgres: Postgres, table: str, tmp_path: Path
     ) -> None:
         await self.away(postgres, table, tmp_path, 0)
 
     @pytest.mark.long
-    async def test_so_it_is_after_ten_minutes(self, postgres: Postgres, table: str, tmp_path: Path) -> None:
+    async def test_every_batch_is_stored_once_after_a_ten_minute_outage(
+        self, postgres: Postgres, table: str, tmp_path: Path
+    ) -> None:
         await self.away(postgres, table, tmp_path, 600)
 
 
 @pytest.mark.defect("S2-16")
-async def test_what_was_on_its_way_at_the_end_is_not_written_after_it(
-    postgres: Postgres, table: str, tmp_path: Path
-) -> None:
+async def test_no_write_in_flight_completes_after_drain(postgres: Postgres, table: str, tmp_path: Path) -> None:
     """Whoever gives its lease back after `drain` has written its last; the next process writes the rest."""
     async with exporting(target_of(postgres, table)) as exporter:
         await exporter.export(numbered(0))
@@ -591,7 +581,7 @@ async def test_what_was_on_its_way_at_the_end_is_not_written_after_it(
 
 
 @pytest.mark.defect("S2-19")
-async def test_a_use_that_ended_while_nobody_led_is_closed_by_whoever_is_elected_next(
+async def test_use_that_ended_without_a_leader_is_closed_by_the_next_leader(
     postgres: Postgres, table: str, tmp_path: Path
 ) -> None:
     """Each with a disk of its own."""
@@ -625,9 +615,7 @@ def waiting_for_locks(postgres: Postgres) -> int:
 
 
 @pytest.mark.defect("S2-8")
-def test_a_process_killed_at_any_point_loses_nothing_and_stores_nothing_twice(
-    postgres: Postgres, table: str, tmp_path: Path
-) -> None:
+def test_process_killed_at_any_point_stores_every_batch_once(postgres: Postgres, table: str, tmp_path: Path) -> None:
     """What one has taken no other is given again: the next finds it in the outbox or in the database."""
     count, first = 200, 0
     for stop_after in (1, 20, 60, 61, 110, 170):
@@ -690,7 +678,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["/usr/bin/env", "umount", str(disk)], check=True)
 
 
-async def test_a_disk_that_is_full_is_a_reason_and_what_was_taken_before_is_stored(
+async def test_full_disk_is_reported_and_earlier_batches_are_stored(
     postgres: Postgres, table: str, small_disk: Path
 ) -> None:
     exporter = PostgresExporter(target_of(postgres, table))
@@ -755,9 +743,7 @@ class TestObjectStore:
         )
         return {one["path"]: obstore.get(client, one["path"]) for page in obstore.list(client) for one in page}
 
-    async def test_an_object_arrives_whole_with_what_is_said_of_it(
-        self, object_store: ObjectStore, bucket: str
-    ) -> None:
+    async def test_object_is_stored_with_its_content_and_metadata(self, object_store: ObjectStore, bucket: str) -> None:
         exporter: Exporter = ObjectExporter(self.target(object_store, bucket))
         await exporter.check()
         await exporter.export(batch(uses=(use(),)))
@@ -777,7 +763,7 @@ class TestObjectStore:
         assert [line[5] for line in lines] == ["1760000000011", "1760000000012"]
 
     @pytest.mark.defect("S2-7")
-    async def test_batches_of_one_clock_value_do_not_overwrite_each_other_and_a_repeat_does(
+    async def test_batches_of_the_same_time_get_their_own_objects_and_a_repeat_overwrites(
         self, object_store: ObjectStore, bucket: str
     ) -> None:
         exporter = ObjectExporter(self.target(object_store, bucket))
@@ -785,9 +771,7 @@ class TestObjectStore:
         await asyncio.gather(*(exporter.export(batch(f"{number}")) for number in range(10)))
         assert len(self.objects(object_store, bucket)) == 10
 
-    async def test_a_bucket_that_is_missing_and_a_wrong_key_are_named(
-        self, object_store: ObjectStore, bucket: str
-    ) -> None:
+    async def test_missing_bucket_and_wrong_key_are_reported(self, object_store: ObjectStore, bucket: str) -> None:
         for target, reason in (
             (self.target(object_store, "nowhere"), "NoSuchBucket"),
             (
@@ -805,7 +789,7 @@ class TestObjectStore:
                     await tried
 
     @pytest.mark.defect("S2-15")
-    async def test_a_server_that_goes_away_and_comes_back_has_every_object_once(
+    async def test_every_object_is_stored_once_after_a_server_outage(
         self, object_store: ObjectStore, bucket: str
     ) -> None:
         exporter = ObjectExporter(self.target(object_store, bucket))
@@ -827,7 +811,7 @@ class TestObjectStore:
         assert len(self.objects(object_store, bucket)) == 6
 
 
-async def test_a_dead_database_does_not_hold_up_the_objects(object_store: ObjectStore, tmp_path: Path) -> None:
+async def test_database_outage_does_not_delay_the_object_store(object_store: ObjectStore, tmp_path: Path) -> None:
     object_store.make_bucket("alone")
     options = {
         "endpoint": object_store.url,

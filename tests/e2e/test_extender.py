@@ -261,9 +261,7 @@ async def cleared(kube: Kube, namespace: str) -> None:
 @pytest.mark.defect("S0-3")
 @pytest.mark.defect("S0-4")
 @pytest.mark.parametrize("capable", [True, False], ids=["names", "objects"])
-async def test_a_pod_with_a_hash_lands_on_proven_nodes_only_and_others_anywhere(
-    harness: Harness, *, capable: bool
-) -> None:
+async def test_pod_with_a_required_hash_is_bound_to_proven_nodes_only(harness: Harness, *, capable: bool) -> None:
     await harness.prove("ext-0", OTHER_HASH)
     await harness.prove("ext-1", HASH)
     await harness.is_known("ext-1", proven=True)
@@ -276,7 +274,7 @@ async def test_a_pod_with_a_hash_lands_on_proven_nodes_only_and_others_anywhere(
         await harness.is_on("plain")
 
 
-async def test_a_pod_waits_with_the_reason_in_its_events_until_evidence_arrives(harness: Harness) -> None:
+async def test_pod_waits_with_an_event_until_evidence_arrives(harness: Harness) -> None:
     await harness.prove("ext-0", OTHER_HASH)
     await wait_until(lambda: harness.said_of("ext-0"), lambda said: said.endswith("differs from the required one"))
     with harness.scheduler():
@@ -292,7 +290,7 @@ async def test_a_pod_waits_with_the_reason_in_its_events_until_evidence_arrives(
     assert "gpuwarden.io/woken-at" in woken
 
 
-async def test_a_gpu_that_comes_back_wakes_who_waited_for_it(harness: Harness) -> None:
+async def test_pod_is_scheduled_when_a_gpu_becomes_healthy_again(harness: Harness) -> None:
     """No scheduler sees which of a node's GPUs are well."""
 
     def devices(*, healthy: bool) -> Raw:
@@ -313,7 +311,7 @@ async def test_a_gpu_that_comes_back_wakes_who_waited_for_it(harness: Harness) -
 
 
 @pytest.mark.defect("S0-5")
-async def test_nobody_is_evicted_for_a_pod_that_the_node_could_never_have(harness: Harness) -> None:
+async def test_no_pod_is_preempted_for_a_pod_that_the_node_can_never_serve(harness: Harness) -> None:
     """The node is full: its scheduler would make room before it asks anybody about evidence."""
     classes = {"ext-low": 1, "ext-high": 1_000_000}
     for name, value in classes.items():
@@ -345,7 +343,7 @@ async def test_nobody_is_evicted_for_a_pod_that_the_node_could_never_have(harnes
 
 @pytest.mark.defect("S0-7")
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: str(path.relative_to(ROOT)))
-def test_a_scheduler_takes_the_configurations_that_are_shipped(cluster: Cluster, path: Path, tmp_path: Path) -> None:
+def test_kube_scheduler_accepts_the_shipped_configurations(cluster: Cluster, path: Path, tmp_path: Path) -> None:
     """With the files where this machine has them; it writes down what it has read."""
     identity = trustme.CA()
     shown = identity.issue_cert("kube-scheduler")
@@ -374,7 +372,7 @@ WITH_A_GPU: Raw = {
 }
 
 
-async def test_while_nobody_answers_other_pods_are_placed_and_a_dressed_one_is_not_without_evidence(
+async def test_during_an_outage_other_pods_are_bound_and_no_pod_with_a_claim_without_evidence(
     harness: Harness,
 ) -> None:
     """The scheduler goes on without us; the API server goes by what the reconciler has written."""
@@ -403,7 +401,7 @@ async def test_while_nobody_answers_other_pods_are_placed_and_a_dressed_one_is_n
             await harness.is_on("dressed", "ext-1")
 
 
-async def test_without_webhooks_pods_that_ask_for_gpus_wait_for_us_and_no_others(harness: Harness) -> None:
+async def test_without_webhooks_only_pods_that_ask_for_gpus_wait_during_an_outage(harness: Harness) -> None:
     await harness.prove("ext-1", HASH)
     await harness.is_known("ext-1", proven=True)
     harness.running.process.kill()
@@ -438,7 +436,7 @@ class Meddler:
 
 
 @pytest.mark.defect("S0-6")
-async def test_evidence_that_goes_between_filter_and_bind_ends_the_binding(harness: Harness) -> None:
+async def test_binding_is_denied_if_evidence_is_lost_between_filter_and_bind(harness: Harness) -> None:
     async def withdraw() -> None:
         await harness.prove("ext-1", None)
         await harness.is_known("ext-1", proven=False)
@@ -461,7 +459,7 @@ async def test_evidence_that_goes_between_filter_and_bind_ends_the_binding(harne
         await listener.stop(0)
 
 
-async def test_a_dressed_pod_lands_on_its_node_and_is_not_bound_there_without_evidence(harness: Harness) -> None:
+async def test_dressed_pod_is_bound_to_its_reserved_node_only_with_evidence(harness: Harness) -> None:
     """Its GPU is set aside, so it can be on one node only; evidence that goes after all filters keeps it from there."""
 
     async def withdraw() -> None:
@@ -499,7 +497,7 @@ async def test_a_dressed_pod_lands_on_its_node_and_is_not_bound_there_without_ev
 
 
 @pytest.mark.defect("S0-6")
-async def test_a_binding_is_made_once_and_only_of_the_pod_that_is_meant(harness: Harness) -> None:
+async def test_binding_is_created_once_and_only_for_the_pod_with_the_given_uid(harness: Harness) -> None:
     await harness.prove("ext-1", HASH)
     await harness.is_known("ext-1", proven=True)
     made = await harness.create("secure", ASKING)

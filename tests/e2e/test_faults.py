@@ -137,7 +137,7 @@ async def once_each(storm: Storm, count: int) -> None:
 
 
 @pytest.mark.parametrize("how", [watch_expired, watch_expired_in_stream], ids=["the answer", "the first event"])
-async def test_a_410_to_every_watch_is_lived_with_and_the_server_is_not_flooded(
+async def test_410_on_every_watch_is_handled_without_flooding_the_server(
     cluster: Cluster, kube: Kube, tmp_path: Path, request: pytest.FixtureRequest, how: Fault
 ) -> None:
     async with site(cluster, kube, tmp_path, **SHAPE) as here, Proxy(cluster) as proxy:
@@ -166,7 +166,7 @@ async def test_a_410_to_every_watch_is_lived_with_and_the_server_is_not_flooded(
         assert rate < 20
 
 
-async def test_a_path_that_freezes_costs_denials_and_nothing_else(
+async def test_frozen_connection_causes_only_denials(
     cluster: Cluster, kube: Kube, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     async with site(cluster, kube, tmp_path, **SHAPE) as here, Proxy(cluster) as proxy:
@@ -206,7 +206,7 @@ async def pauses(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize("happens", [restarts, pauses], ids=["API server restarted", "etcd paused for 10 s"])
-async def test_what_happens_to_the_control_plane_in_the_middle_leaves_all_well(
+async def test_system_recovers_from_control_plane_failures(
     cluster: Cluster,
     kube: Kube,
     tmp_path: Path,
@@ -240,7 +240,7 @@ async def test_what_happens_to_the_control_plane_in_the_middle_leaves_all_well(
         here.checker.assert_no_violations()
 
 
-async def test_replicas_whose_clocks_differ_by_the_skew_give_nothing_away(
+async def test_replicas_with_clock_skew_never_reserve_a_gpu_twice(
     cluster: Cluster, kube: Kube, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     flags = ("--clock-skew", "5s")  # the slowest and the fastest clock are 10 s apart: the deadline is the usual one
@@ -267,7 +267,7 @@ async def test_replicas_whose_clocks_differ_by_the_skew_give_nothing_away(
 
 
 @pytest.mark.defect("S4-19")
-async def test_reviews_list_nothing_whatever_their_number(
+async def test_reviews_cause_no_list_requests(
     cluster: Cluster, kube: Kube, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     async with site(cluster, kube, tmp_path, **SHAPE) as here, Proxy(cluster) as proxy:

@@ -49,7 +49,7 @@ async def acts(here: Site, made_up: list[str]) -> bool:
     return bool(made_up)
 
 
-async def test_a_pod_whose_name_was_taken_is_refused_and_whoever_makes_it_makes_it_again(
+async def test_pod_with_a_colliding_generated_name_is_denied_and_recreated_by_its_controller(
     cluster: Cluster, kube: Kube, tmp_path: Path
 ) -> None:
     shape = {"nodes": 1, "gpus": 1, "replicas": 2}

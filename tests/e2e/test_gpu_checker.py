@@ -48,14 +48,14 @@ async def checked(api_server: ReplayingApiServer) -> GpuChecker:
     return checker
 
 
-async def test_a_pod_that_came_and_went_while_the_watch_was_away_is_seen() -> None:
+async def test_checker_sees_a_pod_created_and_deleted_between_watches() -> None:
     api_server = [event(1, "a", "GPU-1"), event(2, "b", "GPU-2"), event(3, "b", "GPU-2", "DELETED")]
     checker = await checked(ReplayingApiServer(api_server))
     checker.assert_no_violations()
     assert (checker.seen, set(checker.live_pods), checker.lists) == ({"a", "b"}, {"a"}, 1)
 
 
-async def test_two_pods_on_one_gpu_are_seen_over_a_break_and_never_forgiven() -> None:
+async def test_checker_detects_two_pods_on_one_gpu_across_a_broken_watch() -> None:
     checker = await checked(
         ReplayingApiServer([event(1, "a", "GPU-1"), event(2, "b", "GPU-1"), event(3, "a", "GPU-1", "DELETED")])
     )

@@ -24,7 +24,7 @@ async def offered(kube: Kube, name: str, word: str) -> dict[str, object]:
     return await wait_until(lambda: shown(kube, name), lambda row: row["Offer"] == word)
 
 
-async def test_the_columns_tell_what_keeps_free_gpus_from_pods(cluster: Cluster, kube: Kube, tmp_path: Path) -> None:
+async def test_columns_show_why_free_gpus_are_not_available(cluster: Cluster, kube: Kube, tmp_path: Path) -> None:
     async with site(cluster, kube, tmp_path, nodes=1, gpus=2, name="offer", replicas=1) as here:
         await here.reconciler()
         await kube.create(PODS, pod("train", gpus=1), here.namespace)
@@ -50,9 +50,7 @@ async def test_the_columns_tell_what_keeps_free_gpus_from_pods(cluster: Cluster,
         assert (row["GPUs"], row["Free"], row["Held"]) == (2, 1, 1)
 
 
-async def test_the_column_tells_a_node_without_evidence_from_one_whose_evidence_has_ended(
-    cluster: Cluster, kube: Kube, tmp_path: Path
-) -> None:
+async def test_column_distinguishes_missing_from_expired_evidence(cluster: Cluster, kube: Kube, tmp_path: Path) -> None:
     async with running_harness(cluster, kube, tmp_path, "--require-evidence", "all") as harness:
         first, second = harness.proven
         for node in harness.proven:

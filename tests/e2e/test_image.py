@@ -81,7 +81,7 @@ def as_nobody(root: Path, *arguments: str) -> list[str]:
     return [*other, "/usr/bin/env", "-i", *own, "gpuwarden", *arguments]
 
 
-def test_what_is_installed_is_what_is_locked_and_no_tool_that_builds(root: Path) -> None:
+def test_image_contains_the_locked_packages_and_no_build_tools(root: Path) -> None:
     python = root / "gpuwarden" / "bin" / "python"
     listing = "from importlib.metadata import distributions as d; print(*sorted({x.name.lower() for x in d()}))"
     found = subprocess.run([python, "-c", listing], capture_output=True, text=True, check=True).stdout.split()
@@ -94,7 +94,7 @@ def test_what_is_installed_is_what_is_locked_and_no_tool_that_builds(root: Path)
     assert {re.sub(r"[-_.]+", "-", name) for name in found} - {"gpuwarden", "setuptools"} <= same
 
 
-def test_it_says_its_version_and_serves_as_nobody_where_nothing_can_be_written(root: Path, tmp_path: Path) -> None:
+def test_image_runs_as_an_unprivileged_user_on_a_read_only_file_system(root: Path, tmp_path: Path) -> None:
     said = subprocess.run(as_nobody(root, "--version"), cwd="/", capture_output=True, text=True, check=True).stdout
     assert re.fullmatch(r"gpuwarden \d+\.\d+\.\d+\S*\n", said)
     files = root / "files"

@@ -101,12 +101,12 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> list[Raw]:
 
 @pytest.mark.long
 @pytest.mark.defect("S2-21")
-def test_policy_controller_accepts_the_policies_and_they_cover_our_repository_alone(said: list[Raw]) -> None:
+def test_policy_controller_accepts_the_policies_for_this_repository_only(said: list[Raw]) -> None:
     assert [(one["name"], one["problem"]) for one in said] == [("must-have-slsa", ""), ("must-have-spdx-cue", "")]
     assert [one["matched"] for one in said] == [[*OURS, REPOSITORY]] * 2
 
 
 @pytest.mark.long
-def test_a_build_of_anything_but_our_workflow_at_a_tag_of_our_source_satisfies_no_policy(said: list[Raw]) -> None:
+def test_only_a_build_of_the_release_workflow_at_a_tag_satisfies_the_policies(said: list[Raw]) -> None:
     satisfied = list(zip(*(one["satisfied"] for one in said), strict=True))
     assert [list(one) for one in satisfied] == [wanted for _, wanted in STATED]

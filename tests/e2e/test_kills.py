@@ -126,7 +126,7 @@ async def killed(worker: Worker, breakpoint_: Breakpoint, *held_up: "asyncio.Tas
 
 @SOME
 @pytest.mark.parametrize("is_reconciled", [True, False], ids=["reconciler", "replicas alone"])
-async def test_a_replica_killed_at_any_step_leaves_nothing_past_the_deadline(
+async def test_replica_killed_at_any_step_leaves_no_reservation_after_the_deadline(
     cluster: Cluster, kube: Kube, tmp_path: Path, request: pytest.FixtureRequest, rounds: int, is_reconciled: bool
 ) -> None:
     plan = [step for step in OF_A_REPLICA for _ in range(rounds)]
@@ -164,7 +164,7 @@ async def test_a_replica_killed_at_any_step_leaves_nothing_past_the_deadline(
         here.checker.assert_no_violations()
 
 
-async def test_all_replicas_killed_amid_creations_leave_no_gpu_held_past_the_deadline(
+async def test_all_replicas_killed_during_creations_leave_no_reservation_after_the_deadline(
     cluster: Cluster, kube: Kube, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     """With the deadline that a cluster has if nothing is said, and every policy; evidence of a node ends meanwhile."""
@@ -260,7 +260,7 @@ async def unseen(here: Site) -> frozenset[str]:
 
 
 @FEW
-async def test_a_reconciler_killed_as_it_confirms_leaves_the_pod_its_gpu(
+async def test_pod_keeps_its_gpu_if_the_reconciler_is_killed_while_confirming(
     cluster: Cluster, kube: Kube, tmp_path: Path, request: pytest.FixtureRequest, rounds: int
 ) -> None:
     async def begin(here: Site, node: str) -> Raw:
@@ -277,7 +277,7 @@ async def test_a_reconciler_killed_as_it_confirms_leaves_the_pod_its_gpu(
 
 
 @FEW
-async def test_a_reconciler_killed_as_it_releases_leaves_nothing_held(
+async def test_gpu_is_released_if_the_reconciler_is_killed_while_releasing(
     cluster: Cluster, kube: Kube, tmp_path: Path, request: pytest.FixtureRequest, rounds: int
 ) -> None:
     async def begin(here: Site, node: str) -> Raw:

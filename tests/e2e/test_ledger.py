@@ -93,7 +93,7 @@ class TestClusterLedgerOnTheApiServer(LedgerContract):
         return await bench.ledger.collect(bench.now, never_came=lambda _: True)
 
 
-async def test_replicas_that_see_nothing_of_each_other_never_hold_the_same_device(bench: ApiBench) -> None:
+async def test_independent_replicas_never_reserve_the_same_device(bench: ApiBench) -> None:
     ledgers = [bench.another()[0] for _ in range(4)]
     places = [on("node-a", f"GPU-a{k}") for k in range(4)]
     asks = [bench.reserve(ledgers[n % 4], ask(n), *places) for n in range(80)]
@@ -106,7 +106,7 @@ async def test_replicas_that_see_nothing_of_each_other_never_hold_the_same_devic
     }
 
 
-async def test_what_expired_is_taken_over_by_whoever_needs_it(bench: ApiBench) -> None:
+async def test_expired_reservation_is_replaced_by_a_new_one(bench: ApiBench) -> None:
     other, _ = bench.another()
     await bench.reserve(bench.ledger, ask(1), on("node-a", "GPU-a0"))
     await other.find(ReservationId("r1"), node="node-a")
@@ -116,7 +116,7 @@ async def test_what_expired_is_taken_over_by_whoever_needs_it(bench: ApiBench) -
     assert [entry["reservation"] for entry in (await bench.held()).values()] == [taken.id]
 
 
-async def test_clocks_that_are_off_by_the_skew_give_nothing_away_too_early(bench: ApiBench) -> None:
+async def test_clock_skew_never_releases_a_reservation_too_early(bench: ApiBench) -> None:
     slow, _ = bench.another(-CLOCK_SKEW)
     fast, _ = bench.another(CLOCK_SKEW)
     await bench.reserve(slow, ask(1), on("node-a", "GPU-a0"))
@@ -136,7 +136,7 @@ async def test_clocks_that_are_off_by_the_skew_give_nothing_away_too_early(bench
 # The second lock: whatever hand writes, the API server refuses to give a held device away.
 
 
-async def test_kubectl_shows_what_is_free_and_held(bench: ApiBench, cluster: Cluster) -> None:
+async def test_kubectl_shows_free_and_held_counts(bench: ApiBench, cluster: Cluster) -> None:
     await bench.reserve(bench.ledger, ask(1), on("node-a", "GPU-a0", "GPU-a1"))
     process = await asyncio.create_subprocess_exec(
         *cluster.kubectl, "get", "gn", "node-a", "--no-headers", stdout=asyncio.subprocess.PIPE
@@ -145,7 +145,7 @@ async def test_kubectl_shows_what_is_free_and_held(bench: ApiBench, cluster: Clu
     assert out.decode().split()[:4] == ["node-a", "8", "6", "2"]
 
 
-async def test_a_node_with_2000_gpus_can_have_all_of_them_held(bench: ApiBench) -> None:
+async def test_all_2000_gpus_of_a_node_can_be_reserved(bench: ApiBench) -> None:
     """Each by a reservation of its own, as long as they get."""
     uuids = [f"GPU-{k:08x}-0000-4000-8000-000000000000" for k in range(2000)]
     said = {"model": "NVIDIA H100 80GB HBM3", "memory": "81559Mi", "labels": ["fudo.org/gpu.memory-80g", "model=h100"]}

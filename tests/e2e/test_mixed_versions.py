@@ -95,7 +95,7 @@ async def replaced(here: Site, leaving: Worker, program: list[str] | None) -> Wo
     return coming
 
 
-async def test_an_upgrade_and_a_rollback_give_no_gpu_twice_and_lose_no_reservation(
+async def test_upgrade_and_rollback_assign_no_gpu_twice_and_lose_no_reservation(
     cluster: Cluster, kube: Kube, tmp_path: Path, request: pytest.FixtureRequest, old: list[str]
 ) -> None:
     async with site(cluster, kube, tmp_path, nodes=NODES, gpus=GPUS, name="roll", flags=FLAGS) as here:

@@ -69,7 +69,7 @@ async def enabled(users: ClusterUsers) -> AsyncIterator[str]:
 # Every object is as the API server wants it.
 
 
-async def test_the_api_server_has_no_complaint(users: ClusterUsers) -> None:
+async def test_api_server_reports_no_type_warnings_for_the_policies(users: ClusterUsers) -> None:
     """Types are checked in the background; what does not fit is said in the status."""
     names = {one["metadata"]["name"] for one in POLICIES if one["kind"] == "ValidatingAdmissionPolicy"}
 
@@ -92,7 +92,7 @@ async def test_every_webhook_is_accepted(users: ClusterUsers) -> None:
 # Annotations and gates of a pod that exists.
 
 
-async def test_who_has_the_permission_may(users: ClusterUsers, enabled: str) -> None:
+async def test_account_with_manage_permission_can_write(users: ClusterUsers, enabled: str) -> None:
     await reserved_pod(users, enabled, schedulingGates=[{"name": GATE}])
     for subresource in ("", "status"):
         await users.warden.patch(PODS, "a", forged("gpuwarden.io/node", f"by{subresource}"), enabled, subresource)
@@ -101,7 +101,7 @@ async def test_who_has_the_permission_may(users: ClusterUsers, enabled: str) -> 
     await pod_in_phase(users.admin, enabled, "a", "Running")
 
 
-async def test_the_permission_may_be_for_one_namespace(users: ClusterUsers, enabled: str) -> None:
+async def test_manage_permission_can_be_granted_for_one_namespace(users: ClusterUsers, enabled: str) -> None:
     await users.admin.create(ROLES, {"metadata": {"name": "manage"}, "rules": [MANAGE]}, enabled)
     ref = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": "manage"}
     given = {"metadata": {"name": "manage"}, "roleRef": ref, "subjects": [{"kind": "User", "name": "pat"}]}
@@ -115,7 +115,7 @@ async def test_the_permission_may_be_for_one_namespace(users: ClusterUsers, enab
     await refused(users.user.patch(GPU_NODES, "node-p", FORGED_STATUS, subresource="status"))
 
 
-async def test_everything_else_of_a_promised_pod_is_its_owners(users: ClusterUsers, enabled: str) -> None:
+async def test_owner_can_change_other_fields_of_a_pod_with_gpus(users: ClusterUsers, enabled: str) -> None:
     await reserved_pod(users, enabled)
     await pod_in_phase(users.admin, enabled, "a", "Running")
     free: Raw = {
@@ -133,7 +133,7 @@ async def test_everything_else_of_a_promised_pod_is_its_owners(users: ClusterUse
     await gone(users.admin, PODS, "a", enabled)
 
 
-async def test_where_nobody_asked_the_older_names_are_anothers(users: ClusterUsers) -> None:
+async def test_older_annotations_are_not_touched_without_opt_in(users: ClusterUsers) -> None:
     async with new_namespace(users.admin) as namespace:
         old = dict.fromkeys(OLDER, "as given")
         await users.user.create(PODS, pod("a", annotations=old), namespace)
@@ -147,7 +147,7 @@ async def test_where_nobody_asked_the_older_names_are_anothers(users: ClusterUse
 # At creation.
 
 
-async def test_a_copied_manifest_keeps_its_request(users: ClusterUsers, enabled: str) -> None:
+async def test_copied_manifest_keeps_its_gpu_request(users: ClusterUsers, enabled: str) -> None:
     notes = {"gpuwarden.io/claim": '{"gpus":1}', "gpuwarden.io/gpu-uuid": "GPU-0"}
     await users.user.create(PODS, pod("a", annotations=notes, containers=[BLINDED]), enabled)
     assert await annotations(users, enabled) == {"gpuwarden.io/claim": '{"gpus":1}'}
@@ -156,7 +156,9 @@ async def test_a_copied_manifest_keeps_its_request(users: ClusterUsers, enabled:
 # Reservations, and the installation.
 
 
-async def test_the_garbage_collector_ends_a_delete_of_evidence(users: ClusterUsers, cluster: Cluster) -> None:
+async def test_garbage_collector_completes_a_foreground_deletion_of_evidence(
+    users: ClusterUsers, cluster: Cluster
+) -> None:
     """After a delete in the foreground it takes its finalizer off, and has no permission of ours."""
     new = new_node_evidence("node-q")
     await users.warden.create(
@@ -168,14 +170,14 @@ async def test_the_garbage_collector_ends_a_delete_of_evidence(users: ClusterUse
     await gone(users.admin, NODE_EVIDENCES, "node-q")
 
 
-async def test_a_ca_injector_renews_the_bundle(users: ClusterUsers, cluster: Cluster) -> None:
+async def test_ca_injector_can_update_the_ca_bundle(users: ClusterUsers, cluster: Cluster) -> None:
     bundle = base64.b64encode(cluster.ca.read_bytes()).decode()
     change = [{"op": "add", "path": "/webhooks/0/clientConfig/caBundle", "value": bundle}]
     for of in (MUTATING, VALIDATING):
         await users.user.patch(of, "gpuwarden", change)
 
 
-async def test_other_configurations_are_not_ours_to_guard(users: ClusterUsers) -> None:
+async def test_other_webhook_configurations_are_not_protected(users: ClusterUsers) -> None:
     manifest = webhooks(Installation(opt_in="example.test/nowhere"))[0]
     other = {**manifest, "metadata": {"name": "anothers"}, "webhooks": manifest["webhooks"][:1]}
     await users.user.create(MUTATING, other)
@@ -183,7 +185,7 @@ async def test_other_configurations_are_not_ours_to_guard(users: ClusterUsers) -
     await users.user.delete(MUTATING, "anothers")
 
 
-async def test_who_may_do_everything_has_the_permission_too(users: ClusterUsers, enabled: str) -> None:
+async def test_cluster_admin_has_manage_permission(users: ClusterUsers, enabled: str) -> None:
     """The permission holds off whoever has less than cluster-admin. Nobody can be held off who grants permissions."""
     await reserved_pod(users, enabled)
     assert await is_allowed(users.boss, PODS.path(enabled, "a"), forged("gpuwarden.io/node"))

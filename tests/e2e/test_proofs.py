@@ -168,7 +168,7 @@ async def harness(cluster: Cluster, kube: Kube, account: Path, tmp_path: Path) -
         yield found
 
 
-async def test_a_proof_told_to_one_replica_counts_with_all(harness: Harness) -> None:
+async def test_proof_accepted_by_one_replica_is_used_by_all(harness: Harness) -> None:
     first, second = harness.replicas
     assert not await harness.admits(first, HASH)
     text = token(KEY, await harness.challenged(first), utc_now(), sub=evidence_id(NODE))
@@ -192,7 +192,7 @@ async def another(harness: Harness, account: Path, directory: Path, *keys_from: 
         yield await asyncio.to_thread(stack.enter_context, serving(place, None, flags))
 
 
-async def test_a_replica_that_starts_while_the_keys_are_away_goes_by_what_is_written(
+async def test_replica_started_without_bundle_keys_uses_stored_evidence(
     harness: Harness, account: Path, tmp_path: Path
 ) -> None:
     """It is ready; what it cannot check it does not take, until it can."""
@@ -218,7 +218,7 @@ async def test_a_node_attests_itself(harness: Harness) -> None:
     assert second.process.poll() is None
 
 
-async def test_an_api_server_that_is_away_takes_nothing_and_loses_nothing(harness: Harness) -> None:
+async def test_proofs_are_refused_while_the_api_server_is_down_and_stored_evidence_stays(harness: Harness) -> None:
     """What was not written down was not accepted, and the answer says so in time."""
     first, _ = harness.replicas
     text = await harness.token(first)
@@ -232,9 +232,7 @@ async def test_an_api_server_that_is_away_takes_nothing_and_loses_nothing(harnes
     await harness.all_admit(HASH, admitted=True)
 
 
-async def test_no_replica_takes_an_older_bundle_whichever_was_there_before(
-    harness: Harness, account: Path, tmp_path: Path
-) -> None:
+async def test_no_replica_accepts_an_older_trust_bundle(harness: Harness, account: Path, tmp_path: Path) -> None:
     """A key that was taken back would come back with it. Whoever has rebuilt SPIRE deletes the object."""
     ca, lost, new = trustme.CA(), SigningKey.make("key-2"), SigningKey.make("key-3")
     ca.cert_pem.write_to_path(tmp_path / "ca.pem")

@@ -125,7 +125,7 @@ async def told(kube: Kube, raw: Raw, reason: str, words: str = "") -> str:
     return next(str(one["message"]) for one in found if one["reason"] == reason and words in one["message"])
 
 
-async def test_more_pods_than_gpus_all_run_in_their_turn_and_never_two_on_one(
+async def test_queued_pods_all_run_in_order_and_never_two_on_one_gpu(
     cluster: Cluster, kube: Kube, tmp_path: Path
 ) -> None:
     async with queue_harness(cluster, kube, tmp_path, gpus=2) as queue:
@@ -149,7 +149,7 @@ def is_new(raw: Raw, seen: set[str]) -> bool:
     return raw["status"]["phase"] == "Running" and raw["metadata"]["uid"] not in seen
 
 
-async def test_who_waits_is_told_why_and_served_within_moments_of_a_gpu_being_free(
+async def test_queued_pod_gets_an_event_and_is_served_soon_after_a_gpu_is_free(
     cluster: Cluster, kube: Kube, tmp_path: Path
 ) -> None:
     async with queue_harness(cluster, kube, tmp_path, gpus=1) as queue:
@@ -177,7 +177,7 @@ async def test_who_waits_is_told_why_and_served_within_moments_of_a_gpu_being_fr
         assert min(took) < PROMISED
 
 
-async def test_a_pod_waits_for_evidence(cluster: Cluster, kube: Kube, tmp_path: Path) -> None:
+async def test_pod_without_a_proven_node_waits_in_the_queue(cluster: Cluster, kube: Kube, tmp_path: Path) -> None:
     async with queue_harness(cluster, kube, tmp_path, gpus=1, acts=False) as queue:
         asked = {"gpuwarden.io/required-hash": "sha256:later"}
         for one in (await queue.wait("careful", 1, asked), await queue.wait("proven-only", 0, asked)):
@@ -190,9 +190,7 @@ async def test_a_pod_waits_for_evidence(cluster: Cluster, kube: Kube, tmp_path: 
 
 
 @pytest.mark.long  # a Lease has to end twice
-async def test_a_reconciler_that_ends_between_the_steps_leaves_nothing_double(
-    cluster: Cluster, kube: Kube, tmp_path: Path
-) -> None:
+async def test_interrupted_reconciler_serves_no_queued_pod_twice(cluster: Cluster, kube: Kube, tmp_path: Path) -> None:
     """Where exactly it ends is left to chance here; every step is taken in tests/admission/queue/test_queue.py."""
     async with queue_harness(cluster, kube, tmp_path, gpus=1, acts=False) as queue:
         here = queue.here
@@ -210,9 +208,7 @@ async def test_a_reconciler_that_ends_between_the_steps_leaves_nothing_double(
         await wait_until(here.held, lambda left: not left)
 
 
-async def test_a_pod_that_is_deleted_while_it_waits_leaves_nothing(
-    cluster: Cluster, kube: Kube, tmp_path: Path
-) -> None:
+async def test_queued_pod_that_is_deleted_leaves_no_reservation(cluster: Cluster, kube: Kube, tmp_path: Path) -> None:
     async with queue_harness(cluster, kube, tmp_path, gpus=1) as queue:
         await queue.run("first")
         await queue.wait("second")
@@ -223,7 +219,7 @@ async def test_a_pod_that_is_deleted_while_it_waits_leaves_nothing(
         assert await queue.holders() == {third["metadata"]["uid"]}
 
 
-async def test_what_a_namespace_demands_meanwhile_ends_the_wait_until_it_demands_it_no_more(
+async def test_changed_namespace_requirement_applies_to_queued_pods(
     cluster: Cluster, kube: Kube, tmp_path: Path
 ) -> None:
     async with queue_harness(cluster, kube, tmp_path, gpus=1) as queue:
@@ -239,7 +235,7 @@ async def test_what_a_namespace_demands_meanwhile_ends_the_wait_until_it_demands
         assert await queue.holders() == {waits["metadata"]["uid"]}
 
 
-async def test_a_gate_of_ones_own_is_taken_off_and_one_that_is_put_on_elsewhere_is_never_opened(
+async def test_gate_set_by_a_user_is_removed_on_opt_in_and_stays_elsewhere(
     cluster: Cluster, kube: Kube, tmp_path: Path
 ) -> None:
     async with queue_harness(cluster, kube, tmp_path, gpus=1) as queue:
@@ -254,9 +250,7 @@ async def test_a_gate_of_ones_own_is_taken_off_and_one_that_is_put_on_elsewhere_
         await kube.delete(PODS, "stray", elsewhere)
 
 
-async def test_a_large_claim_is_served_before_small_ones_that_came_later(
-    cluster: Cluster, kube: Kube, tmp_path: Path
-) -> None:
+async def test_large_claim_is_served_before_later_small_claims(cluster: Cluster, kube: Kube, tmp_path: Path) -> None:
     async with queue_harness(cluster, kube, tmp_path, gpus=2) as queue:
         await queue.run("a", "b")
         large = await queue.wait("large", 2)
@@ -274,7 +268,7 @@ async def test_a_large_claim_is_served_before_small_ones_that_came_later(
         await queue.runs(name)
 
 
-async def test_while_a_large_claim_waits_for_its_node_small_ones_use_the_others(
+async def test_small_claims_use_other_nodes_while_a_large_claim_waits(
     cluster: Cluster, kube: Kube, tmp_path: Path
 ) -> None:
     async with queue_harness(cluster, kube, tmp_path, nodes=2, gpus=2) as queue:

@@ -85,14 +85,16 @@ async def is_in_phase(bench: ApiBench, phase: str | None) -> bool:  # noqa: F811
     return (entry and entry["phase"]) == phase
 
 
-async def test_a_pod_that_exists_is_confirmed_with_its_uid(reconciling: ApiBench, kube: Kube, namespace: str) -> None:
+async def test_existing_pod_is_bound_to_its_reservation_by_uid(
+    reconciling: ApiBench, kube: Kube, namespace: str
+) -> None:
     await reserved(reconciling, namespace)
     created = await kube.create(PODS, dressed_pod("r1"), namespace)
     await wait_until(lambda: is_in_phase(reconciling, "finalized"))
     assert (await reconciling.held())["GPU-a0/0"]["uid"] == created["metadata"]["uid"]
 
 
-async def test_a_pod_that_succeeds_frees_its_devices_though_it_is_still_listed(
+async def test_succeeded_pod_releases_its_devices_before_it_is_deleted(
     reconciling: ApiBench, kube: Kube, namespace: str
 ) -> None:
     await reserved(reconciling, namespace)
@@ -104,7 +106,7 @@ async def test_a_pod_that_succeeds_frees_its_devices_though_it_is_still_listed(
     assert await kube.find(PODS, "train", namespace) is not None
 
 
-async def test_a_terminating_pod_holds_its_devices_until_it_is_gone(
+async def test_terminating_pod_keeps_its_devices_until_it_is_gone(
     reconciling: ApiBench, kube: Kube, namespace: str
 ) -> None:
     await reserved(reconciling, namespace)
@@ -129,7 +131,7 @@ async def reasons(kube: Kube, namespace: str) -> set[str]:
     return {one["reason"] for one in await kube.list(EVENTS, namespace)}
 
 
-async def test_an_owned_pod_that_is_never_bound_is_removed_by_uid_and_an_event_says_why(
+async def test_owned_pod_that_is_never_scheduled_is_deleted_by_uid_with_an_event(
     reconciling: ApiBench, kube: Kube, namespace: str
 ) -> None:
     owner = await kube.create(CONFIG_MAPS, {"metadata": {"name": "owner"}}, namespace)
@@ -146,7 +148,7 @@ async def test_an_owned_pod_that_is_never_bound_is_removed_by_uid_and_an_event_s
     await wait_until(lambda: reasons(kube, namespace), lambda found: "BindDeadlinePassed" in found)
 
 
-async def test_a_pod_that_comes_after_its_reservation_is_gone_gets_it_back_or_is_told(
+async def test_late_pod_gets_its_reservation_back_or_an_event(
     reconciling: ApiBench, kube: Kube, namespace: str
 ) -> None:
     await kube.create(PODS, dressed_pod("r1"), namespace)
@@ -164,7 +166,7 @@ async def test_a_pod_that_comes_after_its_reservation_is_gone_gets_it_back_or_is
     assert (await reconciling.held())["GPU-a0/0"]["reservation"] == "r1"
 
 
-async def test_a_deleted_gpu_node_stays_until_its_last_pod_is_gone(
+async def test_deleted_gpunode_stays_until_its_last_pod_is_gone(
     reconciling: ApiBench, kube: Kube, namespace: str
 ) -> None:
     await reserved(reconciling, namespace)
@@ -182,9 +184,7 @@ async def test_a_deleted_gpu_node_stays_until_its_last_pod_is_gone(
     await kube.create(GPU_NODES, copy.deepcopy(NODE_A))
 
 
-async def test_a_gpu_node_that_was_deleted_by_force_and_made_anew_is_rebuilt_from_the_pods(
-    reconciling: ApiBench, kube: Kube, namespace: str
-) -> None:
+async def test_recreated_gpunode_is_rebuilt_from_the_pods(reconciling: ApiBench, kube: Kube, namespace: str) -> None:
     await reserved(reconciling, namespace)
     created = await kube.create(PODS, dressed_pod("r1"), namespace)
     await wait_until(lambda: is_in_phase(reconciling, "finalized"))
@@ -194,7 +194,7 @@ async def test_a_gpu_node_that_was_deleted_by_force_and_made_anew_is_rebuilt_fro
     assert (await reconciling.held())["GPU-a0/0"]["uid"] == created["metadata"]["uid"]
 
 
-async def test_a_hold_that_a_hand_took_out_is_put_back(reconciling: ApiBench, kube: Kube, namespace: str) -> None:
+async def test_manually_removed_reservation_is_restored(reconciling: ApiBench, kube: Kube, namespace: str) -> None:
     await reserved(reconciling, namespace)
     await kube.create(PODS, dressed_pod("r1"), namespace)
     await wait_until(lambda: is_in_phase(reconciling, "finalized"))
@@ -208,9 +208,7 @@ async def test_a_hold_that_a_hand_took_out_is_put_back(reconciling: ApiBench, ku
 
 
 @pytest.mark.defect("S4-8")
-async def test_the_garbage_collector_takes_no_reservation_away(
-    reconciling: ApiBench, kube: Kube, namespace: str
-) -> None:
+async def test_garbage_collector_deletes_no_reservation(reconciling: ApiBench, kube: Kube, namespace: str) -> None:
     await reserved(reconciling, namespace)
     await kube.create(PODS, dressed_pod("r1"), namespace)
     await wait_until(lambda: is_in_phase(reconciling, "finalized"))

@@ -45,7 +45,7 @@ async def orphans(here: Site, node: str) -> list[Raw]:
     return [one for one in (await here.held_on(node)).values() if "orphanedAt" in one]
 
 
-async def test_an_operator_releases_the_gpu_of_a_pod_that_is_gone(here: Site, cluster: Cluster) -> None:
+async def test_release_frees_the_gpu_of_a_deleted_pod(here: Site, cluster: Cluster) -> None:
     (node,) = here.nodes
     uuid = await run_victim(here, node, grace=0)
     name = f"{here.namespace}/old-{node}"
@@ -79,7 +79,7 @@ WRITES_STATUS = [
 MANAGES = {"apiGroups": ["gpuwarden.io"], "resources": ["reservations"], "verbs": ["manage"]}
 
 
-async def test_who_may_write_the_status_and_not_manage_releases_nothing(here: Site, cluster: Cluster) -> None:
+async def test_release_needs_manage_permission_beside_status_writes(here: Site, cluster: Cluster) -> None:
     """The two differ by that permission alone, and with every policy in place."""
     (node,) = here.nodes
     uuid = await run_victim(here, node, grace=0)

@@ -118,7 +118,7 @@ async def reach(kube: Kube, expected: int) -> bool:
     return await finalized(kube) == expected
 
 
-async def test_more_pods_than_gpus_through_three_replicas_fill_every_gpu_once(
+async def test_three_replicas_assign_every_gpu_once_to_more_pods_than_gpus(
     kube: Kube, namespaces: list[str], reconciler: subprocess.Popen[bytes]
 ) -> None:
     results = await asyncio.gather(*(tried(kube, name) for name in namespaces for _ in range(SLOTS // 2)))
@@ -141,7 +141,7 @@ async def test_more_pods_than_gpus_through_three_replicas_fill_every_gpu_once(
     assert len(gpus) == len(set(gpus)) == SLOTS
 
 
-async def test_a_replica_that_is_killed_takes_nothing_with_it(
+async def test_killed_replica_loses_no_reservation(
     kube: Kube, namespaces: list[str], replicas: list[Running], reconciler: subprocess.Popen[bytes]
 ) -> None:
     before = await asyncio.gather(*(tried(kube, namespaces[0]) for _ in range(4)))

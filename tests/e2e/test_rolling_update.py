@@ -27,7 +27,7 @@ async def created(here: Site, number: int, lost: list[str], counts: list[int]) -
         counts[number] += 1
 
 
-async def test_a_rolling_update_loses_no_review(
+async def test_rolling_update_loses_no_review(
     cluster: Cluster, kube: Kube, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     async with site(cluster, kube, tmp_path, nodes=1, gpus=4, name="rolling", replicas=2) as here:

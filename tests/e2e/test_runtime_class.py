@@ -11,9 +11,7 @@ CLASS = "gpuwarden-e2e"
 OVERHEAD = {"cpu": "10m"}
 
 
-async def test_pods_with_gpus_run_in_the_runtime_class_and_no_others_do(
-    cluster: Cluster, kube: Kube, tmp_path: Path
-) -> None:
+async def test_only_pods_with_gpus_get_the_runtime_class(cluster: Cluster, kube: Kube, tmp_path: Path) -> None:
     flags = ("--runtime-class", CLASS, "--when-unavailable", "queue")
     raw = {"metadata": {"name": CLASS}, "handler": "nvidia", "overhead": {"podFixed": OVERHEAD}}
     await kube.create(RUNTIME_CLASSES, raw)

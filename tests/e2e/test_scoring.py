@@ -93,7 +93,7 @@ def is_hinted(found: Raw) -> bool:
 @pytest.mark.defect("S3-3")
 @pytest.mark.defect("S3-9")
 @pytest.mark.defect("X-2")
-async def test_the_documented_pod_and_job_run_with_the_hints_of_our_own_scorer(
+async def test_documented_pod_and_job_run_with_hints_of_the_own_scorer(
     cluster: Cluster, kube: Kube, tmp_path: Path
 ) -> None:
     async with classes(kube), scored_site(cluster, kube, tmp_path) as here, own_scorer(cluster, tmp_path) as url:
@@ -163,7 +163,7 @@ BAD_NOW: dict[str, Raw] = {
 @pytest.mark.defect("S3-15")
 @pytest.mark.defect("X-1")
 @pytest.mark.defect("X-2")
-async def test_whatever_a_scorer_does_pods_are_created(
+async def test_pods_are_created_whatever_a_scorer_answers(
     cluster: Cluster, kube: Kube, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     async with scored_site(cluster, kube, tmp_path) as here:

@@ -15,7 +15,7 @@ LEASES = Resource("apis/coordination.k8s.io/v1", "leases")
 
 
 @pytest.mark.parametrize("command", ["reconcile", "bind"])
-async def test_who_is_told_to_stop_gives_the_lease_back(
+async def test_stopped_process_releases_its_lease(
     cluster: Cluster, kube: Kube, namespace: str, tmp_path: Path, request: pytest.FixtureRequest, command: str
 ) -> None:
     await installed(kube)

@@ -78,7 +78,7 @@ async def harness(cluster: Cluster, kube: Kube, namespace: str, tmp_path: Path) 
         await kube.delete(NODE_EVIDENCES, NODE)
 
 
-async def test_the_reconciler_writes_what_spire_says(harness: Harness) -> None:
+async def test_reconciler_writes_evidence_of_spire(harness: Harness) -> None:
     expires_at = utc_now().replace(microsecond=0) + TTL
     harness.spire.agents = [agent(NODE, HASH, expires_at=expires_at)]
     until = (expires_at - TTL + MAX_AGE).strftime("%Y-%m-%dT%H:%M:%SZ")
@@ -95,7 +95,7 @@ async def test_the_reconciler_writes_what_spire_says(harness: Harness) -> None:
     await wait_until(harness.entry, lambda entry: entry is None)
 
 
-async def test_evidence_of_a_source_that_is_no_longer_asked_does_not_stay(harness: Harness) -> None:
+async def test_evidence_of_a_removed_source_is_deleted(harness: Harness) -> None:
     """Somebody's word that has no end would stand for ever."""
 
     async def sources() -> Raw:
@@ -125,7 +125,7 @@ async def away(spire: SpireDouble) -> AsyncIterator[Callable[[], Awaitable[None]
     nobody.close()
 
 
-async def test_while_spire_is_away_its_evidence_stays_as_it_was(harness: Harness) -> None:
+async def test_evidence_stays_unchanged_while_spire_is_down(harness: Harness) -> None:
     harness.spire.agents = [agent(NODE, HASH, expires_at=utc_now() + TTL)]
     before = await harness.wait_for_entry(hash=HASH)
     async with away(harness.spire) as failed_twice:
@@ -133,7 +133,7 @@ async def test_while_spire_is_away_its_evidence_stays_as_it_was(harness: Harness
         assert await harness.entry() == before
 
 
-async def test_whoever_is_elected_again_while_spire_is_away_takes_no_ban_of_another_leader_back(
+async def test_reelected_leader_does_not_revert_a_ban_of_another_leader(
     harness: Harness,
 ) -> None:
     harness.spire.agents = [agent(NODE, HASH, expires_at=utc_now() + TTL)]
@@ -214,7 +214,7 @@ async def removed(kube: Kube, of: Resource) -> None:
         await forced_away(kube, of, NODE)
 
 
-async def test_a_node_made_anew_under_its_old_name_has_to_be_attested_anew(served: Served) -> None:
+async def test_recreated_node_must_be_attested_again(served: Served) -> None:
     """The agent of the machine before is still in the registry, alive and not banned."""
     harness = served.harness
     served.attested_after(await served.born(), serial="1")
@@ -228,7 +228,7 @@ async def test_a_node_made_anew_under_its_old_name_has_to_be_attested_anew(serve
     await served.comes_to_admit(admitted=True)
 
 
-async def test_a_server_that_starts_while_spire_is_away_goes_by_what_is_written(served: Served, tmp_path: Path) -> None:
+async def test_server_started_while_spire_is_down_uses_stored_evidence(served: Served, tmp_path: Path) -> None:
     served.attested_after(await served.born(), serial="1")
     await served.comes_to_admit(admitted=True)
     await served.harness.spire.stop()

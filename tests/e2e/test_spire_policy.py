@@ -68,7 +68,7 @@ def answers(engine: Path, policy: str, data: Raw) -> dict[tuple[str, str], Raw]:
     return dict(zip(calls, json.loads(done.stdout), strict=True))
 
 
-def test_one_more_caller_may_make_one_more_call_and_nothing_else_changes(engine: Path) -> None:
+def test_policy_allows_one_more_caller_one_more_method(engine: Path) -> None:
     apis = [{"full_method": API + one, "allow_admin": True, "allow_local": True} for one in FOR_ADMINISTRATORS]
     apis += [{"full_method": API + one, "allow_any": True} for one in FOR_ALL]
     ours = json.loads((EXAMPLES / "gpuwarden-reader.json").read_text())

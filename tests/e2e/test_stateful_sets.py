@@ -351,7 +351,7 @@ async def healed(harness: Harness) -> None:
 @pytest.mark.defect("S1-12")
 @pytest.mark.defect("S1-13")
 @pytest.mark.defect("S1-14")
-async def test_each_ordinal_runs_with_the_gpus_of_its_line_whatever_becomes_of_its_pods(
+async def test_each_ordinal_keeps_the_gpus_of_its_map_line_when_its_pods_are_replaced(
     harness: Harness, request: pytest.FixtureRequest
 ) -> None:
     took = {"labelled_later": await a_node_that_is_labelled_later_has_its_ordinal(harness)}
@@ -423,7 +423,7 @@ async def a_rolling_update_leaves_each_where_it_was(harness: Harness) -> float:
     return took
 
 
-async def test_an_ordinal_waits_for_evidence_of_its_node_too(harness: Harness, request: pytest.FixtureRequest) -> None:
+async def test_ordinal_waits_for_evidence_of_its_node(harness: Harness, request: pytest.FixtureRequest) -> None:
     for node in NAMES[:2]:
         await harness.prove(node, HASH)
     await harness.create(mapped_set(asked={keys.REQUIRED_HASH.name: HASH}))
@@ -445,7 +445,7 @@ async def test_an_ordinal_waits_for_evidence_of_its_node_too(harness: Harness, r
 
 @pytest.mark.defect("S1-3")
 @pytest.mark.defect("S1-20")
-async def test_a_set_that_is_mapped_onto_the_gpus_of_an_older_one_waits_until_that_is_scaled_down(
+async def test_newer_set_mapped_to_the_same_gpus_waits_until_the_older_is_scaled_down(
     harness: Harness,
 ) -> None:
     """Of what its map names it has nothing, not what is free either: the older set's ordinals come back to theirs."""
@@ -476,7 +476,7 @@ async def test_a_set_that_is_mapped_onto_the_gpus_of_an_older_one_waits_until_th
 
 
 @pytest.mark.defect("S1-8")
-async def test_an_ordinal_waits_for_its_node_that_is_not_ready_and_runs_there_again(harness: Harness) -> None:
+async def test_ordinal_waits_for_its_node_until_it_is_ready(harness: Harness) -> None:
     """The controllers take the pod away by themselves: it tolerates such a node for a moment only."""
     brief = {"key": "node.kubernetes.io/not-ready", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 1}
     content = mapped_set()
@@ -492,9 +492,7 @@ async def test_an_ordinal_waits_for_its_node_that_is_not_ready_and_runs_there_ag
 
 
 @pytest.mark.parametrize("is_forced", [True, pytest.param(False, marks=pytest.mark.long)], ids=["by-hand", "collected"])
-async def test_an_ordinal_waits_for_its_node_that_is_gone_and_runs_there_again(
-    harness: Harness, *, is_forced: bool
-) -> None:
+async def test_ordinal_waits_for_its_deleted_node_to_return(harness: Harness, *, is_forced: bool) -> None:
     """Somebody says that the pod is over, or the collector of orphaned pods does after a minute."""
     await harness.create(mapped_set())
     await harness.runs(0, 1, 2)
@@ -511,7 +509,7 @@ async def test_an_ordinal_waits_for_its_node_that_is_gone_and_runs_there_again(
     assert (await harness.get(1))["metadata"]["uid"] == lost["metadata"]["uid"]
 
 
-async def test_a_gpu_that_is_replaced_is_the_next_pods_by_its_index(harness: Harness) -> None:
+async def test_map_by_index_leads_to_a_replaced_gpu(harness: Harness) -> None:
     """The pod that has the old one keeps it, and nobody has either by mistake."""
     await harness.create(mapped_set())
     await harness.runs(0, 1, 2)
@@ -537,9 +535,7 @@ async def replaced(harness: Harness, uuids: Sequence[str]) -> None:
 
 @pytest.mark.defect("S1-8")
 @pytest.mark.defect("S1-11")
-async def test_a_binder_that_is_killed_in_the_middle_leaves_every_pod_to_the_next(
-    harness: Harness, request: pytest.FixtureRequest
-) -> None:
+async def test_next_binder_binds_every_pod_of_a_killed_binder(harness: Harness, request: pytest.FixtureRequest) -> None:
     """Killed while one pod is on its node, one has its GPUs and waits for room there, and one is not there yet."""
     hog = pod("hog", nodeName="sets-1")
     hog["spec"]["containers"][0]["resources"] = {"requests": {"cpu": "64"}}
@@ -570,7 +566,7 @@ STORM = 300.0
 
 
 @pytest.mark.long
-async def test_whatever_happens_in_whatever_order_each_ordinal_runs_with_its_own_again(
+async def test_each_ordinal_runs_with_its_own_gpus_after_random_failures(
     harness: Harness, request: pytest.FixtureRequest
 ) -> None:
     seed = time.time_ns()

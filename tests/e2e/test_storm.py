@@ -55,7 +55,7 @@ async def freed(here: Site) -> float:
 
 
 @pytest.mark.parametrize("size", SIZES)
-async def test_a_storm_of_pods_never_puts_two_on_one_gpu_and_uses_every_gpu(
+async def test_many_pods_use_every_gpu_and_never_share_one(
     cluster: Cluster, kube: Kube, tmp_path: Path, request: pytest.FixtureRequest, size: Size
 ) -> None:
     shape: dict[str, Any] = {"nodes": size.nodes, "gpus": GPUS, "replicas": REPLICAS, "flags": FLAGS, "name": "storm"}
@@ -118,7 +118,7 @@ async def test_a_storm_of_pods_never_puts_two_on_one_gpu_and_uses_every_gpu(
 @pytest.mark.parametrize(
     ("nodes", "pods"), [(50, 300), pytest.param(500, 4000, marks=pytest.mark.long)], ids=["300", "4000"]
 )
-async def test_a_job_of_many_pods_is_refused_nothing_by_the_limits(
+async def test_job_with_many_pods_stays_within_the_pending_limits(
     cluster: Cluster, kube: Kube, tmp_path: Path, request: pytest.FixtureRequest, nodes: int, pods: int
 ) -> None:
     """Where anybody may post reviews, as in every other test here."""
@@ -149,7 +149,7 @@ AT_ONCE = pytest.mark.parametrize("pods", [16, 256, pytest.param(4000, marks=pyt
 
 
 @AT_ONCE
-async def test_many_at_once_onto_full_nodes_are_refused_soon_and_all_served_when_there_is_room(
+async def test_many_pods_on_full_nodes_are_denied_quickly_and_created_when_gpus_are_free(
     cluster: Cluster, kube: Kube, tmp_path: Path, request: pytest.FixtureRequest, pods: int
 ) -> None:
     shape: dict[str, Any] = {"nodes": 4, "gpus": GPUS, "replicas": 2, "flags": FLAGS, "name": "full"}
@@ -186,7 +186,7 @@ async def test_many_at_once_onto_full_nodes_are_refused_soon_and_all_served_when
 
 
 @pytest.mark.parametrize("pods", [16, pytest.param(256, marks=pytest.mark.long)])
-async def test_what_controllers_could_not_have_they_get_when_there_is_room(
+async def test_controllers_create_denied_pods_when_gpus_are_free(
     cluster: Cluster, kube: Kube, tmp_path: Path, request: pytest.FixtureRequest, pods: int
 ) -> None:
     shape: dict[str, Any] = {"nodes": 4, "gpus": GPUS, "replicas": 2, "flags": FLAGS, "name": "full"}

@@ -54,7 +54,9 @@ async def shows(view: View, namespace: str, **expected: str) -> bool:
     return view.values(namespace) == expected
 
 
-async def test_what_comes_changes_and_goes_is_seen(watching: tuple[Watch, View], kube: Kube, namespace: str) -> None:
+async def test_watch_reports_created_changed_and_deleted_objects(
+    watching: tuple[Watch, View], kube: Kube, namespace: str
+) -> None:
     watch, view = watching
     await kube.create(CONFIG_MAPS, {"metadata": {"name": "a"}, "data": {"value": "1"}}, namespace)
     await wait_until(lambda: shows(view, namespace, a="1"))
@@ -66,7 +68,7 @@ async def test_what_comes_changes_and_goes_is_seen(watching: tuple[Watch, View],
     assert watch.lists == 1
 
 
-async def test_a_long_list_comes_whole(cluster: Cluster, kube: Kube, namespace: str) -> None:
+async def test_list_of_several_pages_is_complete(cluster: Cluster, kube: Kube, namespace: str) -> None:
     names = [f"n{number}" for number in range(620)]  # more than a page
 
     async def create(some: list[str]) -> None:
@@ -82,7 +84,7 @@ async def test_a_long_list_comes_whole(cluster: Cluster, kube: Kube, namespace: 
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def test_a_restart_of_the_api_server_empties_nothing_and_what_came_meanwhile_is_seen(
+async def test_view_survives_an_api_server_restart_and_sees_later_changes(
     watching: tuple[Watch, View], cluster: Cluster, kube: Kube, namespace: str
 ) -> None:
     watch, view = watching
@@ -108,7 +110,7 @@ async def everybody_is_back(kube: Kube) -> None:
     await kube.delete(NAMESPACES, name)
 
 
-async def test_a_version_that_the_server_has_forgotten_starts_it_over(
+async def test_compacted_resource_version_causes_a_new_list(
     watching: tuple[Watch, View], kube: Kube, namespace: str
 ) -> None:
     watch, view = watching

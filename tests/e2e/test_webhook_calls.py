@@ -103,7 +103,7 @@ NOTHING = {
 
 
 @pytest.mark.parametrize("one", NOTHING.values(), ids=NOTHING)
-async def test_a_pod_that_asks_for_nothing_never_calls(harness: WebhookHarness, enabled: str, one: Raw) -> None:
+async def test_pod_without_a_request_causes_no_webhook_call(harness: WebhookHarness, enabled: str, one: Raw) -> None:
     async with CallCounter(harness) as calls:
         await harness.kube.create(PODS, one, enabled)
         await harness.kube.patch(PODS, "a", {"metadata": {"labels": {"b": "c"}, "annotations": {"b": "c"}}}, enabled)
@@ -116,9 +116,7 @@ async def test_a_pod_that_asks_for_nothing_never_calls(harness: WebhookHarness, 
     assert calls.both == (0, 0)
 
 
-async def test_a_large_pod_that_asks_for_nothing_is_not_too_dear_to_look_at(
-    harness: WebhookHarness, enabled: str
-) -> None:
+async def test_large_pod_is_within_the_cost_limit_of_match_conditions(harness: WebhookHarness, enabled: str) -> None:
     """Beyond a budget the API server stops looking and refuses: 200 containers with 100 variables each are within."""
     env = [{"name": f"VARIABLE_{n}", "value": "x"} for n in range(100)]
     async with CallCounter(harness) as calls:
@@ -130,7 +128,7 @@ async def test_a_large_pod_that_asks_for_nothing_is_not_too_dear_to_look_at(
     assert calls.both == (0, 0)
 
 
-async def test_an_invalid_pod_is_told_so_by_the_api_server(harness: WebhookHarness, enabled: str) -> None:
+async def test_invalid_pod_gets_the_error_of_the_api_server(harness: WebhookHarness, enabled: str) -> None:
     specs: list[Raw] = [{}, {"containers": None}, {"containers": []}]
     for spec in specs:
         with pytest.raises(ApiError) as refused:
@@ -170,7 +168,9 @@ ASKING = {
 
 
 @pytest.mark.parametrize("one", (ASKING | COPIED).values(), ids=ASKING | COPIED)
-async def test_whoever_asks_or_would_see_a_gpu_calls(harness: WebhookHarness, enabled: str, one: Raw) -> None:
+async def test_pod_that_requests_or_would_see_a_gpu_is_reviewed(
+    harness: WebhookHarness, enabled: str, one: Raw
+) -> None:
     said = ""
     async with CallCounter(harness) as calls:
         try:
@@ -196,7 +196,7 @@ async def test_whoever_asks_or_would_see_a_gpu_calls(harness: WebhookHarness, en
     ],
     ids=["canonical", "older", "both", "canonical off", "another value", "none"],
 )
-async def test_a_namespace_asks_by_either_label_and_is_heard_once(
+async def test_namespace_opts_in_by_either_label_with_one_call_per_webhook(
     harness: WebhookHarness, labels: dict[str, str], expected: tuple[int, int]
 ) -> None:
     async with new_namespace(harness.kube, labels) as namespace, CallCounter(harness) as calls:
@@ -204,7 +204,7 @@ async def test_a_namespace_asks_by_either_label_and_is_heard_once(
     assert calls.both == expected
 
 
-async def test_our_own_namespace_and_the_systems_are_never_asked_about(harness: WebhookHarness) -> None:
+async def test_pods_of_system_namespaces_and_the_own_namespace_are_not_reviewed(harness: WebhookHarness) -> None:
     await harness.kube.patch(NAMESPACES, "kube-system", {"metadata": {"labels": CANONICAL | ALIAS}})
     try:
         async with CallCounter(harness) as calls:
@@ -219,7 +219,7 @@ async def test_our_own_namespace_and_the_systems_are_never_asked_about(harness: 
 # A pod that exists.
 
 
-async def test_a_pods_life_calls_at_its_ends_only(harness: WebhookHarness, enabled: str) -> None:
+async def test_pod_is_reviewed_only_at_creation_and_deletion(harness: WebhookHarness, enabled: str) -> None:
     async with CallCounter(harness) as born:
         await harness.kube.create(PODS, pod("a", gpus=1, annotations=HASH), enabled)
     assert born.both == (1, 1)
@@ -240,9 +240,7 @@ async def test_a_pods_life_calls_at_its_ends_only(harness: WebhookHarness, enabl
     assert afterwards.mutate == 0
 
 
-async def test_a_resize_is_asked_about_where_gpus_are_asked_of_a_device_plugin(
-    harness: WebhookHarness, enabled: str
-) -> None:
+async def test_resize_is_reviewed_for_pods_with_device_plugin_gpus(harness: WebhookHarness, enabled: str) -> None:
     """Our own pods have no such request any more: their CPU is their owner's."""
     cpu = {"requests": {"cpu": "1"}, "limits": {"cpu": "8"}}
     one = pod_with_containers(container(resources=cpu), schedulerName="nobody")
@@ -254,7 +252,7 @@ async def test_a_resize_is_asked_about_where_gpus_are_asked_of_a_device_plugin(
     assert calls.both == (0, 0)
 
 
-async def test_both_paths_of_a_binding_lead_to_us(harness: WebhookHarness) -> None:
+async def test_bindings_are_reviewed_on_both_paths(harness: WebhookHarness) -> None:
     label = {"example.test/bound": "true"}
     installation = Installation(
         opt_in="example.test/bound",
@@ -302,7 +300,7 @@ async def test_all_pods_can_be_deleted_at_once(kube: Kube, namespace_without_web
     await wait_until(lambda: kube.list(PODS, namespace_without_webhook), lambda left: left == [])
 
 
-async def test_a_pod_that_was_served_runs_on(kube: Kube, namespace_without_webhook: str) -> None:
+async def test_pod_with_gpus_continues_while_no_webhook_answers(kube: Kube, namespace_without_webhook: str) -> None:
     """It is scheduled, started and ended: none of that asks us."""
     await kube.patch(PODS, "served", [{"op": "remove", "path": "/spec/schedulingGates/0"}], namespace_without_webhook)
     await pod_in_phase(kube, namespace_without_webhook, "served", "Running")

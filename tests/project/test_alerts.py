@@ -48,7 +48,7 @@ def known_series() -> dict[str, frozenset[str]]:
 SERIES = known_series()
 
 
-def test_the_file_has_the_form_of_a_rule_file() -> None:
+def test_file_is_a_valid_rule_file() -> None:
     found = content()
     assert found.keys() == {"groups"}
     assert all(group.keys() == {"name", "rules"} for group in found["groups"])
@@ -58,7 +58,7 @@ def test_the_file_has_the_form_of_a_rule_file() -> None:
 
 
 @each_rule
-def test_a_rule_has_the_form_of_a_rule(rule: Raw) -> None:
+def test_rule_has_the_required_fields(rule: Raw) -> None:
     assert (
         {"alert", "expr", "labels", "annotations"} <= rule.keys() <= {"alert", "expr", "for", "labels", "annotations"}
     )
@@ -69,7 +69,7 @@ def test_a_rule_has_the_form_of_a_rule(rule: Raw) -> None:
 
 
 @each_rule
-def test_a_rule_asks_about_what_there_is(rule: Raw) -> None:
+def test_rule_uses_existing_metrics_and_labels(rule: Raw) -> None:
     asked = re.findall(r"(gpuwarden_\w+)(?:\{([^}]*)\})?", rule["expr"])
     assert asked
     for name, matchers in asked:
@@ -80,16 +80,14 @@ def test_a_rule_asks_about_what_there_is(rule: Raw) -> None:
 
 
 @pytest.mark.parametrize("outcome", ["refused", "away"])
-def test_keys_that_are_not_had_are_told_before_evidence_ends(outcome: str) -> None:
+def test_missing_bundle_alert_fires_before_evidence_expires(outcome: str) -> None:
     """In silence every node would end unproven, `--max-bundle-age` and a proof's life later."""
     asked = f'gpuwarden_trust_bundle_looks_total{{outcome="{outcome}"}}'
     assert [rule["for"] for rule in RULES if asked in rule["expr"]] == ["5m"]
     assert Metrics().registry.get_sample_value("gpuwarden_trust_bundle_looks_total", {"outcome": outcome}) == 0
 
 
-def test_that_nobody_answers_reviews_is_told_by_what_nobody_else_has(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_absence_alert_uses_a_metric_that_only_serve_exposes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`absent` is true of a series that is gone, not of a zero: so it has to be one that `serve` alone has, always."""
     (rule,) = [rule for rule in RULES if "absent(" in rule["expr"]]
     assert rule["labels"]["severity"] == "critical"
@@ -105,7 +103,7 @@ def test_that_nobody_answers_reviews_is_told_by_what_nobody_else_has(
     assert metrics.registry.get_sample_value(asked[1], {"listener": "tls"}) is not None
 
 
-def test_prometheus_takes_the_rules() -> None:
+def test_prometheus_accepts_the_rules() -> None:
     promtool = built()
     if promtool is None:
         pytest.skip("promtool is not built: `make promtool` builds it, in some minutes, with Go")

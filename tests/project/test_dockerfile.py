@@ -16,7 +16,7 @@ def instructions() -> list[tuple[str, str]]:
     return [(word, rest) for word, _, rest in (line.partition(" ") for line in lines if line)]
 
 
-def test_every_stage_is_from_the_base_that_is_given() -> None:
+def test_every_stage_uses_the_given_base() -> None:
     """And that one is given with its digest by whoever builds: nothing else is fetched."""
     assert instructions()[0] == ("ARG", "PYTHON_IMAGE")
     stages = [rest.split()[0] for word, rest in instructions() if word == "FROM"]
@@ -49,7 +49,7 @@ def test_make_builds_on_a_base_with_a_digest(tmp_path: Path, base: str, used: st
     assert f"docker build --build-arg PYTHON_IMAGE={used} --tag a/b:c ." in done.stdout.splitlines()
 
 
-def test_make_asks_for_the_images_name() -> None:
+def test_make_requires_an_image_name() -> None:
     done = subprocess.run(
         ["/usr/bin/env", "make", "-C", str(ROOT), "docker-build"], capture_output=True, text=True, check=False
     )
@@ -57,7 +57,7 @@ def test_make_asks_for_the_images_name() -> None:
     assert "say which image: make docker-build IMG=name:tag" in done.stderr
 
 
-def test_the_last_stage_runs_nothing_and_nobody_is_root() -> None:
+def test_last_stage_runs_no_command_and_no_process_is_root() -> None:
     last = instructions()[[i for i, (word, _) in enumerate(instructions()) if word == "FROM"][-1] :]
     words = [word for word, _ in last]
     assert "RUN" not in words
@@ -66,7 +66,7 @@ def test_the_last_stage_runs_nothing_and_nobody_is_root() -> None:
     assert ("ENTRYPOINT", '["gpuwarden"]') in last
 
 
-def test_dependencies_come_from_the_lock_by_hash_and_as_wheels() -> None:
+def test_dependencies_are_locked_wheels_with_hashes() -> None:
     installs = [rest for word, rest in instructions() if word == "RUN" and "pip install" in rest]
     assert len(installs) == 2
     assert "--require-hashes -r requirements/run.lock" in installs[0]

@@ -53,7 +53,7 @@ def faults(page: str) -> list[str]:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_a_page_has_short_lines_and_plain_words(page: str) -> None:
+def test_page_has_short_lines_and_plain_words(page: str) -> None:
     if page in NOT_YET:
         assert faults(page), f"{page} is clean: take it off the list"
     else:

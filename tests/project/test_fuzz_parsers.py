@@ -15,11 +15,11 @@ from scripts.fuzz.parsers import PARSERS, Parser
 
 
 @pytest.mark.parametrize("parser", PARSERS, ids=lambda parser: parser.name)
-def test_every_kept_input_is_read_or_refused_by_name(parser: Parser) -> None:
+def test_every_corpus_input_is_parsed_or_rejected_with_a_declared_error(parser: Parser) -> None:
     assert [wrong for content in seeds(parser.seeds) for wrong in tried(parser, content)] == []
 
 
-def test_a_seed_gives_the_same_inputs_again() -> None:
+def test_same_seed_gives_the_same_inputs() -> None:
     first, again = (
         [mutated(one, random) for one in seeds("reviews") for _ in range(5)] for random in (Random(7), Random(7))
     )
@@ -27,7 +27,7 @@ def test_a_seed_gives_the_same_inputs_again() -> None:
     assert len(set(first)) > len(first) // 2
 
 
-def test_a_parser_that_raises_what_it_does_not_name_is_a_finding() -> None:
+def test_undeclared_exception_of_a_parser_is_a_finding() -> None:
     def broken(content: bytes) -> object:
         raise KeyError(content)
 
@@ -88,7 +88,7 @@ def reached() -> set[str]:
     return {str(Path(one).relative_to(ROOT)) for one in files if one.startswith(str(ROOT / "webhook"))}
 
 
-def test_every_module_that_reads_what_others_write_is_fuzzed() -> None:
+def test_every_module_that_parses_external_input_is_fuzzed() -> None:
     modules, entered = reading_modules(), reached()
     assert modules - entered - ELSEWHERE.keys() == set(), "give it a Parser, or say here who else tries it"
     assert ELSEWHERE.keys() - modules == set(), "reads nothing any more"

@@ -28,7 +28,7 @@ def run(directory: Path, **environment: str) -> subprocess.CompletedProcess[str]
     return subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False, timeout=120)
 
 
-async def test_its_files_are_served_with_and_what_it_prints_trusts_them(tmp_path: Path) -> None:
+async def test_generated_files_work_for_tls_and_the_printed_ca_trusts_them(tmp_path: Path) -> None:
     done = run(tmp_path)
     assert done.returncode == 0, done.stderr
     made = tmp_path / "certs"
@@ -57,7 +57,7 @@ async def test_its_files_are_served_with_and_what_it_prints_trusts_them(tmp_path
     [("a" * 63, "b" * 63, "a" * 63), ("a" * 20, "b" * 43, f"{'a' * 20}.{'b' * 43}"), ("a", "b", "a.b.svc")],
     ids=["service-only", "without-svc", "whole"],
 )
-def test_names_that_are_too_long_for_a_subject_are_shortened_there_and_nowhere_else(
+def test_long_names_are_shortened_only_in_the_subject(
     tmp_path: Path, service: str, namespace: str, common: str
 ) -> None:
     done = run(tmp_path, SERVICE_NAME=service, NAMESPACE=namespace)
@@ -68,7 +68,7 @@ def test_names_that_are_too_long_for_a_subject_are_shortened_there_and_nowhere_e
     assert f"{service}.{namespace}.svc" in names.get_values_for_type(x509.DNSName)
 
 
-def test_keys_that_were_there_are_made_anew_and_for_nobody_else(tmp_path: Path) -> None:
+def test_existing_keys_are_replaced_and_private(tmp_path: Path) -> None:
     made = tmp_path / "certs"
     made.mkdir()
     names = ["ca.key", "tls.key", "webhook-tls-secret.yaml"]
@@ -81,7 +81,7 @@ def test_keys_that_were_there_are_made_anew_and_for_nobody_else(tmp_path: Path) 
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="git is not here")
-def test_git_sees_nothing_of_what_it_makes_and_all_else_there(tmp_path: Path) -> None:
+def test_git_ignores_only_generated_files(tmp_path: Path) -> None:
     shutil.copy(ROOT / ".gitignore", tmp_path / ".gitignore")
     done = run(tmp_path)
     assert done.returncode == 0, done.stderr
@@ -93,7 +93,7 @@ def test_git_sees_nothing_of_what_it_makes_and_all_else_there(tmp_path: Path) ->
     assert done.stdout.split() == [".gitignore", "certs/README.md", "certs/certificate.yaml", "certs/issuer.yaml"]
 
 
-def test_names_and_place_are_those_of_the_environment(tmp_path: Path) -> None:
+def test_names_and_directory_come_from_the_environment(tmp_path: Path) -> None:
     done = run(tmp_path, NAMESPACE="wardens", SERVICE_NAME="hook", CERT_DIR="elsewhere/deep")
     assert done.returncode == 0, done.stderr
     leaf = x509.load_pem_x509_certificate((tmp_path / "elsewhere/deep/tls.crt").read_bytes())
@@ -117,7 +117,7 @@ def test_names_and_place_are_those_of_the_environment(tmp_path: Path) -> None:
     assert (tmp_path / "elsewhere/deep/tls.key").stat().st_mode & 0o077 == 0
 
 
-def test_a_name_that_is_none_is_refused(tmp_path: Path) -> None:
+def test_invalid_name_is_refused(tmp_path: Path) -> None:
     done = run(tmp_path, SERVICE_NAME="a\nDNS.5 = evil")
     assert (done.returncode, done.stdout) == (1, "")
     assert "names of a namespace and of a Service" in done.stderr

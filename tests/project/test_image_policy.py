@@ -47,17 +47,17 @@ def test_there_are_the_two_policies() -> None:
 
 @pytest.mark.defect("S2-21")
 @pytest.mark.parametrize("policy", policies(), ids=lambda one: one["metadata"]["name"])
-def test_a_policy_covers_our_repository_exactly(policy: dict[str, Any]) -> None:
+def test_policy_covers_exactly_the_own_repository(policy: dict[str, Any]) -> None:
     assert [image for image in OURS + OTHERS if is_covered(policy, image)] == OURS
 
 
-def test_the_older_glob_would_have_covered_others() -> None:
+def test_older_glob_covers_other_repositories() -> None:
     """The rule above tells a wide glob from a narrow one."""
     wide = {"spec": {"images": [{"glob": f"{REPOSITORY}*"}]}}
     assert is_covered(wide, f"ghcr.io/gpuwarden/gpuwarden-evil@{DIGEST}")
 
 
-def test_the_identity_is_the_release_workflow_at_a_tag_and_nothing_else() -> None:
+def test_identity_is_the_release_workflow_at_a_tag() -> None:
     workflow = "https://github.com/gpuwarden/gpuwarden/.github/workflows/release.yaml@"
     for policy in policies():
         (authority,) = policy["spec"]["authorities"]
@@ -79,7 +79,7 @@ def actions(job: str) -> list[str]:
     return [step["uses"].partition("@")[0] for step in JOBS[job]["steps"] if "uses" in step]
 
 
-def test_one_job_alone_signs_and_runs_little_that_is_not_ours() -> None:
+def test_only_one_job_signs_and_it_runs_few_external_actions() -> None:
     signing = [name for name, job in JOBS.items() if job["permissions"].keys() & {"id-token", "attestations"}]
     assert signing == ["sign"]
     assert actions("sign") == ["sigstore/cosign-installer", "actions/attest-build-provenance"]
@@ -109,7 +109,7 @@ def pinned() -> str:
     return re.sub(r"(uses: [^@\s]+)@\S+", rf"\1{PIN}", WORKFLOW.read_text())
 
 
-def test_a_release_is_made_when_every_action_is_pinned(tmp_path: Path) -> None:
+def test_release_continues_if_every_action_is_pinned(tmp_path: Path) -> None:
     assert pins_of(pinned(), tmp_path) == (0, "")
     assert pins_of(pinned().replace(PIN, f"{PIN} # v5.0.1"), tmp_path) == (0, "")
 
@@ -131,18 +131,18 @@ def test_a_release_is_made_when_every_action_is_pinned(tmp_path: Path) -> None:
         "- uses: ./local",
     ],
 )
-def test_no_release_while_one_action_is_not_pinned(tmp_path: Path, line: str) -> None:
+def test_release_stops_if_an_action_is_not_pinned(tmp_path: Path, line: str) -> None:
     code, said = pins_of(f"{pinned()}      {line}\n", tmp_path)
     assert code == 1
     assert said.startswith("No release: these actions are not pinned to the 40 hex digits of a commit:\n")
     assert [one.partition(":")[2].strip() for one in said.splitlines()[1:]] == [line]
 
 
-def test_a_file_that_names_no_action_is_not_the_workflow(tmp_path: Path) -> None:
+def test_file_without_actions_is_not_accepted_as_workflow(tmp_path: Path) -> None:
     assert pins_of('{"message": "Not Found"}', tmp_path)[0] == 1
 
 
-def test_the_workflow_makes_what_the_policy_asks_for() -> None:
+def test_workflow_creates_the_attestations_that_the_policies_require() -> None:
     workflow = yaml.safe_load(WORKFLOW.read_text())
     assert workflow[True]["push"]["tags"] == ["v[0-9]+.[0-9]+.[0-9]+"]  # `on` is a truth value to YAML 1.1
     assert workflow["permissions"] == {}

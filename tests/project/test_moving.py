@@ -95,7 +95,7 @@ ALL = [
 
 
 @pytest.mark.parametrize(("name", "wanted"), ALL)
-def test_a_page_names_what_the_older_system_knows(name: str, wanted: list[str]) -> None:
+def test_page_lists_everything_the_older_system_reads_and_writes(name: str, wanted: list[str]) -> None:
     assert [one for one in wanted if one not in said(name)] == []
 
 
@@ -108,12 +108,12 @@ def is_in(value: str, named: Iterable[str]) -> bool:
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_a_page_names_every_value_of_the_older_chart(name: str) -> None:
+def test_page_lists_every_value_of_the_older_chart(name: str) -> None:
     assert [value for value in VALUES[name] if not is_in(value, said(name))] == []
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_the_same_name_means_that_it_works_under_it_and_another_that_the_chart_says_which(name: str) -> None:
+def test_values_with_the_same_name_work_and_renamed_values_are_reported(name: str) -> None:
     (row,) = (line for line in page(name).splitlines() if line.endswith("| the same name |"))
     same = re.findall(r"`([^`]+)`", row)
     stay = {value for value in VALUES[name] if is_in(value, same)}
@@ -122,19 +122,19 @@ def test_the_same_name_means_that_it_works_under_it_and_another_that_the_chart_s
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_of_all_values_of_an_older_chart_each_that_moved_is_named_at_once(name: str) -> None:
+def test_every_moved_value_is_reported_in_one_error(name: str) -> None:
     moved = [one for one in MOVED if one.path in VALUES[name]]
     said_to_all = refusal({one.path: True for one in moved})
     assert [one.path for one in moved if f"{one.sentence}." not in said_to_all] == []
 
 
-def test_the_older_variables_are_read() -> None:
+def test_variables_of_the_older_systems_are_read() -> None:
     tables = (*settings.SETTINGS, *export_settings.TABLE)
     read = {variable for one in tables for variable in one.variables}
     assert [name for words in VARIABLES.values() for name in words.split() if name not in read] == []
 
 
-def test_the_older_flags_are_taken() -> None:
+def test_flags_of_the_older_systems_are_accepted() -> None:
     taken = {one.flag: f"-{one.short}" for one in settings.SETTINGS if one.short}
     retired = {one.flag: f"-{one.short}" for one in settings.RETIRED}
     assert (taken | retired).items() >= FLAGS.items()

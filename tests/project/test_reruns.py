@@ -80,7 +80,7 @@ def flags() -> list[str]:
     return shlex.split(found)
 
 
-def test_only_what_ran_out_of_time_is_tried_again(tmp_path: Path) -> None:
+def test_only_timeouts_are_retried(tmp_path: Path) -> None:
     (tmp_path / "pytest.ini").touch()
     for number, failure in enumerate((*OF_TIME.values(), *FOUND_WRONG.values())):
         (tmp_path / f"test_{number:02}.py").write_text(TEST.replace("{failure}", failure))
@@ -96,6 +96,6 @@ def test_only_what_ran_out_of_time_is_tried_again(tmp_path: Path) -> None:
     }, said
 
 
-def test_the_tests_on_a_control_plane_have_what_the_flags_need() -> None:
+def test_e2e_conftest_provides_the_rerun_hook() -> None:
     text = (ROOT / "tests/e2e/conftest.py").read_text()
     assert "from tests.e2e.reruns import pytest_runtest_makereport" in text

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("what", ["NODE", "HISTORY"])
-def test_what_is_required_fails_and_what_is_not_is_skipped(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_requirement_fails_if_required_and_skips_otherwise(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(f"E2E_{what}_REQUIRED", raising=False)
     with pytest.raises(pytest.skip.Exception, match="no apt"):
         skip_or_fail(what, "no apt")
@@ -30,7 +30,7 @@ def test_what_is_required_fails_and_what_is_not_is_skipped(what: str, monkeypatc
     ],
     ids=["nothing", "no node", "no history"],
 )
-def test_ci_requires_what_is_not_allowed_to_be_missing(allowed: dict[str, str], required: str) -> None:
+def test_ci_requires_everything_that_is_not_explicitly_optional(allowed: dict[str, str], required: str) -> None:
     (lines,) = re.findall(r"^for what in .*?^done$", (ROOT / ".ci/run").read_text(), re.MULTILINE | re.DOTALL)
     say = 'echo "NODE=${E2E_NODE_REQUIRED:-} HISTORY=${E2E_HISTORY_REQUIRED:-}"'
     command = ["/usr/bin/env", "bash", "-euo", "pipefail", "-c", f"{lines}\n{say}"]

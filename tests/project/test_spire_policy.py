@@ -9,12 +9,12 @@ from webhook.evidence.spire.spire_messages import LIST_AGENTS
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "spire"
 
 
-def test_the_data_allow_the_one_method_that_is_called() -> None:
+def test_policy_data_allows_only_the_called_method() -> None:
     data = json.loads((EXAMPLES / "gpuwarden-reader.json").read_text())
     assert data == {"agent_readers": ["spiffe://example.org/gpuwarden"], "agent_read_methods": [LIST_AGENTS]}
 
 
-def test_the_rule_wants_both_the_caller_and_the_method() -> None:
+def test_rule_requires_caller_and_method() -> None:
     """One rule, whose conditions all have to hold; it takes nothing of the server's own rules away."""
     rego = re.sub(r"#.*", "", (EXAMPLES / "gpuwarden-reader.rego").read_text())
     rule = "allow if { input.caller == data.agent_readers[_] input.full_method == data.agent_read_methods[_] }"

@@ -49,7 +49,7 @@ async def enabled(users: ClusterUsers) -> AsyncIterator[str]:
 @pytest.mark.parametrize("subresource", ["", "status"], ids=["pod", "status"])
 @pytest.mark.parametrize("key", OUTPUTS)
 @pytest.mark.parametrize("value", ["another", None], ids=["changed", "removed"])
-async def test_a_user_cannot_change_what_was_promised(
+async def test_user_cannot_change_annotations_of_gpuwarden(
     users: ClusterUsers, enabled: str, key: str, value: str | None, subresource: str
 ) -> None:
     await reserved_pod(users, enabled)
@@ -61,7 +61,9 @@ async def test_a_user_cannot_change_what_was_promised(
 
 @pytest.mark.parametrize("subresource", ["", "status"], ids=["pod", "status"])
 @pytest.mark.parametrize("labels", [CANONICAL, ALIAS], ids=["canonical label", "older label"])
-async def test_a_user_cannot_make_a_promise_up(users: ClusterUsers, labels: dict[str, str], subresource: str) -> None:
+async def test_user_cannot_add_annotations_of_gpuwarden(
+    users: ClusterUsers, labels: dict[str, str], subresource: str
+) -> None:
     async with new_namespace(users.admin, labels) as namespace:
         await users.user.create(PODS, pod("a"), namespace)
         for key in OUTPUTS:
@@ -70,7 +72,9 @@ async def test_a_user_cannot_make_a_promise_up(users: ClusterUsers, labels: dict
 
 
 @pytest.mark.parametrize("subresource", ["ephemeralcontainers", "resize"])
-async def test_the_narrower_doors_need_no_guard(users: ClusterUsers, enabled: str, subresource: str) -> None:
+async def test_ephemeralcontainers_and_resize_cannot_change_annotations(
+    users: ClusterUsers, enabled: str, subresource: str
+) -> None:
     """The API server itself lets nothing of the metadata through them, whoever asks."""
     # On a node, a resize would also need a kubelet that can.
     await reserved_pod(users, enabled, schedulerName="nobody")
@@ -79,7 +83,7 @@ async def test_the_narrower_doors_need_no_guard(users: ClusterUsers, enabled: st
     assert await annotations(users, enabled) == before
 
 
-async def test_a_user_cannot_open_the_gate(users: ClusterUsers, enabled: str) -> None:
+async def test_user_cannot_remove_the_scheduling_gate(users: ClusterUsers, enabled: str) -> None:
     gates = [{"name": "example.test/mine"}, {"name": GATE}]
     await users.user.create(PODS, pod("a", schedulingGates=gates), enabled)
     await refused(
@@ -93,7 +97,7 @@ async def test_a_user_cannot_open_the_gate(users: ClusterUsers, enabled: str) ->
     await gone(users.admin, PODS, "a", enabled)
 
 
-async def test_taking_the_label_off_the_namespace_unlocks_nothing(users: ClusterUsers, enabled: str) -> None:
+async def test_removing_the_namespace_label_does_not_allow_changes(users: ClusterUsers, enabled: str) -> None:
     await reserved_pod(users, enabled)
     await users.admin.patch(NAMESPACES, enabled, {"metadata": {"labels": {"gpuwarden.io/enabled": None}}})
     for key in OUTPUTS:
@@ -102,7 +106,7 @@ async def test_taking_the_label_off_the_namespace_unlocks_nothing(users: Cluster
 
 
 @pytest.mark.parametrize("labels", [CANONICAL, ALIAS, CANONICAL | ALIAS], ids=["canonical", "older", "both"])
-async def test_a_forgery_at_creation_vanishes(users: ClusterUsers, labels: dict[str, str]) -> None:
+async def test_forged_annotations_are_removed_at_creation(users: ClusterUsers, labels: dict[str, str]) -> None:
     notes = {**dict.fromkeys(STRIPPED, "forged"), "gpuwarden.io/required-hash": "sha256:a", "example.test/a.b": "x"}
     async with new_namespace(users.admin, labels) as namespace:
         await users.user.create(PODS, pod("a", annotations=notes, containers=[BLINDED]), namespace)
@@ -112,7 +116,7 @@ async def test_a_forgery_at_creation_vanishes(users: ClusterUsers, labels: dict[
         assert await annotations(users, namespace, "b") == {}
 
 
-async def test_where_nobody_asked_our_own_names_vanish_too(users: ClusterUsers) -> None:
+async def test_forged_annotations_are_removed_in_namespaces_without_opt_in(users: ClusterUsers) -> None:
     """No webhook looks there, and whoever goes by the annotations of pods must find none that we did not write."""
     notes = {**dict.fromkeys(STRIPPED_ANYWHERE, "forged"), "fudo.org/gpu.node": "x", "gpuwarden.io/gpu-count": "1"}
     async with new_namespace(users.admin) as namespace:

@@ -106,7 +106,9 @@ OTHER = {"node-1": "node-2", "node-2": "node-1"}
 
 @pytest.mark.parametrize("route", ["binding", "bindings"])
 @pytest.mark.parametrize("names_uid", [True, False], ids=["with a uid", "without"])
-async def test_a_pod_is_bound_by_hand_to_the_node_of_its_gpus_alone(bound: Bound, route: str, names_uid: bool) -> None:
+async def test_manual_binding_is_allowed_only_to_the_node_of_the_pods_gpus(
+    bound: Bound, route: str, names_uid: bool
+) -> None:
     made = await bound.create(gpus=1)
     name, uid = made["metadata"]["name"], made["metadata"]["uid"] if names_uid else None
     own = reserved_node(made)
@@ -121,14 +123,14 @@ async def test_a_pod_is_bound_by_hand_to_the_node_of_its_gpus_alone(bound: Bound
     assert await bound.node_of(name) == own
 
 
-async def test_a_binding_for_the_pod_before_of_that_name_is_refused(bound: Bound) -> None:
+async def test_binding_for_a_deleted_pod_of_the_same_name_is_denied(bound: Bound) -> None:
     made = await bound.create(gpus=1)
     refused = await bound.bind(made["metadata"]["name"], reserved_node(made), "00000000-0000-4000-8000-000000000000")
     assert refused is not None
     assert (refused.status, refused.reason) == (409, "ReservationConflict")
 
 
-async def test_a_pod_whose_reservation_was_taken_away_cannot_be_bound(bound: Bound) -> None:
+async def test_pod_without_its_reservation_cannot_be_bound(bound: Bound) -> None:
     """Its environment names a GPU that the next pod may hold."""
     made = await bound.create(gpus=1)
     name, own = made["metadata"]["name"], reserved_node(made)
@@ -143,7 +145,7 @@ async def test_a_pod_whose_reservation_was_taken_away_cannot_be_bound(bound: Bou
     assert await bound.node_of(name) is None
 
 
-async def test_a_pod_held_to_proven_nodes_is_bound_to_no_other(bound: Bound) -> None:
+async def test_pod_that_requires_evidence_is_bound_only_to_proven_nodes(bound: Bound) -> None:
     name = (await bound.create(annotations=HASH))["metadata"]["name"]
     for node, reason in (("node-2", "NoProvenNode"), ("node-nowhere", "NoSuitableNode")):
         refused = await bound.bind(name, node)
@@ -153,12 +155,12 @@ async def test_a_pod_held_to_proven_nodes_is_bound_to_no_other(bound: Bound) -> 
     assert await bound.node_of(name) == "node-1"
 
 
-async def test_a_pod_that_asks_for_nothing_is_bound_anywhere(bound: Bound) -> None:
+async def test_pod_without_a_claim_is_bound_anywhere(bound: Bound) -> None:
     name = (await bound.create())["metadata"]["name"]
     assert await bound.bind(name, "node-2") is None
 
 
-async def test_where_bindings_are_reviewed_nobody_but_a_scheduler_puts_pods_on_nodes_meanwhile(kube: Kube) -> None:
+async def test_only_schedulers_bind_pods_while_no_replica_answers(kube: Kube) -> None:
     """A Binding does not say what its pod asks for. Schedulers: tests/e2e/attacks/test_bound_while_down.py."""
     label = {"example.test/unbound": "true"}
     async with new_namespace(kube, label) as namespace:

@@ -185,7 +185,7 @@ def frozen_process(worker: Worker) -> Iterator[None]:
         worker.process.send_signal(signal.SIGCONT)
 
 
-async def test_plain_pods_are_bound_while_every_replica_is_down(
+async def test_pods_without_a_claim_are_bound_while_every_replica_is_down(
     harness: Harness, request: pytest.FixtureRequest
 ) -> None:
     await harness.site.stop()
@@ -200,7 +200,7 @@ async def test_plain_pods_are_bound_while_every_replica_is_down(
         await harness.kube.create(PODS, pod("asking", 1, ASKING), harness.namespace)
 
 
-async def test_a_plain_pod_with_a_sidecar_is_made_blinded_and_bound_while_nothing_of_us_runs(
+async def test_pod_with_a_sidecar_is_created_blinded_and_bound_while_gpuwarden_is_down(
     harness: Harness, cluster: Cluster
 ) -> None:
     """With all that an installation has put into the API server."""
@@ -219,7 +219,7 @@ async def test_a_plain_pod_with_a_sidecar_is_made_blinded_and_bound_while_nothin
             await tenant.create(PODS, pod("asking", 1), namespace)
 
 
-async def test_a_pod_whose_evidence_ends_meanwhile_is_not_bound_and_one_whose_evidence_lasts_is(
+async def test_pod_is_bound_during_an_outage_only_while_evidence_is_valid(
     harness: Harness, request: pytest.FixtureRequest
 ) -> None:
     ending, lasting = harness.proven
@@ -251,7 +251,7 @@ async def test_a_pod_whose_evidence_ends_meanwhile_is_not_bound_and_one_whose_ev
     assert len(await harness.site.held()) == 3
 
 
-async def test_plain_pods_wait_once_the_evidence_of_every_node_has_ended(harness: Harness) -> None:
+async def test_pods_without_a_claim_wait_when_evidence_of_every_node_has_expired(harness: Harness) -> None:
     """A policy that let them pass would let the pods with a claim pass that are on no list."""
     await harness.site.reconcilers[0].kill()
     node = harness.proven[0]
@@ -309,7 +309,7 @@ async def slow_down(worker: Worker) -> None:
 @pytest.mark.parametrize(
     ("attack", "is_starved"), [("deep", False), ("unfinished-small", False), ("deep", True)], ids=str
 )
-async def test_no_flood_lets_a_pod_onto_a_node_whose_evidence_has_ended(
+async def test_flood_does_not_let_a_pod_onto_a_node_with_expired_evidence(
     harness: Harness, attack: str, request: pytest.FixtureRequest, *, is_starved: bool
 ) -> None:
     """Under a flood alone Bindings are still reviewed. Where a review fails all the same it is passed over, and the
@@ -347,7 +347,7 @@ async def refusals(harness: Harness, name: str) -> list[str]:
     return [one for one in await harness.scheduling_message(name) if "denied" in one or "evidence" in one]
 
 
-async def test_a_ban_from_before_holds(harness: Harness, request: pytest.FixtureRequest) -> None:
+async def test_ban_from_before_the_outage_applies(harness: Harness, request: pytest.FixtureRequest) -> None:
     banned, _ = harness.proven
     await harness.create_gated_pod("late", banned)
     began = time.monotonic()
@@ -359,7 +359,7 @@ async def test_a_ban_from_before_holds(harness: Harness, request: pytest.Fixture
     await harness.refused("late", f"the evidence of node {banned} ended")
 
 
-async def test_another_hash_than_the_pod_asked_for_is_no_evidence(harness: Harness) -> None:
+async def test_node_with_another_hash_than_required_is_refused(harness: Harness) -> None:
     changed, _ = harness.proven
     uid = (await harness.create_gated_pod("late", changed))["metadata"]["uid"]
     await harness.prove(changed, hash="sha256:0ther")
@@ -369,7 +369,7 @@ async def test_another_hash_than_the_pod_asked_for_is_no_evidence(harness: Harne
     await harness.refused("late", "the pod may not be bound without its review")
 
 
-async def test_overload_is_not_taken_for_down(harness: Harness) -> None:
+async def test_denied_binding_stays_denied_while_replicas_are_overloaded(harness: Harness) -> None:
     """A replica that answers too late is passed over like one that is not there; what is refused stays refused."""
     ending, lasting = harness.proven
     await harness.create_gated_pod("late", ending)
@@ -383,7 +383,7 @@ async def test_overload_is_not_taken_for_down(harness: Harness) -> None:
         await harness.refused("late", f"the evidence of node {ending} ended")
 
 
-async def test_nobody_but_a_scheduler_binds_meanwhile(harness: Harness) -> None:
+async def test_only_schedulers_bind_during_an_outage(harness: Harness) -> None:
     """Whoever may bind could put a pod with GPUs on any node, so the review stays the only way for others."""
     node, _ = harness.proven
     await harness.create_gated_pod("claim", node)
@@ -400,7 +400,7 @@ async def test_nobody_but_a_scheduler_binds_meanwhile(harness: Harness) -> None:
     assert await harness.node_of("plain") is None
 
 
-async def test_a_pod_past_its_time_is_bound_no_more(cluster: Cluster, kube: Kube, tmp_path: Path) -> None:
+async def test_pod_is_not_bound_after_its_bind_deadline(cluster: Cluster, kube: Kube, tmp_path: Path) -> None:
     """Its GPUs may have been given to another when we went down."""
     async with running_harness(
         cluster, kube, tmp_path, "--bind-deadline", "5s", "--on-bind-deadline", "keep"
@@ -412,7 +412,7 @@ async def test_a_pod_past_its_time_is_bound_no_more(cluster: Cluster, kube: Kube
         await harness.refused("late", "the pod may not be bound without its review")
 
 
-async def test_a_pod_that_was_bound_on_the_word_of_before_is_evicted_when_we_are_back(
+async def test_pod_bound_on_outdated_evidence_is_evicted_after_the_outage(
     cluster: Cluster, kube: Kube, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     """A ban that nobody could tell the API server of is the window that is left."""
@@ -430,9 +430,7 @@ async def test_a_pod_that_was_bound_on_the_word_of_before_is_evicted_when_we_are
         assert any("banned" in one for one in await harness.scheduling_message("meanwhile"))
 
 
-async def test_a_crowd_of_pods_closes_its_own_namespace_and_no_other(
-    cluster: Cluster, kube: Kube, tmp_path: Path
-) -> None:
+async def test_too_many_pods_close_only_their_own_namespace(cluster: Cluster, kube: Kube, tmp_path: Path) -> None:
     """More pods with a claim than the list has room for: of a namespace that has not opted in, then of one that has."""
     program = (sys.executable, "-c", WITH_A_SMALL_LIST)
     async with new_namespace(kube) as many_pods, running_harness(cluster, kube, tmp_path, program=program) as harness:
@@ -459,7 +457,7 @@ async def test_a_crowd_of_pods_closes_its_own_namespace_and_no_other(
         )
 
 
-async def test_a_crowd_is_not_bound_where_the_definition_is_that_of_a_version_without_closed_namespaces(
+async def test_too_many_pods_are_not_bound_with_a_crd_without_closed_namespaces(
     cluster: Cluster, kube: Kube, tmp_path: Path
 ) -> None:
     """The API server leaves out what it does not know, and answers 200."""
@@ -505,7 +503,7 @@ def asking(name: str) -> Raw:
     return pod(name, annotations=ASKING, schedulerName="nobody")
 
 
-async def test_nothing_is_bound_before_somebody_has_written_where_evidence_ends(
+async def test_nothing_is_bound_without_review_before_binding_ends_are_written(
     cluster: Cluster, kube: Kube, tmp_path: Path
 ) -> None:
     """The object is there, as each replica makes it: what is reviewed is bound."""
@@ -522,7 +520,7 @@ async def test_nothing_is_bound_before_somebody_has_written_where_evidence_ends(
         await kube.delete(BINDING_ENDS, NAME)
 
 
-async def test_a_list_of_five_thousand_nodes_costs_a_binding_little(
+async def test_binding_is_fast_with_binding_ends_of_five_thousand_nodes(
     harness: Harness, cluster: Cluster, request: pytest.FixtureRequest
 ) -> None:
     """Both where a replica has reviewed it and where none was there."""

@@ -52,7 +52,7 @@ async def wait_until_replicas_agree(here: Site, text: str) -> None:
     await here.balancer.only(*here.replicas)
 
 
-async def test_a_namespaces_own_hash_binds_its_pods_and_a_pod_may_only_narrow_it(here: Site, kube: Kube) -> None:
+async def test_namespace_hash_applies_to_its_pods_and_a_pod_can_only_narrow_it(here: Site, kube: Kube) -> None:
     await require_hash(kube, here.namespace, OTHER)
     await wait_until_replicas_agree(here, "bond-1")
     made = await kube.create(PODS, asking(), here.namespace)
@@ -75,7 +75,7 @@ async def test_a_namespaces_own_hash_binds_its_pods_and_a_pod_may_only_narrow_it
     await wait_until_replicas_agree(here, "bond-")
 
 
-async def test_a_namespace_that_comes_with_its_pods_binds_the_first_of_them(here: Site, kube: Kube) -> None:
+async def test_namespace_hash_applies_to_pods_created_right_after_the_namespace(here: Site, kube: Kube) -> None:
     """No watch has told of it by then, so it is looked up."""
     for _ in range(10):
         meta = {"generateName": "e2e-", "labels": dict(OPT_IN), "annotations": {KEY: "sha256:nobody-has-this"}}
@@ -95,7 +95,7 @@ async def answer_of(running: Running, raw: Raw) -> Mapping[str, Any]:
     return response
 
 
-async def test_a_cluster_demands_evidence_of_every_claim_if_nothing_is_said(
+async def test_cluster_requires_evidence_for_every_claim_by_default(
     cluster: Cluster, here: Site, tmp_path: Path
 ) -> None:
     directory = tmp_path / "by-default"

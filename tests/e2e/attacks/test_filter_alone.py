@@ -21,7 +21,7 @@ INVALID = {
 }
 
 
-async def test_a_pod_whose_claim_cannot_be_read_is_scheduled_on_no_node(harness: Harness) -> None:
+async def test_pod_with_an_invalid_claim_is_scheduled_on_no_node(harness: Harness) -> None:
     """One node has proven itself, two have not. A tenant's pod with an invalid claim gets none of them."""
     await harness.prove("ext-1", HASH)
     await harness.is_known("ext-1", proven=True)

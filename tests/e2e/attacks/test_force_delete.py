@@ -116,7 +116,7 @@ ATTACKS: tuple[tuple[Attack, int, float], ...] = (
 )
 
 
-async def test_the_gpu_of_a_pod_deleted_by_force_is_nobodys_until_its_containers_must_have_ended(
+async def test_gpu_of_a_force_deleted_pod_stays_reserved_until_its_containers_must_have_ended(
     cluster: Cluster, kube: Kube, tmp_path: Path
 ) -> None:
     async with (
@@ -141,9 +141,7 @@ async def test_the_gpu_of_a_pod_deleted_by_force_is_nobodys_until_its_containers
             assert least <= seconds <= least + LOOK + SOON, text
 
 
-async def test_who_deletes_by_force_again_and_again_is_given_no_more_and_others_are(
-    cluster: Cluster, kube: Kube, tmp_path: Path
-) -> None:
+async def test_repeated_force_deletion_is_limited_per_namespace(cluster: Cluster, kube: Kube, tmp_path: Path) -> None:
     """Nothing else is limited, as where callers prove who they are."""
     unlimited = ("--pending-per-namespace", "0", "--pending-share", "0")
     flags = (*FLAGS, *unlimited, "--orphans-per-namespace", "2")
@@ -170,9 +168,7 @@ async def test_who_deletes_by_force_again_and_again_is_given_no_more_and_others_
         await wait_until(asked, lambda said: said == "created", 20 + MARGIN + LOOK + SOON)
 
 
-async def test_a_pod_that_never_was_on_a_node_frees_its_gpu_as_it_goes(
-    cluster: Cluster, kube: Kube, tmp_path: Path
-) -> None:
+async def test_pod_that_was_never_bound_frees_its_gpu_at_deletion(cluster: Cluster, kube: Kube, tmp_path: Path) -> None:
     async with (
         site(cluster, kube, tmp_path, nodes=1, gpus=1, name="unbound", replicas=1, flags=FLAGS) as here,
         new_namespace(kube, OPT_IN) as other,
@@ -186,7 +182,7 @@ async def test_a_pod_that_never_was_on_a_node_frees_its_gpu_as_it_goes(
         assert await until_had_by_another(here, other, node, uuid, seconds=60) < SOON
 
 
-async def test_what_nobody_saw_costs_the_grace_period_that_is_stored_with_the_reservation(
+async def test_unobserved_deletion_keeps_the_gpu_for_the_stored_grace_period(
     cluster: Cluster, kube: Kube, tmp_path: Path
 ) -> None:
     """The reconciler is away as one pod is deleted by force, and starts anew between two deletions of the other."""
@@ -215,7 +211,7 @@ async def test_what_nobody_saw_costs_the_grace_period_that_is_stored_with_the_re
         assert min(took) >= least, took
 
 
-async def test_a_pod_that_nobody_watched_is_no_pod_that_never_was(cluster: Cluster, kube: Kube, tmp_path: Path) -> None:
+async def test_unobserved_pod_keeps_its_gpu_as_if_it_had_run(cluster: Cluster, kube: Kube, tmp_path: Path) -> None:
     """It names its node itself, so that no Binding is reviewed, and comes and goes while no reconciler runs."""
     async with (
         site(cluster, kube, tmp_path, nodes=1, gpus=1, name="unwatched", replicas=1, flags=FLAGS) as here,
@@ -239,7 +235,7 @@ async def test_a_pod_that_nobody_watched_is_no_pod_that_never_was(cluster: Clust
         assert time.monotonic() - gone_at >= CAP + MARGIN
 
 
-async def test_while_the_kubelet_is_down_nothing_of_its_node_is_offered_again(
+async def test_gpus_of_a_node_stay_reserved_while_its_kubelet_is_down(
     cluster: Cluster, kube: Kube, tmp_path: Path
 ) -> None:
     """Nobody stops the containers. A node that has been started anew has none."""
@@ -266,9 +262,7 @@ async def test_while_the_kubelet_is_down_nothing_of_its_node_is_offered_again(
 EVICTION: Raw = {"apiVersion": "policy/v1", "kind": "Eviction"}
 
 
-async def test_nobody_asks_for_a_longer_grace_period_than_gpus_are_kept_for(
-    cluster: Cluster, kube: Kube, tmp_path: Path
-) -> None:
+async def test_grace_period_above_the_limit_is_denied(cluster: Cluster, kube: Kube, tmp_path: Path) -> None:
     """Or what went unseen would run longer than it is waited for."""
     too_long = CAP + 1
     async with (
@@ -305,7 +299,9 @@ async def test_nobody_asks_for_a_longer_grace_period_than_gpus_are_kept_for(
         await delete(here, node, FORCED)
 
 
-async def test_no_deletion_takes_longer_than_the_pod_itself_says(cluster: Cluster, kube: Kube, tmp_path: Path) -> None:
+async def test_deletion_with_a_longer_grace_period_than_the_pods_is_denied(
+    cluster: Cluster, kube: Kube, tmp_path: Path
+) -> None:
     """Or what is stored with its reservation would be too little, where nobody saw the deletion."""
     own, of_a_probe = 5, 9
     async with (
@@ -339,7 +335,7 @@ async def test_no_deletion_takes_longer_than_the_pod_itself_says(cluster: Cluste
             await delete(here, node, FORCED)
 
 
-async def test_a_pod_from_before_the_limit_was_lowered_can_be_deleted_and_evicted(
+async def test_pod_with_a_grace_period_above_a_lowered_limit_can_be_deleted_and_evicted(
     cluster: Cluster, kube: Kube, tmp_path: Path
 ) -> None:
     """A deletion that names no grace period asks for the pod's own."""

@@ -44,7 +44,7 @@ async def free_gpus(here: Site) -> int:
 
 
 @pytest.mark.parametrize("names_uids", [False, True], ids=["mutate", "mutate-and-validate"])
-async def test_forged_reviews_of_an_invented_namespace_refuse_no_creation_of_a_tenant(
+async def test_forged_reviews_of_an_unknown_namespace_deny_no_creation_of_a_tenant(
     cluster: Cluster, kube: Kube, tmp_path: Path, request: pytest.FixtureRequest, *, names_uids: bool
 ) -> None:
     async with (
@@ -68,7 +68,7 @@ async def test_forged_reviews_of_an_invented_namespace_refuse_no_creation_of_a_t
         here.checker.assert_no_violations()
 
 
-async def test_forged_reviews_of_the_tenants_own_namespace_keep_no_queued_pod_from_its_gpu(
+async def test_forged_reviews_of_a_namespace_do_not_delay_its_queued_pods(
     cluster: Cluster, kube: Kube, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     """Nothing tells these from the tenant's own. Its pods wait behind the gate, and what the reconciler reserves for
@@ -92,7 +92,7 @@ async def test_forged_reviews_of_the_tenants_own_namespace_keep_no_queued_pod_fr
         here.checker.assert_no_violations()
 
 
-async def test_forged_reviews_of_a_tenants_own_namespace_cost_no_other_one_and_end_with_the_flood(
+async def test_forged_reviews_of_a_namespace_affect_only_that_namespace_while_they_last(
     cluster: Cluster, kube: Kube, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     """With the defaults of a cluster, callers unverified, nothing queued: the tenant named by the forged reviews is
@@ -135,7 +135,7 @@ async def running(kube: Kube, namespace: str) -> set[str]:
     return {one["metadata"]["name"] for one in found if one.get("status", {}).get("phase") == "Running"}
 
 
-async def test_creations_that_a_quota_refuses_keep_gpus_from_nobody_else(
+async def test_creations_refused_by_a_quota_do_not_hold_gpus(
     cluster: Cluster, kube: Kube, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     async with (
@@ -162,7 +162,7 @@ async def test_creations_that_a_quota_refuses_keep_gpus_from_nobody_else(
         assert tenant["created"] >= 10
 
 
-async def test_what_a_quota_refuses_while_no_reconciler_runs_counts_for_the_limit_on_orphans(
+async def test_creations_refused_by_a_quota_without_a_reconciler_count_as_orphans(
     cluster: Cluster, kube: Kube, tmp_path: Path
 ) -> None:
     """Nothing else is limited, as where callers prove who they are."""

@@ -138,7 +138,7 @@ def verified(examiner: TokenVerifier, keys: Mapping[str, jwt.PyJWK], text: str, 
     return proof
 
 
-def test_we_accept_nothing_that_go_spiffe_refuses(go_spiffe: Path) -> None:
+def test_gpuwarden_accepts_no_token_that_go_spiffe_rejects(go_spiffe: Path) -> None:
     now, secret = utc_now(), b"k" * 32
     nonces = Nonces(lambda: (secret,), SKEW)
     examiner = TokenVerifier(EvidenceId(DEFAULT_TEMPLATE, TRUST_DOMAIN), nonces, SKEW)

@@ -183,7 +183,7 @@ async def unguarded(cluster: Cluster, kube: Kube) -> AsyncIterator[Harness]:
 
 
 @pytest.mark.parametrize("members", HOSTILE.values(), ids=HOSTILE)
-async def test_plain_pod_sees_no_gpu_while_no_server_runs(alone: Harness, members: Raw) -> None:
+async def test_pod_without_a_claim_sees_no_gpu_while_no_server_runs(alone: Harness, members: Raw) -> None:
     made = await alone.made(hostile_pod(members))
     assert seen(made) == dict.fromkeys(("init", "side", "a", "b"), "void")
     # Nothing else of it is changed.
@@ -200,7 +200,7 @@ async def test_namespace_opts_in_by_either_label(cluster: Cluster, kube: Kube, l
         assert set(seen(made).values()) == {"void"}
 
 
-async def test_other_namespaces_are_left_alone(cluster: Cluster, kube: Kube) -> None:
+async def test_other_namespaces_are_not_affected(cluster: Cluster, kube: Kube) -> None:
     async with tenant_of(cluster, kube, {}) as (tenant, namespace):
         made = await tenant.create(PODS, hostile_pod(HOSTILE["all"]), namespace)
         assert set(seen(made).values()) == {"all"}
@@ -220,14 +220,14 @@ async def test_forged_annotation_does_not_keep_a_pod_from_being_blinded(alone: H
 @pytest.mark.parametrize(
     "key", ["gpuwarden.io/claim", "gpuwarden.io/gpu-count", "gpuwarden.io/required-hash", "gpu-scheduling-map"]
 )
-async def test_pod_that_asks_gpuwarden_is_not_created_unseen(alone: Harness, key: str) -> None:
+async def test_pod_with_a_claim_is_not_created_without_review(alone: Harness, key: str) -> None:
     """What the policy leaves to the webhook is refused while nobody answers."""
     with pytest.raises(ApiError) as refused:
         await alone.made(hostile_pod(HOSTILE["envFrom"], annotations={key: "0"}))
     assert "failed calling webhook" in refused.value.message
 
 
-async def test_container_with_a_gpu_of_the_device_plugin_is_not_created_unseen(alone: Harness) -> None:
+async def test_container_with_a_device_plugin_gpu_is_not_created_without_review(alone: Harness) -> None:
     with pytest.raises(ApiError) as refused:
         await alone.made(pod("a", gpus=1))
     assert "failed calling webhook" in refused.value.message
@@ -242,7 +242,7 @@ async def test_debug_container_sees_no_gpu_while_no_server_runs(alone: Harness, 
     assert seen(made) == {"main": "void", "first": "void", "second": "void"}
 
 
-async def test_large_pod_is_not_too_costly_to_blind(alone: Harness) -> None:
+async def test_large_pod_is_blinded_within_the_cost_limit(alone: Harness) -> None:
     env = [{"name": f"VARIABLE_{n}", "value": "x"} for n in range(100)]
     content = hostile_pod({})
     content["spec"] = {"containers": [container(f"c{n}", env=env) for n in range(200)]}
@@ -250,7 +250,7 @@ async def test_large_pod_is_not_too_costly_to_blind(alone: Harness) -> None:
     assert set(seen(made).values()) == {"void"}
 
 
-async def test_invalid_pod_is_told_so_by_the_api_server(alone: Harness) -> None:
+async def test_invalid_pod_gets_the_api_servers_own_error(alone: Harness) -> None:
     specs: list[Raw] = [{}, {"containers": None}, {"containers": []}, {"containers": None, "initContainers": None}]
     for spec in specs:
         with pytest.raises(ApiError) as refused:
@@ -280,13 +280,13 @@ def added(name: str) -> Raw:
 
 
 @pytest.mark.parametrize("policy", ["Never", "IfNeeded"])
-async def test_container_that_another_webhook_adds_is_blinded(alone: Harness, tmp_path: Path, policy: str) -> None:
+async def test_container_added_by_another_webhook_is_blinded(alone: Harness, tmp_path: Path, policy: str) -> None:
     async with another_webhook(alone.kube, alone.namespace, tmp_path, injecting, policy):
         made = await alone.made(hostile_pod(HOSTILE["envFrom"]))
     assert seen(made) == dict.fromkeys(("init", "side", "a", "b", "first"), "void")
 
 
-async def test_container_that_is_added_after_all_policies_is_refused(alone: Harness, tmp_path: Path) -> None:
+async def test_container_added_after_all_policies_is_refused(alone: Harness, tmp_path: Path) -> None:
     async with another_webhook(alone.kube, alone.namespace, tmp_path, injecting_again, "IfNeeded") as asked:
         with pytest.raises(ApiError) as refused:
             await alone.made(hostile_pod(HOSTILE["envFrom"]))
@@ -304,7 +304,7 @@ async def test_container_that_is_added_after_all_policies_is_refused(alone: Harn
     [pod("a", gpus=1, schedulerName="nobody"), pod("a", annotations={"gpuwarden.io/gpu-count": "0"})],
     ids=["a claim", "a count of none"],
 )
-async def test_container_that_another_webhook_adds_to_a_pod_that_asks_sees_no_gpu(
+async def test_container_added_by_another_webhook_to_a_pod_with_a_claim_sees_no_gpu(
     served: Harness, tmp_path: Path, content: Raw, change: Callable[[Raw], list[Raw]]
 ) -> None:
     async with another_webhook(served.kube, served.namespace, tmp_path, change, "IfNeeded"):
@@ -367,7 +367,7 @@ async def test_pod_without_a_claim_that_names_gpus_is_refused_without_policies(u
     ],
     ids=["a count of none", "a record of nothing", "a limit of none"],
 )
-async def test_pod_that_asks_for_no_gpu_is_blinded_by_the_webhook(
+async def test_pod_that_requests_no_gpu_is_blinded_by_the_webhook(
     served: Harness, annotations: dict[str, str], resources: Raw
 ) -> None:
     content = hostile_pod({**HOSTILE["envFrom"], "resources": resources}, annotations=annotations)
@@ -417,7 +417,7 @@ async def test_debug_container_may_see_the_gpus_of_its_pod(served: Harness) -> N
 # The webhook is asked about every pod.
 
 
-async def test_webhook_blinds_every_pod_where_it_is_told_to(cluster: Cluster, kube: Kube) -> None:
+async def test_webhook_blinds_every_pod_if_configured(cluster: Cluster, kube: Kube) -> None:
     async with new_harness(cluster, kube, SENT) as harness:
         for number, members in enumerate(UNSAID.values()):
             content = hostile_pod(members)

@@ -274,13 +274,13 @@ OUTSIDE = (*PLACES, *WRITABLE, "/devices", "/mnt", "/mnt/datasets2", "/data2", "
 
 
 @pytest.mark.parametrize("path", OUTSIDE)
-async def test_path_of_the_node_that_no_administrator_allows_is_refused(harness: Harness, path: str) -> None:
+async def test_host_path_that_is_not_allowed_is_refused(harness: Harness, path: str) -> None:
     await refused(harness.made(with_host_path(path)), "spec.volumes[host].hostPath")
     # Whether or not a container mounts it: a debug container could.
     await refused(harness.made(pod("b", volumes=[{"name": "host", "hostPath": {"path": path}}])))
 
 
-async def test_path_that_goes_back_is_refused(cluster: Cluster, kube: Kube, harness: Harness) -> None:
+async def test_host_path_with_parent_references_is_refused(cluster: Cluster, kube: Kube, harness: Harness) -> None:
     """By the API server itself, which the policies rely on."""
     for tried in (
         harness.made(with_host_path("/data/../dev")),
@@ -295,11 +295,11 @@ DEVICE_TYPES = ("Socket", "CharDevice", "BlockDevice")
 
 
 @pytest.mark.parametrize("kind", DEVICE_TYPES)
-async def test_socket_or_device_of_the_node_is_refused_wherever_it_is(harness: Harness, kind: str) -> None:
+async def test_host_path_to_a_socket_or_device_is_refused(harness: Harness, kind: str) -> None:
     await refused(harness.made(with_host_path("/data/x", type=kind)))
 
 
-async def test_allowed_path_of_the_node_is_not_written(harness: Harness) -> None:
+async def test_allowed_host_path_cannot_be_mounted_for_writing(harness: Harness) -> None:
     """The runtime follows links when it mounts: who may write a directory could link from there to `/run`."""
     await refused(harness.made(with_host_path("/data", read_only=False)), "not readOnly")
     # A second container or a debug container may not write it either.
@@ -313,11 +313,11 @@ INSIDE = ("/data", "/data/", "/data//a", "/data/./a", "/mnt/datasets", "/mnt/dat
 
 
 @pytest.mark.parametrize("path", INSIDE)
-async def test_allowed_path_of_the_node_is_mounted_for_reading(harness: Harness, path: str) -> None:
+async def test_allowed_host_path_can_be_mounted_for_reading(harness: Harness, path: str) -> None:
     await harness.made(with_host_path(path), dryRun="All")
 
 
-async def test_no_path_of_the_node_is_allowed_unless_an_administrator_says_so(cluster: Cluster, kube: Kube) -> None:
+async def test_no_host_path_is_allowed_by_default(cluster: Cluster, kube: Kube) -> None:
     async with new_harness(cluster, kube, GUARDED) as harness:
         async with replaced(kube, Installation()):
             await wait_until(lambda: is_refused(harness.made(with_host_path("/data"), dryRun="All")))
@@ -347,7 +347,7 @@ HARMLESS: tuple[Raw, ...] = (
 )
 
 
-async def test_harmless_pods_are_let_in(harness: Harness) -> None:
+async def test_harmless_pods_are_allowed(harness: Harness) -> None:
     for members in HARMLESS:
         await harness.made(of_container(members, volumes=[{"name": "own", "emptyDir": {}}]), dryRun="All")
 
@@ -403,11 +403,11 @@ OTHER_ANNOTATIONS = (
 
 
 @pytest.mark.parametrize("name", OTHER_ANNOTATIONS)
-async def test_other_annotations_of_runtimes_are_let_in(harness: Harness, name: str) -> None:
+async def test_other_runtime_annotations_are_allowed(harness: Harness, name: str) -> None:
     await harness.made(annotated(name), dryRun="All")
 
 
-async def test_annotation_from_before_stays_and_is_not_changed(cluster: Cluster, kube: Kube) -> None:
+async def test_existing_annotation_can_stay_and_cannot_be_changed(cluster: Cluster, kube: Kube) -> None:
     name = "devices.nri.io/pod"
     async with new_harness(cluster, kube, {}) as harness:
         await harness.made(annotated(name))
@@ -435,7 +435,7 @@ PROVISIONED = (
 
 @pytest.mark.parametrize("kind", ["hostPath", "local"])
 @pytest.mark.parametrize("path", [*PLACES, "/var/lib/kubelet/pods"])
-async def test_volume_of_such_a_place_is_made_with_the_permission_only(
+async def test_volume_with_a_sensitive_path_needs_manage_permission(
     cluster: Cluster, kube: Kube, path: str, kind: str
 ) -> None:
     async with Kube(cluster.as_user("provisioner")) as provisioner:
@@ -444,7 +444,7 @@ async def test_volume_of_such_a_place_is_made_with_the_permission_only(
 
 
 @pytest.mark.parametrize("path", PROVISIONED)
-async def test_provisioners_make_their_volumes(cluster: Cluster, kube: Kube, path: str) -> None:
+async def test_provisioners_can_create_volumes(cluster: Cluster, kube: Kube, path: str) -> None:
     async with Kube(cluster.as_user("provisioner")) as provisioner:
         for kind in ("hostPath", "local"):
             await provisioner.create(VOLUMES, local_volume(path, kind), dryRun="All")
@@ -453,7 +453,7 @@ async def test_provisioners_make_their_volumes(cluster: Cluster, kube: Kube, pat
 # What is exempt, and what was there before.
 
 
-async def test_administrators_exempt_a_namespace_and_tenants_do_not(cluster: Cluster, kube: Kube) -> None:
+async def test_only_administrators_can_exempt_a_namespace(cluster: Cluster, kube: Kube) -> None:
     async with new_harness(cluster, kube, GUARDED) as harness:
         with pytest.raises(ApiError) as caught:
             await harness.tenant.patch(NAMESPACES, harness.namespace, {"metadata": {"labels": EXEMPT}})
@@ -470,13 +470,13 @@ async def is_let_in(harness: Harness, content: Raw) -> bool:
     return not await is_refused(harness.made(content, dryRun="All"))
 
 
-async def test_other_namespaces_are_left_alone(cluster: Cluster, kube: Kube) -> None:
+async def test_other_namespaces_are_not_affected(cluster: Cluster, kube: Kube) -> None:
     async with new_harness(cluster, kube, {}) as harness:
         for content in (of_container(STRONG["privileged"]), with_host_path("/dev", read_only=False)):
             await judged(harness).made(content, dryRun="All")
 
 
-async def test_pod_from_before_lives_and_ends_as_it_would(cluster: Cluster, kube: Kube) -> None:
+async def test_existing_pod_can_run_change_status_and_be_deleted(cluster: Cluster, kube: Kube) -> None:
     async with new_harness(cluster, kube, {}) as harness:
         before = with_host_path("/dev", read_only=False)
         before["spec"] |= {"hostPID": True, "schedulerName": "nobody"}
@@ -550,7 +550,7 @@ async def not_isolated(cluster: Cluster, *namespaces: str) -> set[str]:
     return {one["object"].rpartition("/")[2] for one in found if one["namespace"] in namespaces}
 
 
-async def test_audit_finds_the_stored_pods_that_the_policies_would_refuse(cluster: Cluster, kube: Kube) -> None:
+async def test_audit_finds_stored_pods_that_the_policies_would_refuse(cluster: Cluster, kube: Kube) -> None:
     await installed(kube)
     async with (
         new_harness(cluster, kube, {}) as before,

@@ -48,7 +48,7 @@ async def create_set(kube: Kube, namespace: str, name: str, replicas: int, text:
     ("labels", "replicas"),
     [pytest.param(OPT_IN, 3, id="without-the-label"), pytest.param(LABELLED, 0, id="of-no-replicas")],
 )
-async def test_a_set_without_pods_denies_no_gpu_to_other_tenants(
+async def test_stateful_set_without_pods_does_not_keep_gpus_from_other_tenants(
     cluster: Cluster, kube: Kube, tmp_path: Path, labels: dict[str, str], replicas: int
 ) -> None:
     async with (
@@ -64,7 +64,7 @@ async def test_a_set_without_pods_denies_no_gpu_to_other_tenants(
         assert await could_have(kube, here, 1)
 
 
-async def test_the_uid_of_a_set_opens_nothing_in_another_namespace(
+async def test_uid_of_a_stateful_set_gives_no_access_from_another_namespace(
     cluster: Cluster, kube: Kube, tmp_path: Path
 ) -> None:
     async with (

@@ -10,7 +10,7 @@ from tests.e2e.test_maps import MAP, placed
 from tests.e2e.test_queue import GPU, queueing
 
 
-async def test_a_map_is_followed_to_the_node_of_that_name_whatever_labels_others_have(
+async def test_map_leads_to_the_node_of_that_name_despite_labels_of_other_nodes(
     cluster: Cluster, kube: Kube, tmp_path: Path
 ) -> None:
     async with queueing(cluster, kube, tmp_path, nodes=2, gpus=1) as here:

@@ -83,7 +83,7 @@ async def works(running: Running) -> None:
         assert (await client.get("/readyz")).status_code == 200
 
 
-async def test_what_anybody_may_store_ends_no_process_and_keeps_none_from_starting(
+async def test_malformed_objects_do_not_stop_a_process_or_its_start(
     cluster: Cluster, kube: Kube, tmp_path: Path
 ) -> None:
     await installed(kube)

@@ -122,7 +122,7 @@ async def test_other_tenants_see_devices_and_no_names(harness: Harness) -> None:
         assert await assignments(client) == [{"exists?": True, "state": "active"}]
 
 
-async def test_who_may_list_the_pods_of_a_namespace_sees_their_names(harness: Harness, kube: Kube) -> None:
+async def test_caller_that_may_list_pods_sees_their_names(harness: Harness, kube: Kube) -> None:
     told = harness.told
     whole = {"exists?": True, "state": "active", **{name: told[name] for name in ("namespace", "name", "uid")}}
     async with harness.client(harness.own) as client:
@@ -133,7 +133,7 @@ async def test_who_may_list_the_pods_of_a_namespace_sees_their_names(harness: Ha
         assert (await assignments(client))[0]["name"] == "victims-pod"
 
 
-async def test_a_browser_sends_the_token_as_a_password(harness: Harness) -> None:
+async def test_token_is_accepted_as_a_basic_auth_password(harness: Harness) -> None:
     token = harness.own["Authorization"].removeprefix("Bearer ")
     async with harness.client() as client:
         refused = await client.get("/")
@@ -141,14 +141,14 @@ async def test_a_browser_sends_the_token_as_a_password(harness: Harness) -> None
         assert "victims-pod" in (await client.get("/", auth=("token", token))).raise_for_status().text
 
 
-async def test_another_tenant_finalizes_nothing(harness: Harness) -> None:
+async def test_other_tenants_cannot_finalize(harness: Harness) -> None:
     async with harness.client(harness.stolen) as client:
         assert (await client.post("/finalize", json=harness.told)).status_code == 403
         own = {**harness.told, "namespace": harness.thief}
         assert (await client.post("/finalize", json=own)).status_code == 403
 
 
-async def test_the_pod_itself_finalizes_and_who_has_the_right(harness: Harness, kube: Kube, cluster: Cluster) -> None:
+async def test_pod_itself_and_authorized_callers_can_finalize(harness: Harness, kube: Kube, cluster: Cluster) -> None:
     meta = harness.victim["metadata"]
     bound = {"kind": "Pod", "apiVersion": "v1", "name": meta["name"], "uid": meta["uid"]}
     with cluster.api() as api:
@@ -170,7 +170,7 @@ async def test_the_pod_itself_finalizes_and_who_has_the_right(harness: Harness, 
         await wait_until(status, lambda code: code == 200, 30)  # a refusal is remembered for some seconds
 
 
-async def test_what_another_namespace_demands_is_not_explained(harness: Harness, kube: Kube) -> None:
+async def test_required_hashes_of_another_namespace_are_not_shown(harness: Harness, kube: Kube) -> None:
     demand = {"metadata": {"annotations": {"gpuwarden.io/required-hash": DEMANDED}}}
     await kube.patch(NAMESPACES, harness.here.namespace, demand)
     asked = pod("mine", gpus=1)
@@ -187,7 +187,7 @@ async def test_what_another_namespace_demands_is_not_explained(harness: Harness,
         assert (await client.post("/explain", json=asked)).status_code == 200
 
 
-async def test_no_token_is_taken_in_plain_http(harness: Harness) -> None:
+async def test_tokens_are_not_accepted_over_plain_http(harness: Harness) -> None:
     async with httpx.AsyncClient(base_url=harness.url["http"], trust_env=False, headers=harness.own) as client:
         assert (await client.post("/finalize", json=harness.told)).status_code == 404
         summary = await client.get("/devices")

@@ -111,7 +111,7 @@ async def asked(running: Running, trust: ssl.SSLContext, uid: str) -> tuple[floa
         ("deep", 200, SECONDS),
     ],
 )
-async def test_a_flood_of_bodies_takes_little_memory_and_keeps_nobody_waiting(
+async def test_flood_of_large_bodies_uses_little_memory_and_delays_no_small_review(
     running: Running, attack: str, number: int, lasts: float, request: pytest.FixtureRequest
 ) -> None:
     most, took, over_kept, statuses = 0, list[float](), list[float](), set[int]()
@@ -147,7 +147,7 @@ def small(tmp_path: Path) -> Iterator[Running]:
 
 
 @pytest.mark.parametrize("attack", ["silent", "windowless"])
-async def test_peers_that_send_half_a_request_or_take_no_answer_keep_nobody_out(small: Running, attack: str) -> None:
+async def test_stalled_connections_do_not_block_other_clients(small: Running, attack: str) -> None:
     """They come back whenever their connection is closed."""
     reviews, probes = list[float](), list[float]()
     async with small.client(limits=httpx.Limits(keepalive_expiry=None)) as reviewer:

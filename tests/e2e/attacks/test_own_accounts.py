@@ -61,7 +61,7 @@ async def enabled(users: ClusterUsers) -> AsyncIterator[str]:
     ],
     ids=["image", "deadline", "annotation", "label", "finalizer"],
 )
-async def test_whoever_may_patch_pods_for_us_changes_nothing_else(
+async def test_reconciler_account_changes_only_gpuwarden_fields_of_pods(
     users: ClusterUsers, enabled: str, change: Raw | Changes, what: str
 ) -> None:
     await users.user.create(PODS, pod("plain"), enabled)
@@ -71,14 +71,14 @@ async def test_whoever_may_patch_pods_for_us_changes_nothing_else(
         await users.user.call("PATCH", PODS.path(enabled, name), change, {"dryRun": "All"})
 
 
-async def test_an_image_is_not_changed_by_the_way_of_debugging(users: ClusterUsers, enabled: str) -> None:
+async def test_reconciler_account_cannot_add_a_debug_container(users: ClusterUsers, enabled: str) -> None:
     await users.user.create(PODS, pod("a"), enabled)
     change = {"spec": {"ephemeralContainers": [{"name": "d", "image": "evil"}]}}
     await refused(users.reconciler.patch(PODS, "a", change, enabled, "ephemeralcontainers"), "spec.ephemeralContainers")
     await users.user.call("PATCH", PODS.path(enabled, "a", "ephemeralcontainers"), change, {"dryRun": "All"})
 
 
-async def test_whoever_opens_our_gate_opens_no_other_and_says_where(users: ClusterUsers, enabled: str) -> None:
+async def test_reconciler_account_removes_only_its_own_gate_and_sets_a_node(users: ClusterUsers, enabled: str) -> None:
     gates = [{"name": "example.test/mine"}, {"name": GATE}]
     await users.user.create(PODS, pod("a", schedulingGates=gates), enabled)
     term = {"matchFields": [{"key": "metadata.name", "operator": "In", "values": ["node-0"]}]}
@@ -91,7 +91,7 @@ async def test_whoever_opens_our_gate_opens_no_other_and_says_where(users: Clust
     await users.reconciler.patch(PODS, "a", forged("gpuwarden.io/woken-at", "now"), enabled)
 
 
-async def test_whoever_binds_says_why_a_pod_waits_and_nothing_else_of_it(users: ClusterUsers, enabled: str) -> None:
+async def test_binder_account_writes_only_the_scheduled_condition(users: ClusterUsers, enabled: str) -> None:
     await users.user.create(PODS, pod("a", schedulerName="nobody"), enabled)
     said = {"conditions": [{"type": "PodScheduled", "status": "False", "reason": "Unschedulable"}]}
     await users.binder.patch(PODS, "a", {"status": said}, enabled, "status")
@@ -105,9 +105,7 @@ async def test_whoever_binds_says_why_a_pod_waits_and_nothing_else_of_it(users: 
     await gone(users.admin, PODS, "a", enabled)
 
 
-async def test_whoever_binds_gives_a_claim_a_node_once_and_changes_nothing_else(
-    users: ClusterUsers, enabled: str
-) -> None:
+async def test_binder_account_sets_only_the_selected_node_of_a_claim_once(users: ClusterUsers, enabled: str) -> None:
     spec = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "1Gi"}}, "storageClassName": "x"}
     await users.user.create(CLAIMS, {"metadata": {"name": "data"}, "spec": spec}, enabled)
     path = CLAIMS.path(enabled, "data")
@@ -129,7 +127,7 @@ async def test_whoever_binds_gives_a_claim_a_node_once_and_changes_nothing_else(
     await users.user.delete(CLAIMS, "data", enabled)
 
 
-async def test_whoever_taints_nodes_for_us_changes_no_other_taint(users: ClusterUsers) -> None:
+async def test_reconciler_account_changes_only_its_own_taint(users: ClusterUsers) -> None:
     node = NODES.path(None, "node-0")
     before = (await users.admin.get(NODES, "node-0"))["spec"].get("taints", [])
 
@@ -160,7 +158,7 @@ async def test_whoever_taints_nodes_for_us_changes_no_other_taint(users: Cluster
     ],
     ids=["serials", "gpus", "label", "annotation", "finalizer", "cordon"],
 )
-async def test_whoever_labels_nodes_for_us_writes_serials_and_gpus(
+async def test_exporter_account_writes_only_serials_and_gpu_annotations(
     users: ClusterUsers, change: Raw, by: str | None
 ) -> None:
     node = NODES.path(None, "node-0")

@@ -78,12 +78,12 @@ async def there(request: pytest.FixtureRequest, users: ClusterUsers) -> AsyncIte
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_others_create_none_of_our_objects(users: ClusterUsers, kind: str) -> None:
+async def test_users_without_permission_cannot_create_gpuwarden_objects(users: ClusterUsers, kind: str) -> None:
     await kept_by_us(users.user.create(OURS[kind], made(kind, "forged"), dryRun="All"))
     await users.warden.create(OURS[kind], made(kind, "forged"), dryRun="All")
 
 
-async def test_others_change_nothing_that_our_objects_say(users: ClusterUsers, there: str) -> None:
+async def test_users_without_permission_cannot_change_gpuwarden_objects(users: ClusterUsers, there: str) -> None:
     of = OURS[there]
     await kept_by_us(users.user.patch(of, "victim", CHANGED[there]))
     whole = await users.admin.get(of, "victim")
@@ -92,19 +92,19 @@ async def test_others_change_nothing_that_our_objects_say(users: ClusterUsers, t
     assert await users.admin.get(of, "victim") == whole
 
 
-async def test_others_delete_none_of_our_objects(users: ClusterUsers, there: str) -> None:
+async def test_users_without_permission_cannot_delete_gpuwarden_objects(users: ClusterUsers, there: str) -> None:
     of = OURS[there]
     await kept_by_us(users.user.delete(of, "victim"))
     await kept_by_us(users.user.call("DELETE", of.path(None), query={"fieldSelector": "metadata.name=victim"}))
     assert await users.admin.find(of, "victim")
 
 
-async def test_objects_are_written_again_for_their_stored_version_by_anybody(users: ClusterUsers, there: str) -> None:
+async def test_unchanged_objects_can_be_rewritten_for_storage_migration(users: ClusterUsers, there: str) -> None:
     same = await users.admin.get(OURS[there], "victim")
     await users.user.replace(OURS[there], same)
 
 
-async def test_garbage_collector_ends_a_delete_that_was_allowed(
+async def test_garbage_collector_completes_an_allowed_deletion(
     cluster: Cluster, users: ClusterUsers, there: str
 ) -> None:
     """It takes its finalizer off, and holds no permission of ours."""
@@ -117,7 +117,7 @@ async def test_garbage_collector_ends_a_delete_that_was_allowed(
 
 
 @pytest.mark.parametrize("uuid", NO_UUIDS)
-async def test_not_even_we_store_a_device_that_is_no_uuid(users: ClusterUsers, uuid: str) -> None:
+async def test_device_without_a_valid_uuid_is_refused_for_every_writer(users: ClusterUsers, uuid: str) -> None:
     content = {**made("GPUNode", "forged"), "spec": {"devices": [{"uuid": uuid}]}}
     with pytest.raises(ApiError) as caught:
         await users.warden.create(GPU_NODES, content, dryRun="All")
@@ -126,7 +126,7 @@ async def test_not_even_we_store_a_device_that_is_no_uuid(users: ClusterUsers, u
 
 
 @pytest.mark.parametrize("uuid", ["GPU-2d6f6a3e-5b0c-4f0e-9b1c-0f6f6f6f6f6f", "MIG-GPU-2d6f6a3e-5b0c/1/0", "GPU-0"])
-async def test_uuids_of_gpus_and_their_slices_are_stored(users: ClusterUsers, uuid: str) -> None:
+async def test_uuids_of_gpus_and_mig_devices_are_accepted(users: ClusterUsers, uuid: str) -> None:
     content = {**made("GPUNode", "node-x"), "spec": {"devices": [{"uuid": uuid}]}}
     await users.warden.create(GPU_NODES, content, dryRun="All")
 
@@ -134,7 +134,7 @@ async def test_uuids_of_gpus_and_their_slices_are_stored(users: ClusterUsers, uu
 # Reservations, evidence and the list for bindings, by their own policies.
 
 
-async def test_reservations_are_written_by_gpuwarden(users: ClusterUsers) -> None:
+async def test_only_gpuwarden_writes_reservations(users: ClusterUsers) -> None:
     await refused(
         users.user.patch(GPU_NODES, "node-p", FORGED_STATUS, subresource="status"),
         "The reservations on node-p are written by gpuwarden only, not by pat.",
@@ -144,7 +144,7 @@ async def test_reservations_are_written_by_gpuwarden(users: ClusterUsers) -> Non
     await users.user.patch(GPU_NODES, "node-p", {"metadata": {"labels": {"a": "b"}}})
 
 
-async def test_reservations_are_not_deleted_with_their_node(users: ClusterUsers) -> None:
+async def test_gpunodes_with_reservations_cannot_be_deleted(users: ClusterUsers) -> None:
     said = "The reservations on node-p are deleted by gpuwarden only, not by pat."
     await refused(users.user.delete(GPU_NODES, "node-p"), said)
     # A collection's delete names no object; each is asked about all the same.
@@ -155,7 +155,7 @@ async def test_reservations_are_not_deleted_with_their_node(users: ClusterUsers)
     await users.warden.call("DELETE", GPU_NODES.path(None, "node-p"), query={"dryRun": "All"})
 
 
-async def test_what_nodes_have_proven_is_written_by_gpuwarden(users: ClusterUsers) -> None:
+async def test_only_gpuwarden_writes_evidence(users: ClusterUsers) -> None:
     said = "What node-p has proven is written by gpuwarden only, not by pat."
     await refused(users.user.patch(NODE_EVIDENCES, "node-p", FORGED_PROOF, subresource="status"), said)
     await refused(users.user.patch(NODE_EVIDENCES, "node-p", {"metadata": {"labels": {"a": "b"}}}), said)
@@ -170,7 +170,7 @@ async def test_what_nodes_have_proven_is_written_by_gpuwarden(users: ClusterUser
     await users.user.replace(NODE_EVIDENCES, same)
 
 
-async def test_until_when_pods_are_bound_without_a_review_is_written_by_gpuwarden(users: ClusterUsers) -> None:
+async def test_only_gpuwarden_writes_binding_ends(users: ClusterUsers) -> None:
     said = "Until when pods are bound without a review is written by gpuwarden only, not by pat."
     await refused(users.user.create(BINDING_ENDS, {**ENDS, "metadata": {"name": "another"}}), said)
     kept = {"spec": {"kept": "2026-01-01T00:00:00Z", "nodes": {}}}
@@ -193,7 +193,7 @@ async def test_until_when_pods_are_bound_without_a_review_is_written_by_gpuwarde
     ],
     ids=["mutating", "validating", "gpunodes", "nodeevidences", "trustbundles", "bindingends"],
 )
-async def test_the_installation_cannot_be_taken_away(users: ClusterUsers, of: Resource, name: str) -> None:
+async def test_installation_objects_cannot_be_deleted(users: ClusterUsers, of: Resource, name: str) -> None:
     said = f"{of.plural} {name} belongs to gpuwarden"
     await refused(users.user.delete(of, name), said, "pat does not have it")
     if of is CRDS:
@@ -201,7 +201,7 @@ async def test_the_installation_cannot_be_taken_away(users: ClusterUsers, of: Re
     await users.warden.patch(of, name, {"metadata": {"labels": {"by": "warden"}}})
 
 
-async def test_deleting_all_of_them_is_no_way_round(users: ClusterUsers) -> None:
+async def test_installation_objects_cannot_be_deleted_as_a_collection(users: ClusterUsers) -> None:
     """The request has no name then; each object is asked about all the same."""
     for of in (MUTATING, VALIDATING):
         await refused(users.user.call("DELETE", of.path(None)), "belongs to gpuwarden")
@@ -228,6 +228,6 @@ async def test_deleting_all_of_them_is_no_way_round(users: ClusterUsers) -> None
         ),
     ],
 )
-async def test_a_webhook_cannot_be_turned_away(users: ClusterUsers, change: Changes) -> None:
+async def test_webhook_configuration_cannot_be_weakened(users: ClusterUsers, change: Changes) -> None:
     for of in (MUTATING, VALIDATING):
         await refused(users.user.patch(of, "gpuwarden", change), "belongs to gpuwarden")

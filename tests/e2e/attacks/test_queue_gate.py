@@ -15,7 +15,7 @@ from tests.e2e.kube import (
 from tests.e2e.test_queue import queue_harness
 
 
-async def test_nobody_else_opens_the_gate_and_no_pod_without_gpus_is_bound(
+async def test_only_gpuwarden_removes_the_gate_and_no_pod_without_gpus_is_bound(
     cluster: Cluster, kube: Kube, tmp_path: Path
 ) -> None:
     async with queue_harness(cluster, kube, tmp_path, gpus=1, acts=False) as queue:

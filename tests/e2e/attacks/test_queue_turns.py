@@ -61,7 +61,7 @@ async def create_many(queue: QueueHarness, *, have_own_kinds: bool) -> None:
 
 
 @pytest.mark.parametrize("have_own_kinds", [False, True], ids=["one-kind", "a-kind-each"])
-async def test_a_tenant_that_comes_after_many_pods_of_another_has_every_other_turn(
+async def test_tenant_behind_many_pods_of_another_gets_every_second_turn(
     cluster: Cluster, kube: Kube, tmp_path: Path, *, have_own_kinds: bool
 ) -> None:
     async with queue_harness(cluster, kube, tmp_path, gpus=2) as queue, new_namespace(kube, OPT_IN) as late:

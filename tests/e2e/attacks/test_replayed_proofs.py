@@ -30,13 +30,13 @@ async def harness(cluster: Cluster, kube: Kube, account: Path, tmp_path: Path) -
 
 
 @pytest.mark.defect("S0-2")
-async def test_a_token_is_taken_once_by_all_replicas_together(harness: Harness) -> None:
+async def test_all_replicas_together_accept_a_token_once(harness: Harness) -> None:
     text = await harness.token(harness.replicas[0])
     answers = await asyncio.gather(*(harness.posted(one, text) for one in harness.replicas * 10))
     assert Counter(answers) == {200: 1, 409: 19}
 
 
-async def test_a_token_is_refused_after_a_restart_too(harness: Harness, account: Path, tmp_path: Path) -> None:
+async def test_used_token_is_refused_after_a_restart(harness: Harness, account: Path, tmp_path: Path) -> None:
     text = await harness.token(harness.replicas[0])
     assert await harness.posted(harness.replicas[0], text) == 200
     async with another(harness, account, tmp_path) as again:
@@ -44,7 +44,7 @@ async def test_a_token_is_refused_after_a_restart_too(harness: Harness, account:
         assert await harness.admits(again, HASH)
 
 
-async def test_a_node_made_anew_under_its_old_name_has_to_prove_itself_anew(harness: Harness) -> None:
+async def test_recreated_node_must_prove_itself_again(harness: Harness) -> None:
     first, _ = harness.replicas
     await harness.proves(first)
     await harness.all_admit(HASH, admitted=True)

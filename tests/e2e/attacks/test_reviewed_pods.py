@@ -75,7 +75,7 @@ async def enabled(harness: WebhookHarness) -> AsyncIterator[str]:
     ],
     ids=["changed", "older name", "taken away", "made up", "made up by vendor"],
 )
-async def test_a_promise_is_changed_through_no_door(
+async def test_reservation_annotations_cannot_be_changed_through_any_subresource(
     harness: WebhookHarness, enabled: str, change: dict[str, str | None], subresource: str
 ) -> None:
     """By an administrator neither, whom the policies let pass."""
@@ -87,7 +87,7 @@ async def test_a_promise_is_changed_through_no_door(
     assert calls.both == (0, 1)
 
 
-async def test_a_debug_container_is_asked_about_when_it_would_see_gpus(harness: WebhookHarness, enabled: str) -> None:
+async def test_debug_container_is_reviewed_if_it_would_see_gpus(harness: WebhookHarness, enabled: str) -> None:
     made = await harness.kube.create(PODS, unscheduled_pod(), enabled)
     own = made["metadata"]["annotations"]["gpuwarden.io/gpu-uuid"]
 
@@ -103,16 +103,14 @@ async def test_a_debug_container_is_asked_about_when_it_would_see_gpus(harness: 
     assert calls.both == (0, 2)
 
 
-async def test_a_debug_container_of_a_pod_without_a_claim_is_asked_about_too(
-    harness: WebhookHarness, enabled: str
-) -> None:
+async def test_debug_container_of_a_pod_without_a_claim_is_reviewed(harness: WebhookHarness, enabled: str) -> None:
     await harness.kube.create(PODS, pod("a"), enabled)
     debug = {"spec": {"ephemeralContainers": [container("debug", env=VISIBLE)]}}
     with pytest.raises(ApiError, match=r'webhook "validate-update\.gpuwarden\.io" denied the request'):
         await harness.kube.patch(PODS, "a", debug, enabled, "ephemeralcontainers")
 
 
-async def test_our_own_account_writes_its_annotations_without_asking_us(
+async def test_own_account_writes_annotations_without_a_review(
     harness: WebhookHarness, cluster: Cluster, enabled: str
 ) -> None:
     pods = {"apiGroups": [""], "resources": ["pods"], "verbs": ["*"]}
@@ -158,7 +156,9 @@ async def with_policies(harness: WebhookHarness, enabled: str) -> AsyncIterator[
         yield enabled
 
 
-async def test_what_is_forged_is_taken_off_and_what_we_write_stays(harness: WebhookHarness, with_policies: str) -> None:
+async def test_forged_annotations_are_removed_and_written_annotations_stay(
+    harness: WebhookHarness, with_policies: str
+) -> None:
     asking = pod("a", gpus=1, annotations=FORGED | HASH)
     async with CallCounter(harness) as calls:
         made = (await harness.kube.create(PODS, asking, with_policies))["metadata"]["annotations"]
@@ -168,7 +168,9 @@ async def test_what_is_forged_is_taken_off_and_what_we_write_stays(harness: Webh
     assert "forged" not in made.values()
 
 
-async def test_a_copied_manifest_is_served_with_the_policies_too(harness: WebhookHarness, with_policies: str) -> None:
+async def test_copied_manifest_gets_its_gpus_with_policies_installed(
+    harness: WebhookHarness, with_policies: str
+) -> None:
     """Its request is in the claim alone: it was taken off the containers when the first one was dressed."""
     first = await harness.kube.create(PODS, pod("a", gpus=1), with_policies)
     meta = {"name": "b", "annotations": first["metadata"]["annotations"]}
@@ -185,7 +187,7 @@ def presets_a_node(one: Raw) -> list[Raw]:
 @pytest.mark.parametrize(
     ("change", "field"), [(show_all_gpus, "spec.containers[0].env"), (presets_a_node, "spec.nodeName")]
 )
-async def test_whoever_has_the_last_word_at_the_mutating_door_does_not_have_it_at_ours(
+async def test_change_by_a_later_mutating_webhook_is_denied_by_validate(
     harness: WebhookHarness, enabled: str, tmp_path: Path, change: Callable[[Raw], list[Raw]], field: str
 ) -> None:
     async with another_webhook(harness.kube, enabled, tmp_path, change, "IfNeeded"):
@@ -202,7 +204,9 @@ async def namespace_without_webhook(kube: Kube) -> AsyncIterator[str]:
         yield namespace
 
 
-async def test_its_promise_stays_and_no_other_is_made(kube: Kube, namespace_without_webhook: str) -> None:
+async def test_claims_and_annotation_changes_are_refused_while_no_webhook_answers(
+    kube: Kube, namespace_without_webhook: str
+) -> None:
     stolen = {"metadata": {"annotations": {"gpuwarden.io/gpu-uuid": "GPU-7"}}}
     for subresource in ("", "status"):
         with pytest.raises(ApiError, match="failed calling webhook"):

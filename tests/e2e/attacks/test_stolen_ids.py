@@ -100,7 +100,7 @@ async def victims(here: Site, count: int) -> Counter[str]:
     return answers
 
 
-async def test_who_looks_at_devices_learns_no_id_to_validate_in_a_victims_place(
+async def test_devices_page_shows_no_ids_of_pending_reservations(
     cluster: Cluster, kube: Kube, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     async with site(cluster, kube, tmp_path, nodes=2, gpus=8, replicas=1, name="thief") as here:
@@ -116,7 +116,7 @@ async def test_who_looks_at_devices_learns_no_id_to_validate_in_a_victims_place(
             assert not thief.learnt
 
 
-async def test_an_id_that_is_known_serves_no_pod_of_another_name(
+async def test_known_reservation_id_is_useless_for_a_pod_of_another_name(
     cluster: Cluster, kube: Kube, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     """As who may read GPUNodes learns it."""

@@ -153,7 +153,7 @@ class Churn:
         pytest.param([Life("a", 1, 2, "x"), Life("a", 2, 3, "y")], 1, id="in the same hundredth of a second"),
     ],
 )
-def test_overlaps_are_found(lives: list[Life], count: int) -> None:
+def test_overlapping_gpu_use_is_detected(lives: list[Life], count: int) -> None:
     assert len(overlaps(lives)) == count
 
 

@@ -106,7 +106,7 @@ async def test_container_with_a_literal_void_sees_no_gpu(
 
 
 @pytest.mark.parametrize("image", [CUDA_VERSION, ALL_DEVICES, CUDA])
-async def test_container_sees_every_gpu_where_only_its_image_speaks(
+async def test_container_without_variables_sees_every_gpu_that_its_image_requests(
     real_cluster: Cluster, real_kube: Kube, plain_namespace: str, mode: Mode, image: str
 ) -> None:
     await real_kube.create(PODS, real_pod("greedy", container(image=image), runtime=RUNTIME), plain_namespace)

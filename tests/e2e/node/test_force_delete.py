@@ -221,7 +221,7 @@ def now() -> float:
     return float(Path("/proc/uptime").read_text().split()[0])
 
 
-async def test_a_deleted_pod_says_that_its_containers_have_ended_before_it_goes(
+async def test_deleted_pod_reports_ended_containers_before_it_is_removed(
     real_cluster: Cluster, real_kube: Kube, real_node: RealNode, tmp_path: Path
 ) -> None:
     """What frees its GPU at once, and what kwok's stages play: a final phase, and no container that runs."""

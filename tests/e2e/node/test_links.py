@@ -65,7 +65,7 @@ def mounting(name: str, script: str, source: Raw, *, read_only: bool) -> Raw:
     return real_pod(name, one, volumes=[{"name": "mounted", **source}], restartPolicy="Never")
 
 
-async def test_link_in_a_volume_leads_nowhere(
+async def test_symbolic_link_in_a_volume_gives_no_access(
     real_cluster: Cluster, real_kube: Kube, isolated: Harness, volume: Path, tmp_path: Path
 ) -> None:
     kept = tmp_path / "kept"

@@ -90,9 +90,7 @@ async def test_node_is_a_real_kubelet_with_containerd(real_kube: Kube, real_node
     assert info["bootID"] == real_node.boot_id
 
 
-async def test_kwok_plays_its_own_nodes_and_leaves_the_real_one_alone(
-    real_cluster: Cluster, real_kube: Kube, plain_namespace: str
-) -> None:
+async def test_kwok_simulates_only_its_own_nodes(real_cluster: Cluster, real_kube: Kube, plain_namespace: str) -> None:
     await asyncio.to_thread(real_cluster.add_nodes, [gpu_node("played", 1)])
     chosen = {"kubernetes.io/hostname": "played"}
     await real_kube.create(PODS, pod("played", gpus=1, nodeSelector=chosen), plain_namespace)
@@ -119,7 +117,7 @@ async def test_kubelet_may_read_its_own_node_only(real_cluster: Cluster) -> None
 # NVIDIA's plugins.
 
 
-async def test_device_plugin_gives_a_gpu_that_it_chooses(
+async def test_device_plugin_allocates_a_gpu_of_its_choice(
     real_cluster: Cluster, real_kube: Kube, real_node: RealNode, plain_namespace: str
 ) -> None:
     await asyncio.to_thread(real_node.start_device_plugin)
@@ -139,7 +137,7 @@ def offers_gpus(node: Raw) -> bool:
     return bool(node["status"]["allocatable"].get("nvidia.com/gpu", "0") == str(len(GPUS)))
 
 
-async def test_dra_driver_gives_the_gpus_that_a_claim_names(
+async def test_dra_driver_allocates_the_gpus_that_a_claim_names(
     real_cluster: Cluster, real_kube: Kube, real_node: RealNode, plain_namespace: str
 ) -> None:
     is_gpu = "device.driver == 'gpu.nvidia.com' && device.attributes['gpu.nvidia.com'].type == 'gpu'"
@@ -232,7 +230,7 @@ def container_ids(found: Raw) -> list[str]:
 # Its end.
 
 
-async def test_clusters_with_real_nodes_live_side_by_side_and_leave_nothing(node_parts: None, tmp_path: Path) -> None:
+async def test_two_clusters_with_real_nodes_run_side_by_side_and_clean_up(node_parts: None, tmp_path: Path) -> None:
     before = machine(tmp_path)
     with Cluster(tmp_path / "one", real_nodes=True) as one, Cluster(tmp_path / "two", real_nodes=True) as other:
         nodes = [cluster.add_real_node(NODE, GPUS[:1]) for cluster in (one, other)]
@@ -263,7 +261,7 @@ with Cluster(Path(sys.argv[1]), real_nodes=True) as cluster:
 """
 
 
-async def test_nothing_stays_when_the_parent_is_killed(node_parts: None, tmp_path: Path) -> None:
+async def test_real_node_is_removed_when_its_parent_is_killed(node_parts: None, tmp_path: Path) -> None:
     before = machine(tmp_path)
     with parent_of_a_node(tmp_path / "cluster") as parent:
         number = RealNode(tmp_path / "cluster/nodes/real-0").number

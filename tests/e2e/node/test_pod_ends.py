@@ -94,7 +94,7 @@ async def here(
         await agent.stop()
 
 
-async def test_a_gpu_is_offered_again_soon_after_its_containers_have_ended_and_not_before(
+async def test_gpu_is_released_soon_after_its_containers_have_ended_and_not_before(
     here: Site, beats: Path, request: pytest.FixtureRequest
 ) -> None:
     for name in ("quick", "slow", "stays-0", "stays-1"):
@@ -127,7 +127,7 @@ async def test_a_gpu_is_offered_again_soon_after_its_containers_have_ended_and_n
     assert all("its node says that nothing uses it" in why for why in told), told
 
 
-async def test_while_the_kubelet_is_dead_nothing_is_offered_whether_or_not_a_container_runs(
+async def test_gpus_stay_reserved_while_the_kubelet_is_dead(
     here: Site, beats: Path, real_node: RealNode, request: pytest.FixtureRequest
 ) -> None:
     """A kubelet that has not heard of the deletion would start the container that ends here again. Once it is back it

@@ -172,7 +172,7 @@ def register(spire: Spire, agent_id: str, spiffe_id: str, *options: str) -> None
     spire.tell("entry", "create", "-parentID", agent_id, "-spiffeID", spiffe_id, "-selector", selector, *options)
 
 
-async def test_a_real_agent_is_evidence_until_it_is_banned(spire: Spire) -> None:
+async def test_real_agent_is_valid_evidence_until_it_is_banned(spire: Spire) -> None:
     agent_id = await begun(spire)
     register(spire, agent_id, OURS)
     rules = AgentRules(
@@ -208,7 +208,7 @@ async def test_a_real_agent_is_evidence_until_it_is_banned(spire: Spire) -> None
     await identity.close()
 
 
-async def test_a_real_token_over_our_challenge_proves_its_node(spire: Spire) -> None:
+async def test_real_token_with_a_challenge_proves_its_node(spire: Spire) -> None:
     own = f"spiffe://{TRUST_DOMAIN}/evidence/node-1/{HASH}"
     register(spire, await begun(spire), own, "-jwtSVIDTTL", "60")
     api, nonces = JwtWorkloadApi(str(spire.directory / "agent.sock")), Nonces(one_process_only(), SKEW)
