@@ -1,4 +1,4 @@
-"""Who tries what against the policies, and the API server with all of them. No server of ours runs there."""
+"""Users and accounts that act against the policies, on an API server with all policies and no gpuwarden server."""
 
 from collections.abc import AsyncIterator, Awaitable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -56,7 +56,7 @@ OUTPUTS = (
 
 GATE = "gpuwarden.io/evidence"
 
-# All that the tests do, and much that an administrator of a part of the cluster may do; `manage` is not in it.
+# Everything that the tests do, and much that a cluster administrator may do, but not `manage`.
 BROAD_RULES = [
     {"apiGroups": [""], "resources": ["pods", "pods/status", "pods/finalizers"], "verbs": ["*"]},
     {"apiGroups": [""], "resources": ["pods/ephemeralcontainers", "nodes", "nodes/status"], "verbs": ["*"]},
@@ -80,7 +80,7 @@ MANAGE = {"apiGroups": ["gpuwarden.io"], "resources": ["reservations"], "verbs":
 
 POLICIES = [*policies(Installation()), *while_down(Installation())]
 
-# As the webhook, which is not here, leaves a container of a pod that asks for something.
+# A container without GPUs, as the webhook would leave it.
 BLINDED: Raw = {
     "name": "main",
     "image": "example.test/main:1",
@@ -104,13 +104,13 @@ def resource_of(manifest: Manifest) -> Resource:
 
 @frozen
 class ClusterUsers:
-    """Who tries what."""
+    """The clients of all users."""
 
     admin: Kube
-    user: Kube  # may write pods, GPUNodes and webhook configurations, and holds no `manage`
+    user: Kube  # may write pods, GPUNodes and webhook configurations, without `manage`
     warden: Kube  # a service account with `manage` as well
     boss: Kube  # bound to cluster-admin
-    # Accounts of ours that were given more than they use.
+    # gpuwarden's own accounts, with more rights than they use.
     reconciler: Kube
     binder: Kube
     exporter: Kube
@@ -118,7 +118,7 @@ class ClusterUsers:
 
 @asynccontextmanager
 async def installed_policies(cluster: Cluster) -> AsyncIterator[ClusterUsers]:
-    """Everybody is there, and every policy acts."""
+    """Creates all users and policies, and waits until every policy acts."""
     async with AsyncExitStack() as stack:
         admin = await stack.enter_async_context(Kube(cluster.kubeconfig))
         await grant(admin, stack, "much", BROAD_RULES, {"kind": "User", "name": "pat"})
@@ -136,7 +136,7 @@ async def installed_policies(cluster: Cluster) -> AsyncIterator[ClusterUsers]:
 
 
 async def forged_pods_gone(admin: Kube) -> None:
-    """The judge of a later test would take their annotations for ours."""
+    """A GPU checker of a later test would count their annotations."""
     for one in await admin.list(PODS):
         if any(key.startswith("gpuwarden.io/") for key in one["metadata"].get("annotations", {})):
             with suppress(ApiError):
@@ -168,15 +168,15 @@ async def install(users: ClusterUsers, stack: AsyncExitStack) -> None:
         if await admin.find(CRDS, manifest["metadata"]["name"]) is None:
             await admin.create(CRDS, manifest)
     await wait_until(lambda: served(admin))
-    # Without it no scheduler binds a pod where it has opted in.
-    with suppress(ApiError):  # of a `serve` in another test
+    # Without this object no scheduler binds a pod in an opted-in namespace.
+    with suppress(ApiError):  # left by a `serve` of another test
         await admin.delete(BINDING_ENDS, "gpuwarden")
     await admin.create(BINDING_ENDS, ENDS)
     stack.push_async_callback(admin.delete, BINDING_ENDS, "gpuwarden")
     for manifest in POLICIES:
         await admin.create(resource_of(manifest), manifest)
         stack.push_async_callback(admin.delete, resource_of(manifest), manifest["metadata"]["name"])
-    # Webhooks that call nobody: they are for pods of a namespace that does not exist.
+    # Webhooks that are never called: their namespace does not exist.
     for manifest in webhooks(Installation(opt_in="example.test/nowhere")):
         of = MUTATING if manifest["kind"].startswith("Mutating") else VALIDATING
         await admin.create(of, {**manifest, "webhooks": manifest["webhooks"][:1]})
@@ -198,11 +198,11 @@ async def served(admin: Kube) -> bool:
 
 
 async def all_policies_act(users: ClusterUsers, namespace: str) -> bool:
-    """A policy acts about a second after it is written, each by itself."""
+    """Each policy starts to act about a second after it is written."""
     dressed = pod("dressed", annotations=dict.fromkeys(OUTPUTS[1:], "forged"))
     try:
         made = await users.user.create(PODS, dressed, namespace, dryRun="All")
-    except ApiError:  # what refuses a container that is not blinded acts before what blinds it
+    except ApiError:  # the policy that refuses unblinded containers can act before the one that blinds
         return False
     if made["metadata"].get("annotations"):
         return False
@@ -248,7 +248,8 @@ def failing_open(hook: int) -> Changes:
 
 
 async def reserved_pod(users: ClusterUsers, namespace: str, **spec: Any) -> Raw:
-    """A pod as we would have dressed it. Who has the permission writes after its creation what may not be forged."""
+    """A pod as gpuwarden would have dressed it. An account with `manage` writes the protected annotations after its
+    creation."""
     made = await users.admin.create(PODS, pod("a", **spec), namespace)
     notes = {key: f"value of {key}" for key in OUTPUTS}
     await users.warden.patch(PODS, "a", {"metadata": {"annotations": notes}}, namespace)

@@ -1,7 +1,5 @@
-"""Who has which GPU, judged from the pods alone: neither our ledger nor our word for anything is asked.
-
-The API server's watch tells of pods in the order in which they were written, so two holders at one moment are seen.
-"""
+"""Checks from the pods alone that each GPU has one holder. It reads neither gpuwarden's ledger nor its API. The watch
+of the API server reports pods in the order in which they were written, so two concurrent holders are seen."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -18,7 +16,7 @@ ENDED = ("Succeeded", "Failed")
 
 @frozen
 class Holder:
-    """A pod that lives, as the API server last showed it. A terminating one lives."""
+    """A live pod with GPUs, as the API server last reported it. A terminating pod is live."""
 
     uid: str
     name: str
@@ -29,11 +27,11 @@ class Holder:
 
 
 class InvariantViolatedError(AssertionError):
-    """What no second try of a test makes good."""
+    """A violation that a rerun of the test does not excuse."""
 
 
 class GpuChecker:
-    """All pods with GPUs, from a watch; what must never be is noted with the version at which it was."""
+    """Watches all pods with GPUs and records every violation with the resource version at which it was seen."""
 
     def __init__(self, kube: Kube) -> None:
         self._kube = kube
@@ -41,10 +39,11 @@ class GpuChecker:
         self.holder_by_gpu: dict[str, str] = {}
         self.violations: list[str] = []
         self.seen: set[str] = set()
-        """The uid of every pod that has ever held a GPU."""
+        """The UID of every pod that has held a GPU."""
         self.ready = asyncio.Event()
         self.lists = 0
-        """Between a watch that ended and a list a pod may come and go unseen: with one list none has."""
+        """The number of lists. A pod can come and go unseen between a watch that ended and the next list; with one
+        list, none has."""
 
     @property
     def gpus(self) -> set[str]:
@@ -55,8 +54,8 @@ class GpuChecker:
             raise InvariantViolatedError("\n".join(self.violations[:5]))
 
     async def run(self) -> None:
-        """For ever; a watch that ends goes on where it was, so that no pod is missed. Where that is too long ago a list
-        is made, which is one moment too."""
+        """Runs until cancelled. A watch that ends is continued at its last version, so no pod is missed. If that
+        version has expired, a new list is a consistent snapshot too."""
         version: str | None = None
         while True:
             try:
@@ -142,8 +141,8 @@ def holder_of(raw: Raw) -> Holder:
 
 
 def shown_gpus(spec: dict[str, Any], annotated: str) -> set[str]:
-    """What a container runtime would go by; what is read from the pod's annotation says the same. A container that
-    is not the GPUs' is shown nothing."""
+    """The values that a container runtime uses; a value that refers to the annotation counts as the annotation.
+    Containers without GPUs are left out."""
     return {
         env.get("value", "") if "valueFrom" not in env else annotated
         for container in spec["containers"]

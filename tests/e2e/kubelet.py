@@ -1,5 +1,5 @@
-"""A kubelet for the Pods of a release: they are bound to its node by the scheduler and made by their Deployments, and
-their processes run here. Probes, `preStop`, signals and the grace period are those of the Pods."""
+"""A kubelet for the Pods of a release. Deployments create the Pods, the scheduler binds them, and their processes run
+here. Probes, `preStop`, signals and the grace period are those of the Pods."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -16,12 +16,12 @@ from webhook.runtime.clock import utc_now
 
 POLL_INTERVAL = 0.5
 HEARTBEAT = 10.0
-# Until every node knows that an endpoint is leaving, new connections still go there.
+# Until every node knows that an endpoint is leaving, it still gets new connections.
 ENDPOINT_LAG = 1.0
 
 
 class Proxy(Balancer):
-    """As kube-proxy: who gets a connection is settled before anybody asks whether he takes it."""
+    """Like kube-proxy: the endpoint is chosen before it is known whether it accepts the connection."""
 
     async def _connected(self) -> Connection | None:
         return await connect_to(self.servers[next(self._turn) % len(self.servers)]) if self.servers else None
@@ -45,7 +45,7 @@ class Running:
 
 
 class Kubelet:
-    """One node."""
+    """A kubelet of one node."""
 
     def __init__(self, release: Release, balancer: Balancer, node: str = "kubelet") -> None:
         self._release = release
@@ -54,7 +54,7 @@ class Kubelet:
         self.node = node
         self.pods: dict[str, Running] = {}
         self.stopped_pods: list[str] = []
-        """Pods whose process has stopped in time when it was told to."""
+        """Pods whose process stopped in time after SIGTERM."""
         self.violations: list[str] = []
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
@@ -116,7 +116,7 @@ class Kubelet:
             del self.pods[one.uid]
 
     async def _probe_until_terminating(self, one: Running, process: Process) -> None:
-        """Until the Pod is to go."""
+        """Probes and reports readiness until the Pod terminates."""
         was = False
         async with httpx.AsyncClient(trust_env=False) as client:
             await self._wait_for_probe(client, one, process, "startupProbe")
@@ -147,7 +147,7 @@ class Kubelet:
         return got.is_success
 
     async def _pause(self, one: Running, process: Process, seconds: float) -> None:
-        """Until the next probe; a process that ends by itself is seen at once."""
+        """Waits for the next probe; fails if the process ends by itself."""
         ending = asyncio.ensure_future(process.process.wait())
         terminating = asyncio.ensure_future(one.terminating.wait())
         await asyncio.wait((ending, terminating), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
@@ -157,7 +157,7 @@ class Kubelet:
         ending.cancel()
 
     async def _report_readiness(self, one: Running, *, is_ready: bool) -> None:
-        """The Deployment goes by the Pod's status, connections by the balancer."""
+        """Writes the Pod's status for the Deployment, and adds it to or removes it from the balancer."""
         said = "True" if is_ready else "False"
         conditions = [
             {"type": kind, "status": said, "lastTransitionTime": now()} for kind in ("Ready", "ContainersReady")
@@ -173,7 +173,7 @@ class Kubelet:
                 servers.remove(one.worker)
 
     async def _remove_endpoint(self, one: Running) -> None:
-        """No new connections, from when all proxies have heard."""
+        """Removes the Pod from the balancer after the lag of the proxies."""
         await asyncio.sleep(ENDPOINT_LAG)
         if one.worker in self._balancer.servers:
             self._balancer.servers.remove(one.worker)

@@ -1,4 +1,4 @@
-"""An installation to be treated badly: replicas behind one Service, reconcilers, nodes with GPUs of its own."""
+"""Runs gpuwarden as processes: replicas behind one Service, reconcilers, and nodes with GPUs of their own."""
 
 import asyncio
 import itertools
@@ -53,7 +53,7 @@ OPT_IN = {"gpuwarden.io/enabled": "true"}
 
 @frozen(eq=False)
 class Worker:
-    """A process of ours, and its log."""
+    """A gpuwarden process, its log and its listeners."""
 
     process: asyncio.subprocess.Process
     log: Path
@@ -69,7 +69,7 @@ class Worker:
         await self.process.wait()
 
     async def wait_for_log(self, words: str) -> None:
-        """Wait for these words in its log."""
+        """Waits until the log contains `words`."""
 
         async def last_words() -> str:
             text = self.log.read_text()
@@ -89,7 +89,7 @@ Connection = tuple["Worker", asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class Balancer:
-    """As a Service: each connection goes to the next server that takes it."""
+    """Distributes connections over the servers as a Service does; a server that refuses is skipped."""
 
     def __init__(self) -> None:
         self.servers: list[Worker] = []
@@ -108,7 +108,7 @@ class Balancer:
         await cancel_and_wait(list(self._tasks))
 
     async def only(self, *servers: Worker) -> None:
-        """From now on these; connections to others end, as when a Service loses an endpoint that died."""
+        """Replaces the servers. Connections to other servers are closed, as when a Service loses an endpoint."""
         self.servers = list(servers)
         await cancel_and_wait([task for task, server in self._tasks.items() if server not in servers])
 
@@ -143,14 +143,14 @@ async def connect_to(server: Worker) -> Connection | None:
 
 
 async def cancel_and_wait(tasks: Sequence[asyncio.Task[None]]) -> None:
-    """Cancelled, and over."""
+    """Cancels the tasks and waits for their end."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def copy_stream(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """All bytes, until one side has no more; the other side then hears so."""
+    """Copies until the reader ends, then closes the writer."""
     with suppress(OSError):
         while data := await reader.read(1 << 16):
             writer.write(data)
@@ -161,7 +161,7 @@ async def copy_stream(reader: asyncio.StreamReader, writer: asyncio.StreamWriter
 
 @define(eq=False)
 class Site:
-    """Where a test takes place."""
+    """The installation under test: its processes, its namespace, its nodes and their GPUs."""
 
     kube: Kube
     checker: GpuChecker
@@ -185,7 +185,8 @@ class Site:
         skew: float = 0,
         program: Sequence[str] = (GPUWARDEN,),
     ) -> Worker:
-        """Started and ready; with `serves`, the API server's calls reach it; its clock is off by `skew` seconds."""
+        """Starts a replica and waits until it is ready. With `serves`, the Service routes to it. Its clock is off by
+        `skew` seconds."""
         ports = ["--port", "0", "--ui-port", "0", "--extender-port", "0"]
         files = ["--tls-cert", str(self.directory / "tls.crt"), "--tls-key", str(self.directory / "tls.key")]
         worker = await self._started("serve", ["--ledger", "cluster", *ports, *files], kubeconfig, skew, program)
@@ -203,7 +204,7 @@ class Site:
     async def reconciler(
         self, kubeconfig: Path | None = None, *, leads: bool = True, program: Sequence[str] = (GPUWARDEN,)
     ) -> Worker:
-        # What goes unseen, while no watch works, is waited for for a moment: kwok runs no containers.
+        # kwok runs no containers, so the reconciler need not wait long for deletions that it did not observe.
         is_told = "--max-grace" in self.flags or tuple(program) != (GPUWARDEN,)
         short = [] if is_told else ["--max-grace", "1s", "--orphan-margin", "1s"]
         flags = ["--ui-port", "0", "--lease-namespace", self.own_namespace, "--log-level", "info", *short]
@@ -246,7 +247,7 @@ class Site:
             await worker.kill()
 
     async def held(self) -> dict[str, Raw]:
-        """What the ledger has, slot by slot."""
+        """The reservations of the nodes under test, by slot."""
         found = [one for one in await self.kube.list(GPU_NODES) if one["metadata"]["name"] in self.nodes]
         return {slot: entry for one in found for slot, entry in one.get("status", {}).get("held", {}).items()}
 
@@ -255,11 +256,11 @@ class Site:
         return {one["metadata"]["name"]: one["metadata"]["resourceVersion"] for one in found}
 
     async def wait_until_reviewed(self) -> None:
-        """Wait until the API server sends pods to us."""
+        """Waits until the API server sends pods to the webhooks."""
         await wait_until(lambda: is_reviewed(self.kube, self.namespace))
 
     async def wait_until_offered(self) -> None:
-        """Wait until a pod could have all the GPUs of any node."""
+        """Waits until a pod could get all GPUs of each node."""
         (one,) = {len(self.gpus) // len(self.nodes)}
         for node in self.nodes:
             whole = pod("probe", gpus=one, nodeSelector={"kubernetes.io/hostname": node})
@@ -276,7 +277,7 @@ class Site:
         return dict((await self.kube.get(GPU_NODES, node)).get("status", {}).get("held", {}))
 
     async def free_all(self) -> None:
-        """Every pod of the test is deleted."""
+        """Deletes every pod of the test."""
         found = await self.kube.list(PODS, self.namespace)
         gate = asyncio.Semaphore(32)
 
@@ -303,7 +304,7 @@ async def site(
     replicas: int = 0,
     flags: Iterable[str] = (),
 ) -> AsyncIterator[Site]:
-    """Nodes, a Service, the configurations that are shipped, a judge; replicas if so many are asked for."""
+    """Creates nodes, a Service, the shipped configurations, a GPU checker and `replicas` replicas."""
     names = tuple(f"{name}-{number}" for number in range(nodes))
     devices = {node: [f"GPU-{node}-{k}" for k in range(gpus)] for node in names}
     async with AsyncExitStack() as stack:
@@ -324,7 +325,7 @@ async def site_on_nodes(
     replicas: int = 0,
     flags: Iterable[str] = (),
 ) -> AsyncIterator[Site]:
-    """The same on nodes that are there, with the UUIDs of their GPUs. The caller removes the GPUNodes."""
+    """Like `site`, on existing nodes with the given GPU UUIDs. The caller removes the GPUNodes."""
     async with AsyncExitStack() as stack:
         for node, uuids in devices.items():
             await kube.create(GPU_NODES, gpu_node_object(node, *uuids))
@@ -358,7 +359,7 @@ async def site_on_nodes(
 
 @asynccontextmanager
 async def with_policies(here: Site) -> AsyncIterator[None]:
-    """With the policies that need no server, from when they act: about a second after they are written."""
+    """Installs the policies that need no server, and waits until they act: about a second after they are written."""
     async with AsyncExitStack() as stack:
         for manifest in policies(Installation()):
             await here.kube.create(resource_of(manifest), manifest)
@@ -370,12 +371,12 @@ async def with_policies(here: Site) -> AsyncIterator[None]:
 async def is_blinded(here: Site) -> bool:
     try:
         made = await here.kube.create(PODS, pod("probe"), here.namespace, dryRun="All")
-    except ApiError:  # what refuses a container that is not blinded acts before what blinds it
+    except ApiError:  # the policy that refuses unblinded containers can act before the one that blinds
         return False
     return "NVIDIA_VISIBLE_DEVICES" in {env["name"] for env in made["spec"]["containers"][0].get("env", ())}
 
 
-# Run by every Python that finds it, before anything of ours is imported: a clock cannot be set for one process alone.
+# Every Python that finds this file runs it before gpuwarden is imported: a clock cannot be set for one process alone.
 SKEWED_CLOCK = """
 from datetime import timedelta
 import webhook.runtime.clock
@@ -385,13 +386,13 @@ webhook.runtime.clock.utc_now = lambda: true_now() + timedelta(seconds={seconds}
 
 
 def skewed(directory: Path, seconds: float) -> list[str]:
-    """What a command is put behind, so that it takes another time for the right one."""
+    """A command prefix that shifts the clock of gpuwarden by `seconds`."""
     (directory / "sitecustomize.py").write_text(SKEWED_CLOCK.format(seconds=seconds))
     return ["/usr/bin/env", f"PYTHONPATH={directory}:{ROOT}"]
 
 
 def write_certificate(directory: Path, name: str) -> bytes:
-    """A certificate for the Service, in two files; its CA, which is in `ca.crt` too."""
+    """Writes a certificate for the Service to `tls.crt` and `tls.key`, and its CA to `ca.crt`. Returns the CA."""
     ca = trustme.CA()
     ca.cert_pem.write_to_path(directory / "ca.crt")
     issued = ca.issue_cert(name, "localhost", "127.0.0.1")
@@ -401,7 +402,7 @@ def write_certificate(directory: Path, name: str) -> bytes:
 
 
 def external_name_service(port: int) -> Raw:
-    """Without a cluster network this leads the API server to loopback by the way that it takes to any Service."""
+    """There is no cluster network: an ExternalName Service leads the API server to loopback."""
     spec = {"type": "ExternalName", "externalName": "localhost", "ports": [{"port": port}]}
     return {"metadata": {"name": "gpuwarden"}, "spec": spec}
 
@@ -418,7 +419,7 @@ async def registered(kube: Kube, installation: Installation) -> AsyncIterator[No
 
 
 async def remove_nodes(kube: Kube, nodes: Collection[str], kinds: Sequence[Resource] = (GPU_NODES, NODES)) -> None:
-    """The nodes, and their GPUNodes whatever still holds on to them."""
+    """Deletes the nodes and their GPUNodes, including their finalizers."""
     for node in nodes:
         for of in kinds:
             with suppress(ApiError):

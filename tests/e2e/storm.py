@@ -1,4 +1,4 @@
-"""Many clients at once that want pods with GPUs, take no for an answer, and come again."""
+"""Many concurrent clients that create pods with GPUs and retry after denials."""
 
 import asyncio
 import random
@@ -18,19 +18,19 @@ SHORT_LIVED = {"kubelet.test/ends": "Succeeded", "kubelet.test/runs-for": "500ms
 
 @define(eq=False)
 class Tally:
-    """What the clients were answered."""
+    """The answers that the clients got."""
 
     made: list[float] = field(factory=list)
-    """How long each creation took that brought a pod."""
+    """The duration of each successful creation."""
     denied: list[float] = field(factory=list)
     why: Counter[tuple[int, str]] = field(factory=Counter)
     unclear: list[str] = field(factory=list)
-    """Answers that are no verdict of ours."""
+    """Errors that are not denials by gpuwarden."""
 
 
 @define(eq=False)
 class Storm:
-    """Clients of one site. `seed` fixes what they ask for, not who is first."""
+    """Clients of one site. `seed` fixes what they request, not the order."""
 
     site: Site
     clients: int = 64
@@ -42,7 +42,7 @@ class Storm:
         self.rng = random.Random(self.seed)  # noqa: S311 - a plan, not a secret
 
     async def create(self, count: int, wanted: Callable[[random.Random], Raw]) -> None:
-        """So many pods, each tried until it is made."""
+        """Creates `count` pods, each retried until it is created."""
         left = iter(range(count))
 
         async def client() -> None:
@@ -61,7 +61,7 @@ class Storm:
             pause = min(2 * pause, LONGEST_PAUSE)
 
     async def try_create(self, content: Raw) -> Raw | None:
-        """One try; None if it was refused."""
+        """Tries once; None if it was denied."""
         started = time.monotonic()
         try:
             made = await self.site.kube.create(PODS, content, self.site.namespace)
@@ -79,8 +79,8 @@ class Storm:
         return None
 
     async def reap(self, share: float = 0.9, *, forgives: bool = False) -> None:
-        """For ever: whenever more than this share of the GPUs is in use, somebody who runs has to go. With `forgives`,
-        an API server that is away costs a delay."""
+        """Deletes running pods while more than this share of the GPUs is in use. Runs until cancelled. With `forgives`,
+        an API server that is down only causes a delay."""
         asked: set[str] = set()
 
         async def delete(uid: str, name: str) -> None:
@@ -106,8 +106,8 @@ class Storm:
                 await asyncio.sleep(0.05)
 
 
-# No container runs here. A pod that goes while nothing watches it keeps its GPUs for this long, and not for the 30 s
-# of the API server's default.
+# kwok runs no containers. A pod whose deletion no watch observes keeps its GPUs for this long, not for the API server's
+# default of 30 s.
 GRACE = 1
 
 
@@ -116,7 +116,7 @@ def plain(_: random.Random) -> Raw:
 
 
 def mixed(rng: random.Random) -> Raw:
-    """Mostly one GPU, sometimes two; a third of them end by themselves."""
+    """Mostly one GPU, sometimes two; a third of the pods complete by themselves."""
     annotations = SHORT_LIVED if rng.random() < 1 / 3 else {}
     gpus = 2 if rng.random() < 0.1 else 1
     return pod(None, gpus=gpus, annotations=annotations, terminationGracePeriodSeconds=GRACE)

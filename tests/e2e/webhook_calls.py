@@ -1,4 +1,4 @@
-"""An API server that asks a server of ours, by the configurations that we ship."""
+"""An API server that calls a gpuwarden server through the shipped webhook configurations."""
 
 import re
 from collections.abc import AsyncIterator
@@ -32,9 +32,9 @@ HASH = {"gpuwarden.io/required-hash": PROVEN}
 INVENTORY = {
     "nodes": [{"name": "node-1", "evidence": {"hash": PROVEN}, "devices": [{"uuid": f"GPU-{n}"} for n in range(64)]}]
 }
-# Nobody reads the log while a test runs, and a pipe holds 64 KiB.
+# The log is a pipe of 64 KiB that is not read while a test runs.
 QUIET = ("--log-level", "error")
-# The discard port, where nobody listens.
+# The discard port: no process listens there.
 UNREACHABLE_URL = "https://127.0.0.1:9"
 
 CANONICAL, ALIAS = {"gpuwarden.io/enabled": "true"}, {"scheduler.radix.ai/enabled": "true"}
@@ -55,14 +55,14 @@ async def registered(kube: Kube, installation: Installation, name: str = "gpuwar
 
 @frozen
 class WebhookHarness:
-    """A server, and an API server that asks it."""
+    """A server, and an API server that calls it."""
 
     server: Running
     kube: Kube
     own_namespace: str
 
     async def calls(self) -> dict[str, int]:
-        """How often each route was asked since the server started."""
+        """The number of requests per route since the server started."""
         async with httpx.AsyncClient(base_url=self.server.urls["http"], trust_env=False) as client:
             text = (await client.get("/metrics")).raise_for_status().text
         found = {"/mutate": 0, "/validate": 0}
@@ -73,7 +73,7 @@ class WebhookHarness:
 
 
 class CallCounter:
-    """The calls of a block."""
+    """Counts the webhook calls within a `with` block."""
 
     def __init__(self, harness: WebhookHarness) -> None:
         self._doors = harness
@@ -100,7 +100,8 @@ def ca_of(server: Running) -> bytes:
 @asynccontextmanager
 async def webhook_harness(cluster: Cluster, server: Running) -> AsyncIterator[WebhookHarness]:
     async with Kube(cluster.kubeconfig) as kube, new_namespace(kube, CANONICAL) as own, new_namespace(kube) as probes:
-        # Bindings have tests of their own: they are of every pod of an opted-in namespace, and would be counted here.
+        # Bindings have tests of their own. They are reviewed for every pod of an opted-in namespace and would be
+        # counted here.
         installation = Installation(
             namespace=own,
             url=server.urls["https"],
@@ -136,7 +137,7 @@ def annotated_pod(key: str, value: str) -> Raw:
 
 
 def unscheduled_pod() -> Raw:
-    """A pod that nobody else writes: the API server asks again about a change if another came between."""
+    """A pod that no other client writes. The API server repeats a review if another write came between."""
     return pod("a", gpus=1, annotations=HASH, schedulerName="nobody")
 
 
@@ -180,7 +181,7 @@ FORGED = {key: "forged" for one in COPIED.values() for key in one["metadata"]["a
 
 @asynccontextmanager
 async def unreachable_webhook(kube: Kube) -> AsyncIterator[str]:
-    """A namespace with one pod of each kind, made before; now every call leads nowhere."""
+    """A namespace with one pod of each kind, created earlier; now every webhook call fails."""
     label = {"example.test/down": "true"}
     async with new_namespace(kube, label) as namespace:
         outputs = {"gpuwarden.io/claim": "{}", "gpuwarden.io/reservation-id": "r1", "gpuwarden.io/gpu-uuid": "GPU-0"}

@@ -1,4 +1,4 @@
-"""gpuwarden in front of real nodes, with all that an installation puts into the API server."""
+"""Installs gpuwarden for real nodes, with everything that an installation creates in the API server."""
 
 import json
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
@@ -28,7 +28,7 @@ async def in_front(
     attesting: Callable[[Site], AbstractAsyncContextManager[None]] | None = None,
 ) -> AsyncIterator[Site]:
     """CRDs, policies, webhooks, replicas, a reconciler. Every node is proven; pods get the runtime class `nvidia`.
-    `attesting` runs beside it, where `flags` ask for evidence that is not static."""
+    `attesting` runs alongside if `flags` require evidence that is not static."""
     proven = json.dumps({node.name: HASH for node in nodes})
     evidence = ("--evidence", "static", "--require-evidence", "all", "--node-hash-map", proven)
     devices = {node.name: node.gpus for node in nodes}
@@ -39,7 +39,7 @@ async def in_front(
         standing = site_on_nodes(cluster, kube, directory, devices, replicas=replicas, flags=own)
         here = await stack.enter_async_context(standing)
         await stack.enter_async_context(with_policies(here))
-        # Heartbeats are written to files of the machine.
+        # Heartbeats are written to files on the host.
         exempt = {"metadata": {"labels": {"gpuwarden.io/isolation": "none"}}}
         await kube.patch(NAMESPACES, here.namespace, exempt)
         stack.push_async_callback(emptied, here)
@@ -51,6 +51,6 @@ async def in_front(
 
 
 async def emptied(here: Site) -> None:
-    """A real container takes its time to end, and holds its GPUs against the next test until then."""
+    """Waits for the end of the containers: until then they hold their GPUs against the next test."""
     await here.free_all()
     await wait_until(lambda: here.kube.list(PODS, here.namespace), lambda pods: not pods)
