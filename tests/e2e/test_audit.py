@@ -1,4 +1,4 @@
-"""`gpuwarden audit` on the real API server, by an account that may read and nothing else."""
+"""`gpuwarden audit` on a real API server, with a read-only account."""
 
 import asyncio
 import json
@@ -39,13 +39,13 @@ READS = [
 
 @frozen
 class Auditor:
-    """Who may list what an audit reads."""
+    """An account that may list what an audit reads."""
 
     here: Site
     kubeconfig: Path
 
     async def audit(self, *flags: str) -> tuple[int, list[Raw], str]:
-        """The exit status, what was found in the test's own namespaces and nodes, and what stderr says."""
+        """The exit status, the findings in the test's own namespaces and nodes, and stderr."""
         process = await asyncio.create_subprocess_exec(
             GPUWARDEN,
             "audit",
@@ -83,12 +83,12 @@ async def auditor(cluster: Cluster, kube: Kube, tmp_path: Path) -> AsyncIterator
 
 
 def ours(found: list[Raw], *namespaces: str) -> set[tuple[str, str]]:
-    """Other tests leave things behind in the same cluster."""
+    """Other tests leave objects in the same cluster."""
     return {(one["kind"], one["object"]) for one in found if one["namespace"] in namespaces}
 
 
 async def gauge(running: Running, kind: str) -> float:
-    """What a reconciler counts."""
+    """The value of a reconciler's gauge."""
     async with httpx.AsyncClient(base_url=running.urls["http"], trust_env=False) as client:
         text = (await client.get("/metrics")).text
     found = re.search(rf'^gpuwarden_audit_findings{{kind="{kind}"}} ([0-9.]+)$', text, re.MULTILINE)
@@ -145,7 +145,7 @@ async def test_audit_finds_objects_that_bypassed_the_webhooks_and_changes_nothin
         assert not any("plain" in name for _, name in ours(found, namespace))
         twice = next(one for one in found if one["kind"] == "GpuTwice" and uuid in one["message"])
         assert (twice["node"], f"{namespace}/forged" in json.dumps(twice)) == ("audit-0", True)
-        # No reconciler runs here, so nobody has written down what the node has proven.
+        # No reconciler runs here, so the evidence of the node is not stored.
         assert ours(found, here.namespace) >= {("NodeWithoutEvidence", f"pod {here.namespace}/good")}
         assert await here.versions() == versions
         (tmp_path / "reconcile").mkdir()

@@ -1,4 +1,4 @@
-"""The building of the rig's binaries, with a `go` that only pretends: what is needed, said and made."""
+"""Builds of the control plane's binaries, with a fake `go`."""
 
 import subprocess
 import sys
@@ -10,7 +10,7 @@ import pytest
 from scripts.controlplane.build import read_pins
 from scripts.controlplane.cluster import ROOT
 
-# Makes the files it is asked for, slowly, and keeps count.
+# Creates the requested files slowly and counts its calls.
 GO = """#!/bin/sh
 if [ "$1" = version ]; then echo "{version}"; exit {status}; fi
 echo build >>"{log}"

@@ -1,5 +1,5 @@
-"""An installed chart is changed while pods are created: no review is lost. The cluster is the module's own, with one
-node whose Pods are processes; Deployments, scheduler and helm are real."""
+"""An installed chart is changed while pods are created: no review is lost. The module has its own cluster with one node
+whose Pods are processes; Deployments, scheduler and helm are real."""
 
 import asyncio
 import time
@@ -25,19 +25,19 @@ from tests.e2e.webhook_configurations import ENABLED
 NODE_NAMES, GPUS = ("node-0", "node-1"), 64
 SIMULATED = "test/simulated"
 KUBELET = "kubelet"
-# Replicas start one after the other, each with what the probes take; and the machine may be busy.
+# Replicas start one after the other, each for as long as its probes take; the machine may be busy.
 ROLLED_OUT_WITHIN = 240.0
-# Creations a second; each is reviewed twice.
+# Creations per second; each has two reviews.
 RATE = 5.0
-# Of so many one is real, and keeps its GPU.
+# One of so many creations is real and keeps its GPU.
 REAL = 5
 
 VALUES: Mapping[str, Any] = {
     "settings.requireEvidence": "asked",
     "settings.logLevel": "warn",
-    # A machine that stands still for a while is no lost review.
+    # A machine that pauses for a while loses no review.
     "webhooks.timeoutSeconds": 25,
-    # A webhook configuration that comes is heard of, not found by looking now and then.
+    # A new webhook configuration is found by watch, not by polling.
     "settings.certsLookInterval": "1h",
     "reconcile.replicas": 1,
     "nodeSelector": {"kubernetes.io/hostname": KUBELET},
@@ -59,7 +59,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @define(eq=False)
 class Harness:
-    """A release, the node that it runs on, and a namespace whose pods are reviewed."""
+    """A release, the node that runs it, and a namespace whose pods are reviewed."""
 
     kube: Kube
     release: Release
@@ -71,7 +71,7 @@ class Harness:
     real: list[str] = field(factory=list)
 
     async def load(self) -> None:
-        """Pods at a steady rate, for ever, whatever becomes of those before."""
+        """Creates pods at a steady rate until cancelled, independent of earlier results."""
         begun, number, tasks = time.monotonic(), 0, set[asyncio.Task[None]]()
         try:
             while True:
@@ -81,10 +81,10 @@ class Harness:
                 number += 1
                 await asyncio.sleep(max(0.0, begun + number / RATE - time.monotonic()))
         finally:
-            await asyncio.gather(*tasks)  # what was sent is answered, and counts
+            await asyncio.gather(*tasks)  # requests in flight are answered and counted
 
     async def _one(self, number: int) -> None:
-        """Nobody else writes it."""
+        """A pod that no other client writes."""
         is_real = number % REAL == 0 and len(self.real) < GPUS
         name = f"p-{len(self.real)}-{number}"
         content = pod(name, gpus=1, schedulerName="nobody")
@@ -99,7 +99,7 @@ class Harness:
         self.created += 1
 
     async def rolled_out(self) -> None:
-        """All Deployments, and no Pod of before is left."""
+        """Waits until all Deployments are rolled out and no old Pod is left."""
 
         async def unfinished() -> Raw:
             await asyncio.sleep(POLL_INTERVAL)
@@ -150,7 +150,7 @@ async def uninstalled(release: Release, kubelet: Kubelet) -> None:
 
 
 async def under_load(harness: Harness, change: Callable[[], Awaitable[Any]]) -> int:
-    """How many pods were created meanwhile."""
+    """The number of pods created during the change."""
     load = asyncio.ensure_future(harness.load())
     try:
         await wait_until(lambda: counted(harness), lambda seen: seen >= RATE)
@@ -167,7 +167,7 @@ async def counted(harness: Harness) -> int:
 
 
 async def webhooks_are_switched_on(harness: Harness) -> float:
-    """Seconds from helm's end until pods are dressed. In between they are refused: never do they pass unseen."""
+    """Seconds from helm's end until pods are dressed. In between they are refused: no pod passes without review."""
     plain = await harness.kube.create(PODS, pod("before", gpus=1), harness.namespace, dryRun="All")
     assert "annotations" not in plain["metadata"]
     await harness.release.upgrade(VALUES)
@@ -179,7 +179,7 @@ async def webhooks_are_switched_on(harness: Harness) -> float:
 async def test_upgrade_and_rollback_lose_no_review(
     cluster: Cluster, kube: Kube, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """Values and a version of the CRDs; every replica is another one afterwards."""
+    """Values and a CRD version change; every replica is replaced."""
     async with installed(cluster, kube, tmp_path, {**VALUES, "webhooks.enabled": False}) as harness:
         switched_on = await webhooks_are_switched_on(harness)
         release, first = harness.release, harness.serving()

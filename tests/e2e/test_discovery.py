@@ -1,4 +1,4 @@
-"""Inventory and evidence from their sources to pods: a real reconciler writes them, a real server goes by them."""
+"""Inventory and evidence from their sources to pods: a real reconciler writes them, and a real server uses them."""
 
 import asyncio
 import base64
@@ -48,7 +48,7 @@ def said(*uuids: str, **labels: Sequence[str]) -> str:
 
 @frozen(eq=False)
 class Harness:
-    """A server and a reconciler, and nodes that come and go."""
+    """A server and a reconciler, and nodes that are created and deleted."""
 
     cluster: Cluster
     kube: Kube
@@ -56,7 +56,7 @@ class Harness:
     inventory: Path
 
     async def node(self, name: str, annotation: str | None = None) -> None:
-        """As kubelet registers it, with what a labeller has written."""
+        """Creates a Node as the kubelet registers it, with a labeller's annotation."""
         one = node_object(name)
         if annotation is not None:
             one["metadata"]["annotations"] = {ANNOTATION: annotation}
@@ -66,7 +66,7 @@ class Harness:
         await self.kube.patch(NODES, name, {"metadata": {"annotations": {ANNOTATION: annotation}}})
 
     async def wait_for_devices(self, name: str, **healthy: bool) -> Raw:
-        """Wait until the GPUNode names these devices and no others."""
+        """Waits until the GPUNode lists exactly these devices."""
         expected = {uuid.replace("_", "-"): is_healthy for uuid, is_healthy in healthy.items()}
 
         async def look() -> Raw | None:
@@ -78,11 +78,11 @@ class Harness:
 
     def asking(self, node: str, name: str = "probe", annotations: Mapping[str, str] | None = None) -> Raw:
         where = {"kubernetes.io/hostname": node}
-        # No container runs here: a pod that goes with its node needs no longer.
+        # No container runs here, so a pod that is deleted with its node needs no longer grace period.
         return pod(name, 1, annotations, nodeSelector=where, terminationGracePeriodSeconds=1)
 
     async def has_gpu(self, node: str, name: str, *, labels: Mapping[str, str] | None = None) -> str:
-        """Create the pod as soon as it can have a GPU there; which."""
+        """Creates the pod as soon as it can get a GPU there; returns the GPU."""
         asked = self.asking(node, name)
         asked["metadata"]["labels"] = dict(labels or {})
         await wait_until(
@@ -92,7 +92,7 @@ class Harness:
         return str(made["metadata"]["annotations"]["gpuwarden.io/gpu-uuid"])
 
     async def gpu_or_reason(self, asked: Raw) -> str:
-        """The GPU that it would have, or the reason why it has none."""
+        """The GPU that a dry run assigns, or the reason of the denial."""
         try:
             made = await self.kube.create(PODS, asked, self.namespace, dryRun="All")
         except ApiError as exc:
@@ -111,7 +111,7 @@ class Harness:
         return phase
 
     async def wait_for_event(self, node: str, reason: str) -> str:
-        """Wait for that event on the node; what it says."""
+        """Waits for the event on the node and returns its message."""
         found = await wait_until(lambda: self.events(node, reason))
         assert len(found) == 1
         return found[0]
@@ -135,7 +135,7 @@ def is_admitted(gpu_or_reason: str) -> bool:
 
 @pytest.fixture
 def flags() -> list[str]:
-    """What the reconciler is started with beside what it always is."""
+    """Additional flags of the reconciler."""
     return []
 
 
@@ -160,7 +160,7 @@ async def harness(cluster: Cluster, kube: Kube, tmp_path: Path, flags: list[str]
 
 @contextmanager
 def reconciling(directory: Path, *flags: str) -> Iterator[None]:
-    """A reconciler of its own; it is elected at once where nobody else stands."""
+    """Starts a reconciler; without another one it is elected immediately."""
     command = [GPUWARDEN, "reconcile", "--ui-port", "0", *WITHOUT_EVIDENCE, *flags]
     log = (directory / "reconcile.log").open("wb")
     with log, subprocess.Popen(command, stdout=log, stderr=log) as process:
@@ -171,7 +171,7 @@ def reconciling(directory: Path, *flags: str) -> Iterator[None]:
 
 
 async def cleared(kube: Kube, namespace: str) -> None:
-    """Nothing of one test is there in the next, the events told included."""
+    """Deletes all objects of a test, including its Events."""
     for one in await kube.list(PODS, namespace):
         with suppress(ApiError):
             await kube.delete(PODS, one["metadata"]["name"], namespace, grace=0)
@@ -204,11 +204,11 @@ async def test_invalid_annotation_is_reported_on_its_node_and_affects_no_other_n
     await harness.wait_for_devices(B, GPU_b=True)
     assert "it is not base64" in await harness.wait_for_event(A, "DevicesUnreadable")
     assert await harness.has_gpu(B, "train-b") == "GPU-b"
-    assert await harness.has_gpu(A, "train-a") == "GPU-a"  # what was known stays
+    assert await harness.has_gpu(A, "train-a") == "GPU-a"  # known devices stay
 
 
 async def test_unreadable_gpunode_affects_no_other_node_and_recovers_when_repaired(harness: Harness) -> None:
-    """Nothing of what is held is lost, and everybody else is served at once."""
+    """No reservation is lost, and other nodes are served without delay."""
     await harness.node(A, said("GPU-a", "GPU-a2"))
     had = await harness.has_gpu(A, "first")
     (left,) = {"GPU-a", "GPU-a2"} - {had}
@@ -216,7 +216,8 @@ async def test_unreadable_gpunode_affects_no_other_node_and_recovers_when_repair
     await harness.node(B, said("GPU-b"))
     await harness.is_answered(harness.asking(B), "GPU-b")
     entry = {"reservation": "x", "phase": "pending", "namespace": harness.namespace, "digest": "d"}
-    held = {"status": {"held": {"GPU-x/0": {**entry, "since": "0000-01-01T00:00:00Z"}}}}  # in no calendar of Python's
+    # a date that Python cannot represent
+    held = {"status": {"held": {"GPU-x/0": {**entry, "since": "0000-01-01T00:00:00Z"}}}}
     await harness.kube.patch(GPU_NODES, A, held, subresource="status")
     assert "GPUNode cannot be read" in await harness.wait_for_event(A, "DevicesUnreadable")
     await wait_until(
@@ -311,7 +312,7 @@ async def test_manually_created_gpunode_is_not_changed(harness: Harness) -> None
     assert await harness.has_gpu(A, "train") == "GPU-hand"
     await harness.kube.delete(PODS, "train", harness.namespace)
     await harness.kube.delete(NODES, A)
-    await harness.node(B, said("GPU-b"))  # seen to after the other
+    await harness.node(B, said("GPU-b"))  # processed after the other object
     await harness.wait_for_devices(B, GPU_b=True)
     assert "deletionTimestamp" not in (await harness.kube.get(GPU_NODES, A))["metadata"]
 
@@ -339,12 +340,12 @@ class TestWithAnInventoryFile:
         assert await harness.sources(A) == {"static": {"hash": HASH, "banned": False, "conflict": False}}
         harness.inventory.write_text(json.dumps({"nodes": [{"name": A, "evidence": {"hash": OTHER_HASH}}]}))
         await wait_until(lambda: harness.sources(B), lambda sources: sources == {})
-        for one in hashes.values():  # nobody speaks for the one node, and two things are said of the other
+        for one in hashes.values():  # one node has no evidence, the other has conflicting evidence
             await harness.is_answered(pod("probe", 1, {"gpuwarden.io/required-hash": one}), "denied NoProvenNode")
         for name in hashes:
             await harness.kube.delete(NODES, name)
         await gone(harness.kube, NODE_EVIDENCES, B)
-        assert await harness.sources(A)  # the file still speaks of it
+        assert await harness.sources(A)  # the file still lists it
 
     async def test_node_with_2000_gpus_is_one_object_and_delays_no_other_node(self, harness: Harness) -> None:
         devices = [
@@ -369,7 +370,7 @@ SINCE, UNTIL = "2026-03-02T12:00:00Z", "2026-03-02T13:00:00Z"
 
 @pytest.fixture
 async def proven(kube: Kube) -> AsyncIterator[Kube]:
-    """A node with a proof from twelve to one."""
+    """A node with evidence from 12:00 to 13:00."""
     await installed(kube)
     await kube.create(NODE_EVIDENCES, new_node_evidence(A))
     await kube.patch(NODE_EVIDENCES, A, sources({**PROOF, "since": SINCE, "until": UNTIL}), subresource="status")
@@ -421,7 +422,7 @@ AGAIN = {"nonceDigest": "n3", "since": "2026-03-02T12:30:00Z", "until": UNTIL}
 
 @pytest.fixture
 async def answered(proven: Kube) -> Kube:
-    """Its proof is told of by a version that says when it was challenged."""
+    """Its evidence was written by a version that records the time of the challenge."""
     await proven.patch(NODE_EVIDENCES, A, sources({"challenged": CHALLENGED}), subresource="status")
     return proven
 

@@ -1,4 +1,4 @@
-"""Evidence that ends under running pods, on a real API server: what a real reconciler tells, and does by policy."""
+"""Evidence that is lost while pods run: what a real reconciler reports and which action it takes."""
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
@@ -43,14 +43,14 @@ ASKING = {"gpuwarden.io/required-hash": HASH}
 
 @frozen(eq=False)
 class Harness:
-    """One proven node with one GPU, a server, and a reconciler that watches over the evidence."""
+    """One proven node with one GPU, a server, and a reconciler that watches evidence."""
 
     kube: Kube
     namespace: str
     log: Path
 
     async def proven(self, lasts: timedelta = timedelta(hours=1)) -> None:
-        """By a node that answered a challenge, as a replica writes it down."""
+        """Writes evidence of a node that answered a challenge, as a replica does."""
         made = await self.kube.find(NODE_EVIDENCES, NODE)
         made = made or await self.kube.create(NODE_EVIDENCES, new_node_evidence(NODE))
         now = utc_now()
@@ -61,7 +61,7 @@ class Harness:
         await self.kube.delete(NODE_EVIDENCES, NODE)
 
     async def runs(self, content: Raw) -> None:
-        """Create the pod as soon as it can be had; it runs, and its GPU is its own."""
+        """Creates the pod as soon as it is admitted, and waits until it runs with its own GPU."""
         name = content["metadata"]["name"]
 
         async def is_there() -> bool:
@@ -75,7 +75,7 @@ class Harness:
         assert running["spec"]["nodeName"] == NODE
 
     async def wait_for_events(self, reason: str, kind: str, count: int = 1) -> list[Raw]:
-        """Wait for that many events."""
+        """Waits for `count` events."""
         selector = f"involvedObject.kind={kind},reason={reason}"
         namespace = "default" if kind == "Node" else self.namespace
 
@@ -90,7 +90,7 @@ class Harness:
         return [one for one in found["spec"].get("taints", []) if not one["key"].startswith("node.kubernetes.io/")]
 
     async def wait_for_log(self, words: str) -> None:
-        """Wait for these words in the reconciler's log."""
+        """Waits until the reconciler's log contains `words`."""
 
         async def last_words() -> str:
             text = await asyncio.to_thread(self.log.read_text)
@@ -108,7 +108,7 @@ def taint(key: str) -> Raw:
 
 
 def asking(name: str, labels: Mapping[str, str] | None = None, gpus: int = 1) -> Raw:
-    # Somebody else's taint on the node is not what this is about.
+    # Tolerates other taints on the node.
     tolerations = [{"key": "theirs", "operator": "Exists"}]
     made = pod(name, gpus, ASKING, tolerations=tolerations)
     made["metadata"]["labels"] = dict(labels or {})
@@ -119,7 +119,7 @@ def asking(name: str, labels: Mapping[str, str] | None = None, gpus: int = 1) ->
 async def harness(
     cluster: Cluster, kube: Kube, tmp_path: Path, request: pytest.FixtureRequest
 ) -> AsyncIterator[Harness]:
-    """The policy is the fixture's parameter."""
+    """The action on evidence loss is the fixture's parameter."""
     await installed(kube)
     where = ["--kubeconfig", str(cluster.kubeconfig), *challenging(tmp_path)]
     async with AsyncExitStack() as stack:
@@ -191,7 +191,7 @@ async def test_node_is_tainted_until_its_evidence_returns_and_other_taints_stay(
 @pytest.mark.parametrize("harness", ["evict"], indirect=True)
 async def test_pod_is_evicted_after_evidence_expires_within_its_disruption_budget(harness: Harness) -> None:
     await harness.runs(asking("train", {"app": "train"}))
-    await harness.runs(asking("unguarded", gpus=0))  # held to proven nodes, and holds nothing
+    await harness.runs(asking("unguarded", gpus=0))  # requires a proven node and has no GPU
     selector = {"matchLabels": {"app": "train"}}
     budget = {"metadata": {"name": "train"}, "spec": {"minAvailable": 1, "selector": selector}}
     await harness.kube.create(BUDGETS, budget, harness.namespace)

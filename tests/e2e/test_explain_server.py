@@ -1,4 +1,4 @@
-"""`gpuwarden explain` asks the running system: its verdict is what the API server would be told."""
+"""`gpuwarden explain` asks the running system: it prints the verdict that the API server would get."""
 
 import asyncio
 import json
@@ -21,13 +21,13 @@ from tests.generated_pods import generated_pods
 from tests.running import GPUWARDEN
 
 GENERATED = 40
-# Verdict and reason.
+# (verdict, reason)
 Found = tuple[str, str]
 
 
 @frozen
 class CommandOutput:
-    """What the command said."""
+    """The output of the command."""
 
     status: int
     out: str
@@ -41,7 +41,7 @@ class CommandOutput:
 
 @frozen
 class Harness:
-    """Where somebody sits and asks."""
+    """A working directory with credentials from which `explain` is run."""
 
     here: Site
     directory: Path
@@ -71,7 +71,7 @@ class Harness:
         return CommandOutput(process.returncode or 0, out.decode(), err.decode())
 
     async def dry_run(self, client: httpx.AsyncClient, raw: Raw) -> tuple[str, str]:
-        """Verdict and reason of the webhooks for a dry run."""
+        """The webhooks' verdict and reason for a dry run."""
         answer = await client.post("/mutate", json=builders.mutating_create(raw, dry_run=True))
         response = answer.raise_for_status().json()["response"]
         if not response["allowed"]:
@@ -97,7 +97,7 @@ async def harness(
 
 
 def labelled(label: str, *uuids: str) -> Raw:
-    """A change of a GPUNode: these are its devices."""
+    """A change of a GPUNode that sets the labels of its devices."""
     return {"spec": {"devices": [{"uuid": uuid, "labels": [label]} for uuid in uuids]}}
 
 
@@ -107,7 +107,7 @@ def manifest(directory: Path, *pods: Raw) -> str:
 
 
 async def test_explain_uses_the_server_and_not_a_local_inventory_file(harness: Harness) -> None:
-    """In the working directory there is an example inventory, in which the pod would be admitted."""
+    """The working directory has an example inventory that would admit the pod."""
     examples = harness.directory / "examples"
     examples.mkdir()
     node = {"name": "node-a", "evidence": {"hash": "sha256:cc33"}, "devices": [{"uuid": "GPU-a0"}]}
@@ -129,7 +129,7 @@ def generated(namespace: str) -> list[Raw]:
 
 
 async def verdicts(harness: Harness, pods: list[Raw]) -> list[tuple[str, str]]:
-    """Of the server, for dry runs."""
+    """The server's verdicts on dry runs."""
     trust = ssl.create_default_context(cafile=str(harness.ca))
     async with httpx.AsyncClient(base_url=harness.url, verify=trust, trust_env=False) as client:
         return [await harness.dry_run(client, raw) for raw in pods]
@@ -138,10 +138,10 @@ async def verdicts(harness: Harness, pods: list[Raw]) -> list[tuple[str, str]]:
 def disagreements(
     pods: list[Raw], said: CommandOutput, expected: list[tuple[str, str]]
 ) -> list[tuple[Raw, Found, Found]]:
-    """Where the command says something else than `/mutate`."""
+    """The pods for which the command and `/mutate` disagree."""
     found = [(one["verdict"], one["reason"]) for one in said.answers]
     assert len(found) == len(pods)
-    # What only the validating webhook refuses `/mutate` lets through, and the creation ends there.
+    # `/mutate` allows what only the validating webhook denies; the creation is denied then.
     is_refused_later = [one == ("deny", "GpuWithoutClaim") or one == ("deny", "Forged") for one in found]
     return [
         (raw, one, want)
@@ -162,7 +162,7 @@ async def test_explain_and_a_dry_run_agree_on_generated_pods(harness: Harness) -
 
 @pytest.mark.parametrize("harness", [UNUSUAL], indirect=True, ids=["a server with unusual settings"])
 async def test_explain_with_only_a_kubeconfig_agrees_with_the_server_on_generated_pods(harness: Harness) -> None:
-    """The command is given no setting of the server. What the API server itself takes for no pod it refuses first."""
+    """The command gets no settings of the server. The API server itself rejects invalid pods first."""
     await harness.here.wait_until_reviewed()
     pods = generated(harness.here.namespace)
     expected = await verdicts(harness, pods)
@@ -210,7 +210,7 @@ async def test_explain_with_a_kubeconfig_prints_hints_warnings_and_the_pod(harne
 
 
 async def test_explain_gives_no_verdict_without_permission_namespace_or_webhooks(harness: Harness, kube: Kube) -> None:
-    """Without the right to create pods, without the namespace, and while our webhooks do not answer."""
+    """Three cases: no permission to create pods, no such namespace, and webhooks that do not answer."""
     here = harness.here
     await here.wait_until_reviewed()
     await kube.create(SERVICE_ACCOUNTS, {"metadata": {"name": "guest"}}, here.namespace)

@@ -1,4 +1,4 @@
-"""The whole of `gpuwarden export`: exec through a real API server into a stand-in for nvidia-smi, to a real store."""
+"""`gpuwarden export` as a whole: exec through a real API server into a fake nvidia-smi, to a real store."""
 
 import asyncio
 import json
@@ -45,7 +45,7 @@ ACCESS_REVIEWS = Resource("apis/authorization.k8s.io/v1", "selfsubjectaccessrevi
 LEASES = Resource("apis/coordination.k8s.io/v1", "leases")
 NODE_NAMES = ("gpu-a", "gpu-b")
 LABEL = {"app": "nvidia-device-plugin-daemonset"}
-# What our own test does, and no environment of the machine.
+# Only the test's own variables, none of the machine.
 CLEAN = {name: text for name, text in os.environ.items() if name in ("PATH", "HOME", "LANG")}  # noqa: TID251
 
 
@@ -59,7 +59,7 @@ AUDITED: Raw = {
 
 @frozen
 class FakeNvidiaSmi:
-    """What runs in the containers instead of nvidia-smi: a line of shell, which tests change."""
+    """The script that runs in containers instead of nvidia-smi; tests change it."""
 
     directory: Path
 
@@ -91,7 +91,7 @@ def fake_nvidia_smi(tmp_path_factory: pytest.TempPathFactory) -> FakeNvidiaSmi:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory, fake_nvidia_smi: FakeNvidiaSmi) -> Iterator[Cluster]:
-    """A control plane whose kubelets run commands."""
+    """A control plane whose simulated kubelets run commands."""
     directory = tmp_path_factory.mktemp("export")
     (port,) = free_ports(1)
     envs = [
@@ -152,7 +152,7 @@ def plugin_pod(name: str, node: str = NODE_NAMES[0]) -> Raw:
 
 @frozen
 class Exporting:
-    """A running process, its two streams in files."""
+    """A running process with stdout and stderr in files."""
 
     process: subprocess.Popen[bytes]
     directory: Path
@@ -271,7 +271,7 @@ async def test_failure_is_logged_with_its_reason_counted_once_and_retried(
     with exporting(account, tmp_path / "export") as running:
         await kube.create(PODS, plugin_pod("plugin-a"), PLUGINS)
         told = await eventually(lambda: running.logged("node not read"), running)
-        # The kubelets of this control plane say the exit code in words only.
+        # These kubelets report the exit code in the message only.
         assert told[0]["reason"] == "unavailable"
         assert "exit status 9" in told[0]["problem"]
         assert told[0]["problem"].endswith("NVIDIA-SMI has failed")
@@ -343,7 +343,7 @@ async def test_killed_exporter_repeats_the_same_records_and_no_others(
 
 
 def kept(record: Raw) -> Raw:
-    """What is stored of it."""
+    """The stored part of a record."""
     return {name: value for name, value in record.items() if name not in ("level", "msg", "service")}
 
 
@@ -443,7 +443,7 @@ async def test_nothing_is_exported_after_the_lease_is_lost(kube: Kube, account: 
 
 
 class Hanging:
-    """A store that takes a request and does not answer before it is told to."""
+    """A store that accepts a request and answers only when the test allows it."""
 
     def __init__(self) -> None:
         self.begun = 0
@@ -458,7 +458,7 @@ class Hanging:
                 self.end_headers()
 
             def log_message(self, *_: object) -> None:
-                """Nobody reads it."""
+                """Discards the log."""
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._server.handle_error = lambda *_: None  # type: ignore[method-assign]  # the client has hung up

@@ -1,4 +1,4 @@
-"""Stores that are real: Postgres, and an S3 server. What they hold is read by their own means."""
+"""Real stores: Postgres and an S3 server. Tests read them by their own means."""
 
 import asyncio
 import csv
@@ -46,12 +46,12 @@ from webhook.export.uses import OpenUses, UseRecorder
 from webhook.runtime.backoff import Backoff
 from webhook.runtime.clock import utc_now
 
-# A space, a quote and a backslash: each breaks a connection string that is pasted together.
+# A space, a quote and a backslash: each breaks a naively concatenated connection string.
 PASSWORD = "a b'c\\"
 QUICK = Backoff(timedelta(milliseconds=10), timedelta(milliseconds=200))
 PATIENCE = timedelta(seconds=120)
 
-# What an exporter before us has made.
+# A table that the older exporter created.
 S2_TABLE = """
 CREATE TABLE {name} (
     id BIGSERIAL PRIMARY KEY,
@@ -65,7 +65,7 @@ CREATE TABLE {name} (
 
 @pytest.fixture(scope="module")
 def postgres() -> Iterator[Postgres]:
-    """Not in pytest's directory: Postgres is another user, and may not go there."""
+    """Not in pytest's directory: Postgres runs as another user without access to it."""
     try:
         binaries()
     except PostgresMissingError as exc:
@@ -81,7 +81,7 @@ def postgres() -> Iterator[Postgres]:
 
 @pytest.fixture
 def table(request: pytest.FixtureRequest) -> str:
-    """One for each test, of a name that has to be quoted."""
+    """A table per test, with a name that needs quoting."""
     return f"T {abs(hash(request.node.nodeid)):x}"
 
 
@@ -217,7 +217,7 @@ class TestPostgres:
         assert rows(postgres, table, "DISTINCT source") == source
 
     async def test_text_too_long_for_an_index_is_truncated(self, postgres: Postgres, table: str) -> None:
-        """Of random bytes, so that the database cannot make it smaller."""
+        """The text is random, so that the database cannot compress it."""
         long = "".join(chr(0x4E00 + byte) for byte in os.urandom(9000))
         async with exporting(target_of(postgres, table)) as exporter:
             await exporter.export(batch(cluster=long, node=long, machine=long, source=long, chassis=long))
@@ -263,7 +263,7 @@ class TestPostgres:
 
 @contextmanager
 def locked_table(postgres: Postgres, table: str) -> Iterator[None]:
-    """Somebody holds it, and lets go at the end."""
+    """Locks the table while the block runs."""
     name = Tables.named(table).readings.as_string()
     with holding(postgres, f"LOCK TABLE {name} IN ACCESS EXCLUSIVE MODE"):
         yield
@@ -271,7 +271,7 @@ def locked_table(postgres: Postgres, table: str) -> Iterator[None]:
 
 @contextmanager
 def holding(postgres: Postgres, statement: str) -> Iterator[None]:
-    """What the statement takes, until the end."""
+    """Holds the locks of the statement while the block runs."""
     text = f"BEGIN; {statement}; SELECT 'locked'; "
     with postgres.session() as session:
         assert session.stdin is not None
@@ -346,7 +346,7 @@ class TestATableOfS2:
     async def test_blocked_migration_gives_up_and_keeps_finished_steps(
         self, postgres: Postgres, name: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Somebody works with a table for long: whoever else would write to it waits no longer than we do."""
+        """Another client locks the table for long: further writers wait only as long as the exporter does."""
         monkeypatch.setattr("webhook.export.postgres.LOCK_PATIENCE", timedelta(milliseconds=200))
         async with exporting(target_of(postgres, name)) as exporter:
             with (
@@ -375,7 +375,7 @@ class TestHistory:
 
     @pytest.fixture
     async def past(self, postgres: Postgres, table: str) -> str:
-        """GPU-0 was used twice, and moved in between; GPU-1 is in use."""
+        """GPU-0 was used twice and moved in between; GPU-1 is in use."""
         moved = batch("moved", 2, node="gpu-b", time=later(7200), index=5)
         uses = (
             use(0),
@@ -445,8 +445,8 @@ class TestHistory:
 
     @pytest.mark.defect("S2-2")
     async def test_use_shows_the_gpu_index_and_node_of_its_time(self, postgres: Postgres, table: str) -> None:
-        """The GPU moves from one node to another, in another chassis, and is read there alone; a cluster beside it has
-        a node of the same name."""
+        """The GPU moves to another node and chassis and is read only there; another cluster has a node of the same
+        name."""
         await self.stored(
             postgres,
             table,
@@ -495,7 +495,7 @@ class TestHistory:
 
 
 def asked_in_docs(postgres: Postgres, table: str, after: datetime, before: datetime) -> set[str]:
-    """The pods, by the question in docs/how-to/history.md, of that time."""
+    """The pods of a period, by the query in docs/how-to/history.md."""
     page = ROOT / "docs" / "how-to" / "history.md"
     (question,) = re.findall(r"^SELECT .*?;$", page.read_text(), re.DOTALL | re.MULTILINE)
     for old, new in (
@@ -526,7 +526,7 @@ def history(postgres: Postgres, table: str, *arguments: str) -> subprocess.Compl
 
 class TestADatabaseThatGoesAway:
     async def away(self, postgres: Postgres, table: str, outbox: Path | None, seconds: float) -> None:
-        """Batches keep coming while the database crashes, stays away and comes back."""
+        """Delivers batches while the database crashes, stays down and returns."""
         exporter = PostgresExporter(target_of(postgres, table))
         delivery = Delivery([exporter], opener(outbox), utc_now, backoff=QUICK)
         running = asyncio.create_task(delivery.run())
@@ -563,7 +563,7 @@ class TestADatabaseThatGoesAway:
 
 @pytest.mark.defect("S2-16")
 async def test_no_write_in_flight_completes_after_drain(postgres: Postgres, table: str, tmp_path: Path) -> None:
-    """Whoever gives its lease back after `drain` has written its last; the next process writes the rest."""
+    """A process that releases its Lease after `drain` has finished its writes; the next process writes the rest."""
     async with exporting(target_of(postgres, table)) as exporter:
         await exporter.export(numbered(0))
     delivery = Delivery([PostgresExporter(target_of(postgres, table))], opener(tmp_path), utc_now, backoff=QUICK)
@@ -584,7 +584,7 @@ async def test_no_write_in_flight_completes_after_drain(postgres: Postgres, tabl
 async def test_use_that_ended_without_a_leader_is_closed_by_the_next_leader(
     postgres: Postgres, table: str, tmp_path: Path
 ) -> None:
-    """Each with a disk of its own."""
+    """Each process has its own disk."""
     other = {"GPU-1/0": {**HELD, "reservation": "r-2", "uid": "u-2"}}
     for number, held in enumerate(({"GPU-1/0": HELD}, other)):
         exporter = PostgresExporter(target_of(postgres, table))
@@ -606,7 +606,7 @@ async def test_use_that_ended_without_a_leader_is_closed_by_the_next_leader(
 
 
 def waiting_for_locks(postgres: Postgres) -> int:
-    """How many statements of ours do; none while none is at work."""
+    """The number of the exporter's statements that wait for locks, or none."""
     return int(
         postgres.run_sql(
             "SELECT count(*) FROM pg_stat_activity WHERE application_name = 'gpuwarden' AND wait_event_type = 'Lock'"
@@ -616,7 +616,8 @@ def waiting_for_locks(postgres: Postgres) -> int:
 
 @pytest.mark.defect("S2-8")
 def test_process_killed_at_any_point_stores_every_batch_once(postgres: Postgres, table: str, tmp_path: Path) -> None:
-    """What one has taken no other is given again: the next finds it in the outbox or in the database."""
+    """A batch that one process has taken is not given to another: the next process finds it in the outbox or in the
+    database."""
     count, first = 200, 0
     for stop_after in (1, 20, 60, 61, 110, 170):
         with child(postgres, table, tmp_path, first, count) as process:
@@ -627,7 +628,7 @@ def test_process_killed_at_any_point_stores_every_batch_once(postgres: Postgres,
                     break
             process.send_signal(signal.SIGKILL)
             assert process.wait() == -signal.SIGKILL
-            # What it had taken and said before the signal came.
+            # The batches that it reported before the signal.
             first = max([first, *(int(line) + 1 for line in process.stdout)])
     with child(postgres, table, tmp_path, first, count) as process:
         said, errors = process.communicate(timeout=PATIENCE.total_seconds())

@@ -1,4 +1,4 @@
-"""The real kube-scheduler asks us: a scheduler of this module's own, a real server, a real reconciler."""
+"""The extender with the real kube-scheduler: a scheduler of this module, a real server, a real reconciler."""
 
 import asyncio
 import json
@@ -64,13 +64,13 @@ BINDING_ENDS = Resource("apis/gpuwarden.io/v1alpha1", "bindingends", is_namespac
 WITH_WEBHOOKS = ROOT / "examples/scheduler/scheduler-config.yaml"
 WITHOUT_WEBHOOKS = ROOT / "deploy/extender/scheduler/scheduler-config.yaml"
 SHIPPED = [*sorted((ROOT / "examples/scheduler").glob("*config.yaml")), WITHOUT_WEBHOOKS]
-# What is promised of evidence that arrives: the pod is on its node within this.
+# The promise: a waiting pod is on its node within this time after evidence arrives.
 SOON = 5.0
 
 
 @define(eq=False)
 class Harness:
-    """A namespace that has not asked for webhooks: the scheduler alone stands between its pods and nodes."""
+    """A namespace without webhooks: only the scheduler keeps its pods off nodes."""
 
     cluster: Cluster
     kube: Kube
@@ -81,7 +81,7 @@ class Harness:
     evidence: dict[str, str] = field(factory=dict)
 
     async def prove(self, name: str, digest: str | None) -> None:
-        """As a provider's writer would; None takes its word back."""
+        """Writes evidence as a provider does; None removes it."""
         now = utc_now().astimezone(UTC)
         word = digest and Evidence(name, digest, SOURCE, now, now + timedelta(hours=1))
         if await self.kube.find(NODE_EVIDENCES, name) is None:
@@ -90,13 +90,13 @@ class Harness:
         await self.kube.replace(NODE_EVIDENCES, with_entries(raw, {SOURCE: word or None}), subresource="status")
 
     def client(self) -> httpx.AsyncClient:
-        """Shows what the scheduler shows."""
+        """A client with the scheduler's credentials."""
         trust = self.running.trust
         self.identity.issue_cert("scheduler").configure_cert(trust)
         return httpx.AsyncClient(base_url=self.running.urls["extender"], verify=trust, trust_env=False)
 
     async def said_of(self, name: str) -> str:
-        """What the extender has against the node for a pod with the hash; nothing if it passes."""
+        """Why the extender refuses the node for a pod with the hash; empty if it passes."""
         content = pod("probe", annotations=ASKING)
         async with self.client() as client:
             asked = {"Pod": content, "Nodes": None, "NodeNames": [name]}
@@ -121,7 +121,7 @@ class Harness:
         return found
 
     async def waits(self, name: str, *words: str) -> str:
-        """Until its events say so, and its condition."""
+        """Waits until the pod's Events and its condition contain the words."""
 
         async def said() -> str:
             selector = f"involvedObject.name={name},reason=FailedScheduling"
@@ -141,12 +141,12 @@ class Harness:
         return await wait_until(said, is_right)
 
     async def ends(self) -> dict[str, str]:
-        """Until when pods are bound on which node without us."""
+        """The end times of the nodes in BindingEnds."""
         nodes: dict[str, str] = (await self.kube.get(BINDING_ENDS, NAME))["spec"]["nodes"]
         return nodes
 
     async def is_refused(self, name: str) -> None:
-        """Until its scheduler has said that the API server refuses to bind it."""
+        """Waits until the scheduler reports that the API server refused the binding."""
 
         async def said() -> str:
             return (self.directory / "scheduler.log").read_text()
@@ -158,7 +158,7 @@ class Harness:
 
     @contextmanager
     def scheduler(self, *after: Raw, **members: Any) -> Iterator[None]:
-        """A kube-scheduler that asks us, as shipped; and others after us."""
+        """Runs a kube-scheduler with the shipped extender configuration, and with further extenders after it."""
         own = {
             "urlPrefix": self.running.urls["extender"],
             "filterVerb": "filter",
@@ -199,7 +199,7 @@ class Harness:
 
 @pytest.fixture(scope="module")
 def accounts(cluster: Cluster) -> Iterator[tuple[Path, Path]]:
-    """Who `serve` and `reconcile` are: they may do what is shipped for them, and what is shipped beside a scheduler."""
+    """The accounts of `serve` and `reconcile`, with the shipped rights, also those for a scheduler."""
     printed = subprocess.run([GPUWARDEN, "manifests", "rbac"], check=True, capture_output=True, text=True).stdout
     wanted = printed + "---\n" + (ROOT / "examples/scheduler/rbac.yaml").read_text()
 
@@ -235,7 +235,7 @@ async def harness(cluster: Cluster, kube: Kube, accounts: tuple[Path, Path], tmp
         flags += challenging(tmp_path)
         running = stack.enter_context(serving(tmp_path / "serve", None, flags))
         (tmp_path / "reconcile").mkdir()
-        # Killed as it is in the end, it would be waited for by the next.
+        # It is killed at the end; the next test would wait for its Lease.
         stack.push_async_callback(kube.delete, LEASES, "gpuwarden-reconcile", OURS)
         own = ["--kubeconfig", str(reconcile), "--lease-namespace", OURS, *challenging(tmp_path)]
         stack.enter_context(reconciling(tmp_path / "reconcile", own))
@@ -291,7 +291,7 @@ async def test_pod_waits_with_an_event_until_evidence_arrives(harness: Harness) 
 
 
 async def test_pod_is_scheduled_when_a_gpu_becomes_healthy_again(harness: Harness) -> None:
-    """No scheduler sees which of a node's GPUs are well."""
+    """The scheduler does not know which GPUs of a node are healthy."""
 
     def devices(*, healthy: bool) -> Raw:
         return {"spec": {"devices": [{"uuid": "GPU-ext-0", "healthy": healthy}]}}
@@ -312,7 +312,7 @@ async def test_pod_is_scheduled_when_a_gpu_becomes_healthy_again(harness: Harnes
 
 @pytest.mark.defect("S0-5")
 async def test_no_pod_is_preempted_for_a_pod_that_the_node_can_never_serve(harness: Harness) -> None:
-    """The node is full: its scheduler would make room before it asks anybody about evidence."""
+    """The node is full: the scheduler would preempt before it asks the extender about evidence."""
     classes = {"ext-low": 1, "ext-high": 1_000_000}
     for name, value in classes.items():
         await harness.kube.create(PRIORITIES, {"metadata": {"name": name}, "value": value})
@@ -330,7 +330,7 @@ async def test_no_pod_is_preempted_for_a_pod_that_the_node_can_never_serve(harne
             for node in ("ext-0", "ext-1"):
                 here = {"nodeSelector": {"kubernetes.io/hostname": node}, "containers": container}
                 await harness.create(f"high-{node}", ASKING, priorityClassName="ext-high", **here)
-            # Where the evidence is right, room is made; then the other one has long been looked at too.
+            # On a node with valid evidence it preempts; by then the other node has been considered, too.
             await harness.is_on("high-ext-1", "ext-1")
             await harness.waits("high-ext-0", "Insufficient cpu")
         survivor = await harness.kube.get(PODS, "low-ext-0", harness.namespace)
@@ -344,7 +344,7 @@ async def test_no_pod_is_preempted_for_a_pod_that_the_node_can_never_serve(harne
 @pytest.mark.defect("S0-7")
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: str(path.relative_to(ROOT)))
 def test_kube_scheduler_accepts_the_shipped_configurations(cluster: Cluster, path: Path, tmp_path: Path) -> None:
-    """With the files where this machine has them; it writes down what it has read."""
+    """The paths are those of this machine; the scheduler writes down what it has read."""
     identity = trustme.CA()
     shown = identity.issue_cert("kube-scheduler")
     identity.cert_pem.write_to_path(tmp_path / "ca.crt")
@@ -357,12 +357,12 @@ def test_kube_scheduler_accepts_the_shipped_configurations(cluster: Cluster, pat
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 0, done.stderr
     (extender,) = yaml.safe_load((tmp_path / "read").read_text())["extenders"]
-    extender.setdefault("ignorable", False)  # a no is left out
+    extender.setdefault("ignorable", False)  # false is omitted
     assert extender | here["extenders"][0] == extender
 
 
 def shipped(path: Path) -> Raw:
-    """What is said there of what is asked about, and when nobody answers."""
+    """What the configuration sets for filtered pods, and for a server that does not answer."""
     (extender,) = yaml.safe_load(path.read_text())["extenders"]
     return {name: extender[name] for name in ("ignorable", "httpTimeout", "managedResources") if name in extender}
 
@@ -375,7 +375,8 @@ WITH_A_GPU: Raw = {
 async def test_during_an_outage_other_pods_are_bound_and_no_pod_with_a_claim_without_evidence(
     harness: Harness,
 ) -> None:
-    """The scheduler goes on without us; the API server goes by what the reconciler has written."""
+    """The scheduler continues without the extender; the API server uses the end times that the reconciler has
+    written."""
     for name in NAMES:
         await harness.kube.create(GPU_NODES, gpu_node_object(name, f"GPU-{name}"))
     await harness.prove("ext-1", HASH)
@@ -421,7 +422,7 @@ async def placed(kube: Kube, namespace: str, name: str) -> None:
 
 
 class Meddler:
-    """An extender that is asked after us, and does something in between; it lets all nodes pass."""
+    """An extender that is called after gpuwarden's, performs an action in between, and accepts all nodes."""
 
     def __init__(self, meddle: Callable[[], Awaitable[None]]) -> None:
         self._meddle = meddle
@@ -460,7 +461,8 @@ async def test_binding_is_denied_if_evidence_is_lost_between_filter_and_bind(har
 
 
 async def test_dressed_pod_is_bound_to_its_reserved_node_only_with_evidence(harness: Harness) -> None:
-    """Its GPU is set aside, so it can be on one node only; evidence that goes after all filters keeps it from there."""
+    """Its GPU is reserved, so it can run on one node only; evidence that is lost after all filters keeps it from
+    there."""
 
     async def withdraw() -> None:
         await harness.prove("ext-1", None)
