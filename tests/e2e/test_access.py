@@ -328,7 +328,7 @@ async def test_each_service_account_has_exactly_the_permissions_it_uses(
         running = stack.enter_context(served(cluster, tmp_path / "serve", *both))
         await wait_until(lambda: is_dressed(kube, namespace))
         # Without a reconciler, `serve` looks for pods on the node of a new GPUNode. The pod may be deleted before the
-    # reconciler has seen it; then it keeps its GPU for its grace period.
+        # reconciler has seen it; then it keeps its GPU for its grace period.
         await kube.create(PODS, pod("first", gpus=1, terminationGracePeriodSeconds=1), namespace)
         other = stack.enter_context(reconciling(tmp_path / "reconcile", [*lease, *soon]))
         await kube.delete(PODS, "first", namespace)

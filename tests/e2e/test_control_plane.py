@@ -1,4 +1,4 @@
-"""The rig itself: what the other tests of this directory take for granted about their cluster."""
+"""The test cluster itself: what the other tests of this directory rely on."""
 
 import asyncio
 import json
@@ -160,7 +160,7 @@ async def test_a_watch_shows_the_life_of_a_pod(kube: Kube, namespace: str) -> No
     assert phases == ["Pending", "Running", "Succeeded"] or phases == ["Running", "Succeeded"]
 
 
-# Who may do what.
+# Authorization.
 
 
 async def test_a_user_may_do_what_rbac_allows(cluster: Cluster, kube: Kube, namespace: str) -> None:
@@ -173,7 +173,7 @@ async def test_a_user_may_do_what_rbac_allows(cluster: Cluster, kube: Kube, name
 
 
 async def may_list_pods(user: Kube, namespace: str) -> bool:
-    """The authorizer has its own view of roles, which follows by watch."""
+    """The authorizer reads roles by watch, so it is a moment late."""
     with suppress(ApiError):
         return await user.list(PODS, namespace) == []
     return False
@@ -222,7 +222,7 @@ def run(command: list[str], text: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, input=text, capture_output=True, text=True, check=False, timeout=120)
 
 
-# Failures on purpose.
+# Injected failures.
 
 
 async def test_a_restarted_api_server_has_the_same_objects_at_the_same_address(
@@ -262,7 +262,7 @@ async def test_cluster_works_again_after_a_killed_component_is_restarted(
     await pod_in_phase(kube, namespace, "a", "Running")
 
 
-# Its own life.
+# Start and end of the cluster.
 
 OWNER = """
 import sys, time

@@ -1,4 +1,5 @@
-"""An API server that refuses, loses answers or is away: a creation is denied clearly or succeeds, and nothing leaks."""
+"""An API server that refuses, drops answers or is down: a creation is denied clearly or succeeds, and no reservation
+leaks."""
 
 import asyncio
 import time
@@ -36,9 +37,9 @@ from webhook.core.reasons import Reason
 
 DEADLINE, SKEW = 4, 1
 FLAGS = ("--pending-deadline", f"{DEADLINE}s", "--clock-skew", f"{SKEW}s")
-# The faults go on while things are put in order: each write may need several tries.
+# Faults continue while the reconciler corrects the state: each write may need several tries.
 LEAK_LIMIT = DEADLINE + SKEW + 25.0
-# The API server gives a review 10 s; mutating and validating are two of them.
+# The API server waits 10 s for a review; a creation has a mutating and a validating one.
 ANSWER_LIMIT = 20.0
 SHAPE: dict[str, Any] = {"nodes": 2, "gpus": 8, "flags": FLAGS, "name": "fault"}
 PODS_OF = pytest.mark.parametrize("pods", [40, pytest.param(400, marks=pytest.mark.long)])
@@ -69,7 +70,7 @@ async def true(look: Callable[[], object]) -> bool:
 
 
 async def confirmed(here: Site) -> bool:
-    """Each pod that lives is held for, finalized, and nothing else is."""
+    """Whether exactly the live pods have reservations, all finalized."""
     held = await here.held()
     return {(entry.get("uid"), entry["phase"]) for entry in held.values()} == {
         (uid, "finalized") for uid in here.checker.live_pods
@@ -77,7 +78,7 @@ async def confirmed(here: Site) -> bool:
 
 
 async def emptied(here: Site, seconds: float = LEAK_LIMIT) -> float:
-    """How long after the last pod has gone until nothing is held."""
+    """Seconds from the end of the last pod until no reservation is left."""
     await here.free_all()
     await wait_until(lambda: true(lambda: not here.checker.live_pods), seconds=60)
     started = time.monotonic()
@@ -85,7 +86,7 @@ async def emptied(here: Site, seconds: float = LEAK_LIMIT) -> float:
     return time.monotonic() - started
 
 
-# The short form has one of each sort; `make chaos` has all.
+# The short form has one of each kind; `make chaos` has all.
 SHORT = ("409", "500", "answer lost", "answer swallowed")
 
 
@@ -129,7 +130,7 @@ async def test_a_creation_is_denied_clearly_or_succeeds(
 
 
 async def once_each(storm: Storm, count: int) -> None:
-    """Try so many pods, each once; half of those that come are deleted at once."""
+    """Tries to create `count` pods, each once, and deletes half of those created."""
     for number in range(count):
         made = await storm.try_create(plain(storm.rng))
         if made is not None and number % 2:
@@ -162,7 +163,7 @@ async def test_410_on_every_watch_is_handled_without_flooding_the_server(
             request, watches_refused_per_s=rate, free_after_s=free_after, free_after_recovery_s=after_recovery
         )
         here.checker.assert_no_violations()
-        # A handful of watches, each begun anew a few times a second at most.
+        # A handful of watches, each restarted at most a few times per second.
         assert rate < 20
 
 
@@ -190,7 +191,7 @@ async def test_frozen_connection_causes_only_denials(
             request, refused=dict(storm.tally.why), slowest_answer_s=max(storm.tally.denied), free_after_s=free_after
         )
         here.checker.assert_no_violations()
-        assert len(storm.tally.unclear) <= 2, storm.tally.unclear  # two of ten, on a machine that is busy elsewhere
+        assert len(storm.tally.unclear) <= 2, storm.tally.unclear  # two of ten, on a busy machine
 
 
 def restarts(cluster: Cluster) -> Coroutine[Any, Any, None]:
@@ -243,7 +244,7 @@ async def test_system_recovers_from_control_plane_failures(
 async def test_replicas_with_clock_skew_never_reserve_a_gpu_twice(
     cluster: Cluster, kube: Kube, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    flags = ("--clock-skew", "5s")  # the slowest and the fastest clock are 10 s apart: the deadline is the usual one
+    flags = ("--clock-skew", "5s")  # the slowest and the fastest clock differ by 10 s: the deadline is the default
     async with site(cluster, kube, tmp_path, **{**SHAPE, "flags": flags}) as here:
         for skew in (-5, 5, 0):
             await here.replica(skew=skew)
@@ -278,7 +279,7 @@ async def test_reviews_cause_no_list_requests(
         await here.reconciler(through)
         await here.wait_until_offered()
         first = proxy.applied["list"]
-        assert first  # what watches begin with
+        assert first  # the lists at the start of watches
         gate = asyncio.Semaphore(16)
 
         async def shown() -> None:
@@ -292,5 +293,5 @@ async def test_reviews_cause_no_list_requests(
         await emptied(here)
         report_figures(request, lists_at_the_start=first, lists_by_516_reviews=proxy.applied["list"] - first)
         here.checker.assert_no_violations()
-        # A watch may have begun late, or anew.
+        # A watch may have started late, or again.
         assert proxy.applied["list"] - first <= first

@@ -1,5 +1,5 @@
-"""Names that the API server makes up and finds taken: it begins anew then, with another name and another uid, and asks
-validating webhooks only."""
+"""Collisions of names that the API server generates: it starts again with another name and another UID, and calls only
+validating webhooks."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -19,8 +19,7 @@ FLAGS = ("--pending-deadline", f"{DEADLINE}s", "--clock-skew", f"{SKEW}s")
 
 @asynccontextmanager
 async def names_taken(here: Site, directory: Path, times: int) -> AsyncIterator[list[str]]:
-    """So many times a pod of the name that was made up is there before the one that it was made up for; yields all
-    names that were."""
+    """Creates a pod of the generated name first, `times` times; yields all these names."""
     made_up: list[str] = []
 
     async def answer(review: Raw) -> Raw:

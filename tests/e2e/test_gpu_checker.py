@@ -1,4 +1,4 @@
-"""The judge of the pods misses none, also when its watch ends."""
+"""The GPU checker misses no pod, also when its watch ends."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -22,7 +22,7 @@ def event(version: int, uid: str, gpu: str, kind: str = "ADDED") -> Raw:
 
 @define
 class ReplayingApiServer:
-    """An API server that remembers what it told; every watch of it breaks after one event."""
+    """An API server that replays events; each watch breaks after one event."""
 
     events: list[Raw]
     told: asyncio.Event = field(factory=asyncio.Event)

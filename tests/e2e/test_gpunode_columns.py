@@ -1,4 +1,4 @@
-"""On the real API server: `kubectl get gpunodes` tells free GPUs that a pod could be given from others."""
+"""On a real API server: `kubectl get gpunodes` distinguishes free GPUs that a pod can get from others."""
 
 from datetime import timedelta
 from pathlib import Path
@@ -14,7 +14,7 @@ TABLE = {"Accept": "application/json;as=Table;v=v1;g=meta.k8s.io"}
 
 
 async def shown(kube: Kube, name: str) -> dict[str, object]:
-    """The row as kubectl prints it."""
+    """The row that kubectl prints."""
     answer = (await kube.http.get(GPU_NODES.path(None, name), headers=TABLE)).raise_for_status().json()
     columns = [one["name"] for one in answer["columnDefinitions"]]
     return dict(zip(columns, answer["rows"][0]["cells"], strict=True))
@@ -39,7 +39,7 @@ async def test_columns_show_why_free_gpus_are_not_available(cluster: Cluster, ku
         await offered(kube, "offer-0", "not-ready")
         await kube.patch(NODES, "offer-0", {"metadata": {"annotations": {"kubelet.test/ready": "true"}}})
         await offered(kube, "offer-0", "available")
-        # One GPU is held; what a set without pods keeps is the other.
+        # One GPU is reserved; a StatefulSet without pods keeps the other.
         await kube.patch(NAMESPACES, here.namespace, KEEPS)
         held = (await here.held_on("offer-0")).keys()
         (free,) = here.gpus - {slot.partition("/")[0] for slot in held}

@@ -1,4 +1,4 @@
-"""The Dockerfile as BuildKit reads it: its parser, its linter, and what its client would send of this directory."""
+"""The Dockerfile as BuildKit reads it: its parser, its linter, and the build context."""
 
 import shutil
 from pathlib import Path
@@ -11,7 +11,7 @@ from scripts.controlplane.cluster import ROOT
 BASE = "python:3.12-slim@sha256:" + 64 * "a"
 NEGLECTED = {"__pycache__", ".mypy_cache"}
 TEXT = (ROOT / "Dockerfile").read_text()
-# The only warning that is switched off: a default of the base would be one without a digest, or with an old one.
+# The only disabled warning: a default base would have no digest, or an old one.
 OFF = "# check=skip=InvalidDefaultArgInFrom\n"
 
 
@@ -66,7 +66,7 @@ def test_invalid_dockerfile_is_reported(tmp_path: Path, good: str, bad: str, pro
 
 
 def test_build_context_contains_only_copied_files(tmp_path: Path) -> None:
-    """Of a directory in which somebody has worked: keys, caches and a virtual environment are not among it."""
+    """In a used working directory: keys, caches and a virtual environment are not sent."""
     for name in ("Dockerfile", ".dockerignore", "pyproject.toml", "LICENSE", "README.md"):
         shutil.copyfile(ROOT / name, tmp_path / name)
     for name in ("requirements", "webhook"):

@@ -1,4 +1,4 @@
-"""policy-controller's own code on our image policies."""
+"""The image policies in policy-controller's own code."""
 
 import json
 import shutil
@@ -20,7 +20,7 @@ SUBJECT = [{"name": REPOSITORY, "digest": {"sha256": DIGEST.removeprefix("sha256
 
 
 def provenance(change: Callable[[Raw], None] = lambda definition: None) -> Raw:
-    """As `actions/attest-build-provenance` states it, with something else about its build."""
+    """A statement of `actions/attest-build-provenance`, with one change."""
     definition: Raw = {
         "buildType": "https://actions.github.io/buildtypes/workflow/v1",
         "externalParameters": {
@@ -58,7 +58,7 @@ def source(uri: str) -> Callable[[Raw], None]:
 
 
 SBOM = statement("https://spdx.dev/Document", {"spdxVersion": "SPDX-2.3", "SPDXID": "SPDXRef-DOCUMENT", "packages": []})
-# What is stated, and which of the two policies it satisfies.
+# The statement, and which of the two policies it satisfies.
 STATED: list[tuple[Raw, list[bool]]] = [
     (provenance(), [True, False]),
     (SBOM, [False, True]),
@@ -81,7 +81,7 @@ STATED: list[tuple[Raw, list[bool]]] = [
 ]
 
 
-# It compiles most of sigstore: minutes the first time, for a file that hardly changes.
+# It compiles most of sigstore, which takes minutes the first time; the file rarely changes.
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> list[Raw]:
     go = shutil.which("go")
@@ -90,7 +90,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> list[Raw]:
     checker = tmp_path_factory.mktemp("go") / "judge"
     build = ["/usr/bin/env", "GOWORK=off", go, "build", "-mod=readonly", "-buildvcs=false", "-o", str(checker), "."]
     subprocess.run(build, cwd=PROGRAM, check=True, timeout=BUILD_LIMIT)
-    bare = REPOSITORY  # without a tag it is `:latest`
+    bare = REPOSITORY  # without a tag, `:latest` is assumed
     asked = json.dumps([one for one, _ in STATED])
     command = [str(checker), str(POLICY), *OURS, bare, *OTHERS]
     answer: list[Raw] = json.loads(

@@ -1,4 +1,4 @@
-"""SIGKILL at an exact step: what was begun is ended by others, in time, and nobody gets a GPU that is in use."""
+"""SIGKILL at an exact step: other processes finish the work in time, and no GPU in use is assigned."""
 
 import asyncio
 import random
@@ -24,16 +24,16 @@ from webhook.runtime.clock import utc_now
 
 DEADLINE, SKEW = 4, 1
 FLAGS = ("--pending-deadline", f"{DEADLINE}s", "--clock-skew", f"{SKEW}s")
-# After a uid was learnt the deadline begins anew; others wait the skew out; then passes, writes, and a busy machine.
+# The deadline restarts when a UID is written; others wait for the skew. Then passes, writes, and a busy machine.
 LEAK_LIMIT = DEADLINE + SKEW + 10.0
-# Another reconciler is elected once the Lease of the dead one has run out (15 s), which it looks at every 2 s.
+# Another reconciler is elected when the Lease of the dead one has expired (15 s), which it checks every 2 s.
 SUCCESSION = 15 + 2 * 2
 MANY = 120.0
-# How long a hold lasts in a cluster if nothing is said.
+# The default deadline of a pending reservation in a cluster.
 IN_A_CLUSTER = 15.0
-# From the start of three processes at once to the first claim that one of them admits.
+# From the concurrent start of three processes to the first admitted claim.
 RECOVERY = 5.0
-# Long enough for the list of ends to have it before the replicas are killed.
+# Long enough to be listed in BindingEnds before the replicas are killed.
 ENDS_AFTER = timedelta(seconds=10)
 
 Phases = list[tuple[str, bool]]
@@ -41,7 +41,7 @@ Phases = list[tuple[str, bool]]
 
 @frozen
 class Step:
-    """The write at which a process is killed, and on which side of the API server."""
+    """The write at which a process is killed, before or after the API server has it."""
 
     name: str
     phases: Phases
@@ -75,7 +75,7 @@ FEW = pytest.mark.parametrize("rounds", [1, pytest.param(5, marks=pytest.mark.lo
 
 
 def stopped_at(proxy: Proxy, node: str, step: Step) -> Breakpoint:
-    """The next write of that kind on that node waits in our hands."""
+    """Holds the next write of that kind on that node."""
 
     def match(one: Exchange) -> bool:
         return is_reservation_write(one) and f"/{node}/" in one.path and one.phases == step.phases
@@ -91,7 +91,7 @@ def on(node: str) -> Raw:
 
 
 async def until_made(here: Site, content: Raw, seconds: float) -> Raw:
-    """A client that does not give up."""
+    """Retries until the pod is created."""
 
     async def tried() -> Raw | None:
         try:
@@ -105,7 +105,8 @@ async def until_made(here: Site, content: Raw, seconds: float) -> Raw:
 
 
 async def until_stopped(here: Site, content: Raw, breakpoint_: Breakpoint) -> Raw:
-    """The API server may write to a connection that the balancer has just cut: such a creation never came to us."""
+    """Retries until gpuwarden has the creation: the API server may use a connection that the balancer has just
+    closed."""
     while True:
         try:
             return await here.kube.create(PODS, content, here.namespace)
@@ -115,7 +116,7 @@ async def until_stopped(here: Site, content: Raw, breakpoint_: Breakpoint) -> Ra
 
 
 async def killed(worker: Worker, breakpoint_: Breakpoint, *held_up: "asyncio.Task[Any]") -> float:
-    """When it was. What is held up by the step does not end before."""
+    """Kills the process at the step and returns the time. The tasks in `held_up` end only after that."""
     reaching = asyncio.create_task(breakpoint_.reached.wait())
     await asyncio.wait((reaching, *held_up), timeout=MANY, return_when=asyncio.FIRST_COMPLETED)
     assert reaching.done(), f"the step was not reached: {held_up}"
@@ -154,7 +155,7 @@ async def test_replica_killed_at_any_step_leaves_no_reservation_after_the_deadli
             else:
                 await until_made(here, on(node), LEAK_LIMIT)
             leaks[step.name] = max(leaks.get(step.name, 0.0), time.monotonic() - died)
-        if not is_reconciled:  # a replica cannot know that a pod which was named never ran
+        if not is_reconciled:  # a replica cannot know that a named pod never ran
             await here.reconciler()
         for step, node in zip(plan, here.nodes, strict=True):
             if is_reconciled or step.names_a_pod:
@@ -167,7 +168,7 @@ async def test_replica_killed_at_any_step_leaves_no_reservation_after_the_deadli
 async def test_all_replicas_killed_during_creations_leave_no_reservation_after_the_deadline(
     cluster: Cluster, kube: Kube, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """With the deadline that a cluster has if nothing is said, and every policy; evidence of a node ends meanwhile."""
+    """With the default deadline and every policy; evidence of a node ends meanwhile."""
     flags = ("--clock-skew", f"{SKEW}s")
     async with (
         running_harness(cluster, kube, tmp_path, *flags, nodes=4, gpus=8, replicas=3) as harness,
@@ -200,7 +201,7 @@ async def test_all_replicas_killed_during_creations_leave_no_reservation_after_t
         assert await harness.bound("lasting") == lasting
         await harness.refused("late", f"the evidence of node {ending} ended")
         reaping = asyncio.create_task(storm.reap(0.5))
-        # Whoever still tries has a claim.
+        # Only pods with a claim are still retried.
         stuck = len(storm.tally.made)
         began = time.monotonic()
         starting = asyncio.gather(*(here.replica() for _ in range(3)))
@@ -227,13 +228,13 @@ async def test_all_replicas_killed_during_creations_leave_no_reservation_after_t
 
 
 async def released(here: Site, reserved: frozenset[str]) -> float:
-    """When none of them was held any more."""
+    """The time at which none of them was reserved any more."""
     await wait_until(lambda: unseen(here), lambda now: not reserved & now, IN_A_CLUSTER + SKEW + 10.0)
     return time.monotonic()
 
 
 def everything(chance: random.Random) -> Raw:
-    """Half of them claims; plain pods, and pods that would have all GPUs of their node shown to them."""
+    """Half of the pods have claims; others have none, or variables that would show them all GPUs of the node."""
     kind = chance.random()
     if kind < 1 / 2:
         return mixed(chance)
@@ -246,7 +247,7 @@ def asks(one: Raw) -> bool:
 
 
 async def goes_its_way(harness: Harness, kind: str, node: str) -> None:
-    """While nobody answers: the pod is made, sees nothing, and is bound."""
+    """While no replica answers: the pod is created, sees no GPU, and is bound."""
     content = hostile_pod(HOSTILE[kind], name=f"hostile-{list(HOSTILE).index(kind)}")
     content["spec"]["nodeSelector"] = {"kubernetes.io/hostname": node}
     made = await harness.kube.create(PODS, content, harness.namespace)
@@ -255,7 +256,7 @@ async def goes_its_way(harness: Harness, kind: str, node: str) -> None:
 
 
 async def unseen(here: Site) -> frozenset[str]:
-    """Reservations for pods that nobody has seen."""
+    """Reservations for pods that gpuwarden has not seen."""
     return frozenset(one["reservation"] for one in (await here.held()).values() if one["phase"] == "pending")
 
 
@@ -265,7 +266,7 @@ async def test_pod_keeps_its_gpu_if_the_reconciler_is_killed_while_confirming(
 ) -> None:
     async def begin(here: Site, node: str) -> Raw:
         content = on(node)
-        content["spec"]["schedulerName"] = "nobody"  # the review of its Binding would confirm it first
+        content["spec"]["schedulerName"] = "nobody"  # the review of its Binding would confirm the reservation first
         return await until_made(here, content, MANY)
 
     async def is_right(here: Site, node: str, made: Raw) -> bool:
@@ -306,7 +307,7 @@ async def killing_reconcilers(
     begin: Callable[[Site, str], Coroutine[Any, Any, Raw]],
     is_right: Callable[[Site, str, Raw], Awaitable[bool]],
 ) -> None:
-    """The leader dies at the step; how long until the one that stands by has put things right."""
+    """Kills the leader at the step; returns how long the standby needs to correct the state."""
     plan = [step for step in steps for _ in range(rounds)]
     times: dict[str, float] = {}
     shape: dict[str, Any] = {"nodes": len(plan), "gpus": 1, "flags": FLAGS, "name": "kill", "replicas": 1}

@@ -1,4 +1,4 @@
-"""Replicas of the version before and of this one serve one cluster during an upgrade and a rollback."""
+"""Replicas of the previous version and of this version serve one cluster during an upgrade and a rollback."""
 
 import asyncio
 import json
@@ -17,10 +17,10 @@ from tests.e2e.skipping import skip_or_fail
 from tests.e2e.storm import Storm, mixed
 from webhook.kube.install.policies import Installation, webhooks, while_down
 
-# The commit whose replicas may still serve while this version is rolled out.
+# The commit of the previous version, whose replicas may still serve during the rollout.
 BEFORE = "b85fc47"
 NODES, GPUS = 3, 4
-# Of each stage, while pods come and go.
+# The time of each stage, while pods are created and deleted.
 PODS_A_STAGE = 30
 DEADLINE, SKEW = 15, 1
 FLAGS = ("--pending-deadline", f"{DEADLINE}s", "--clock-skew", f"{SKEW}s")
@@ -29,7 +29,7 @@ PATIENCE = 120.0
 
 @pytest.fixture
 def old(tmp_path: Path) -> list[str]:
-    """The command of the version before."""
+    """The command of the previous version."""
     tree = tmp_path / "before"
     tree.mkdir()
     archive = ["git", "archive", BEFORE, "webhook"]
@@ -41,7 +41,7 @@ def old(tmp_path: Path) -> list[str]:
     return ["/usr/bin/env", f"PYTHONPATH={tree}", sys.executable, "-c", run]
 
 
-# Run by the version before.
+# Run by the previous version.
 ITS_WEBHOOKS = """
 import json, sys
 from webhook.kube.install.policies import Installation, webhooks
@@ -64,7 +64,8 @@ def manifests_now(here: Site) -> list[Raw]:
 
 
 async def applied(kube: Kube, wanted: Iterable[Raw], gone: Iterable[Raw] = ()) -> None:
-    """As helm does: what is there is changed, and what the other version alone has goes."""
+    """Applies manifests as helm does: existing objects are changed, and objects of the other version only are
+    deleted."""
     names = set()
     for manifest in wanted:
         of, name = KINDS[manifest["kind"]], manifest["metadata"]["name"]
@@ -82,13 +83,13 @@ async def applied(kube: Kube, wanted: Iterable[Raw], gone: Iterable[Raw] = ()) -
 
 
 async def ended(worker: Worker) -> None:
-    """As in a rolling update: asked to stop, it serves what is under way."""
+    """Stops a replica as in a rolling update: it finishes what is in flight."""
     worker.process.terminate()
     await asyncio.wait_for(worker.process.wait(), PATIENCE)
 
 
 async def replaced(here: Site, leaving: Worker, program: list[str] | None) -> Worker:
-    """A replica of the other version comes, then this one goes."""
+    """Starts a replica of the other version, then stops this one."""
     coming = await (here.replica() if program is None else here.replica(program=program))
     here.balancer.servers.remove(leaving)
     await ended(leaving)
@@ -129,7 +130,7 @@ async def test_upgrade_and_rollback_assign_no_gpu_twice_and_lose_no_reservation(
             await asyncio.gather(reaping, return_exceptions=True)
         here.checker.assert_no_violations()
         await wait_until(lambda: as_the_pods_say(here), seconds=PATIENCE)
-        await applied(kube, now)  # what the site takes away again
+        await applied(kube, now)  # deleted when the site ends
         report_figures(
             request, pods=len(here.checker.seen), refused=dict(storm.tally.why), unclear=storm.tally.unclear[:3]
         )
@@ -137,6 +138,6 @@ async def test_upgrade_and_rollback_assign_no_gpu_twice_and_lose_no_reservation(
 
 
 async def as_the_pods_say(here: Site) -> bool:
-    """Whether exactly what living pods carry is held."""
+    """Whether exactly the GPUs of live pods are reserved."""
     held = await here.held()
     return {slot.rpartition("/")[0] for slot in held} == here.checker.gpus

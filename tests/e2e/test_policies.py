@@ -1,7 +1,5 @@
-"""What the policies leave to others, and that the API server takes them. What they refuse: tests/e2e/attacks.
-
-No server of ours runs here.
-"""
+"""What the policies allow, and that the API server accepts them. For what they refuse, see tests/e2e/attacks. No
+gpuwarden server runs here."""
 
 import base64
 from collections.abc import AsyncIterator
@@ -50,7 +48,7 @@ from webhook.kube.install.policies import Installation, webhooks
 
 OLDER = OUTPUTS[4:]
 
-# The fixtures of this module live as long as it does, and so does the loop that their connections belong to.
+# The fixtures of this module and the event loop of their connections live as long as the module.
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
@@ -66,11 +64,11 @@ async def enabled(users: ClusterUsers) -> AsyncIterator[str]:
         yield name
 
 
-# Every object is as the API server wants it.
+# The API server accepts every object.
 
 
 async def test_api_server_reports_no_type_warnings_for_the_policies(users: ClusterUsers) -> None:
-    """Types are checked in the background; what does not fit is said in the status."""
+    """Types are checked in the background; errors are in the status."""
     names = {one["metadata"]["name"] for one in POLICIES if one["kind"] == "ValidatingAdmissionPolicy"}
 
     async def statuses() -> dict[str, Raw]:
@@ -89,7 +87,7 @@ async def test_every_webhook_is_accepted(users: ClusterUsers) -> None:
         await users.admin.create(of, {**manifest, "metadata": {"name": "all-of-it"}}, dryRun="All")
 
 
-# Annotations and gates of a pod that exists.
+# Annotations and gates of existing pods.
 
 
 async def test_account_with_manage_permission_can_write(users: ClusterUsers, enabled: str) -> None:
@@ -111,7 +109,7 @@ async def test_manage_permission_can_be_granted_for_one_namespace(users: Cluster
     async with new_namespace(users.admin, CANONICAL) as other:
         await users.user.create(PODS, pod("a"), other)
         await refused(users.user.patch(PODS, "a", forged("gpuwarden.io/node"), other))
-    # What is not in a namespace needs the permission everywhere.
+    # Cluster-scoped objects need the permission for the whole cluster.
     await refused(users.user.patch(GPU_NODES, "node-p", FORGED_STATUS, subresource="status"))
 
 
@@ -159,7 +157,7 @@ async def test_copied_manifest_keeps_its_gpu_request(users: ClusterUsers, enable
 async def test_garbage_collector_completes_a_foreground_deletion_of_evidence(
     users: ClusterUsers, cluster: Cluster
 ) -> None:
-    """After a delete in the foreground it takes its finalizer off, and has no permission of ours."""
+    """After a foreground deletion the garbage collector removes its finalizer; it has no `manage` permission."""
     new = new_node_evidence("node-q")
     await users.warden.create(
         NODE_EVIDENCES, {**new, "metadata": {**new["metadata"], "finalizers": ["example.test/foreground"]}}
@@ -186,7 +184,7 @@ async def test_other_webhook_configurations_are_not_protected(users: ClusterUser
 
 
 async def test_cluster_admin_has_manage_permission(users: ClusterUsers, enabled: str) -> None:
-    """The permission holds off whoever has less than cluster-admin. Nobody can be held off who grants permissions."""
+    """The permission stops everyone below cluster-admin. A user who can grant permissions cannot be stopped."""
     await reserved_pod(users, enabled)
     assert await is_allowed(users.boss, PODS.path(enabled, "a"), forged("gpuwarden.io/node"))
     assert await is_allowed(users.boss, GPU_NODES.path(None, "node-p", "status"), FORGED_STATUS)

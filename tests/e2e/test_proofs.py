@@ -1,4 +1,4 @@
-"""Challenged nodes on a real API server: replicas that share nothing but it and a key, with the shipped permissions."""
+"""Challenges on a real API server: replicas share only the API server and a key, and have the shipped permissions."""
 
 import asyncio
 import json
@@ -51,7 +51,7 @@ RBAC = {"ServiceAccount": SERVICE_ACCOUNTS, "ClusterRole": CLUSTER_ROLES, "Clust
 
 @frozen(eq=False)
 class Harness:
-    """Replicas, one node, and its agent."""
+    """Replicas, one node, and its SPIRE agent."""
 
     cluster: Cluster
     kube: Kube
@@ -59,7 +59,8 @@ class Harness:
     replicas: tuple[Running, ...]
 
     async def is_old_enough(self) -> None:
-        """What is issued within the skew of a node's making might be of the node before it."""
+        """Waits until the Node is older than the clock skew: a token issued before could belong to a previous node of
+        this name."""
         made = datetime.fromisoformat((await self.kube.get(NODES, NODE))["metadata"]["creationTimestamp"])
 
         async def age() -> timedelta:
@@ -81,7 +82,7 @@ class Harness:
         return reply.status_code
 
     async def proves(self, replica: Running, hash: str = HASH) -> None:
-        """Post new proofs until one is taken: in one and the same second only one can be."""
+        """Posts new proofs until one is accepted: only one per second can be."""
 
         async def attempt() -> int:
             return await self.posted(replica, await self.token(replica, hash))
@@ -106,7 +107,7 @@ class Harness:
 
 @asynccontextmanager
 async def account_of(cluster: Cluster, kube: Kube) -> AsyncIterator[Path]:
-    """A kubeconfig that may do what `serve` may, and nothing else."""
+    """A kubeconfig with exactly the permissions of `serve`."""
     async with new_namespace(kube) as namespace:
         manifests = [
             one
@@ -183,7 +184,7 @@ async def test_proof_accepted_by_one_replica_is_used_by_all(harness: Harness) ->
 
 @asynccontextmanager
 async def another(harness: Harness, account: Path, directory: Path, *keys_from: str) -> AsyncIterator[Running]:
-    """A replica that has just been started; its keys are from where the others' are, if nothing else is said."""
+    """Starts another replica; its keys come from the same source by default."""
     flags = ["--ledger", "cluster", "--kubeconfig", str(account), "--evidence", "jwt-svid"]
     flags += ["--spire-trust-domain", TRUST_DOMAIN, "--nonce-key", str(directory / "nonce.key")]
     flags += keys_from or ["--spire-workload-api", f"unix:{harness.agent.path}"]
@@ -195,7 +196,7 @@ async def another(harness: Harness, account: Path, directory: Path, *keys_from: 
 async def test_replica_started_without_bundle_keys_uses_stored_evidence(
     harness: Harness, account: Path, tmp_path: Path
 ) -> None:
-    """It is ready; what it cannot check it does not take, until it can."""
+    """The replica is ready; it refuses what it cannot verify until it has the keys."""
     await harness.proves(harness.replicas[0])
     await harness.agent.stop()
     async with another(harness, account, tmp_path) as again:
@@ -219,7 +220,7 @@ async def test_a_node_attests_itself(harness: Harness) -> None:
 
 
 async def test_proofs_are_refused_while_the_api_server_is_down_and_stored_evidence_stays(harness: Harness) -> None:
-    """What was not written down was not accepted, and the answer says so in time."""
+    """A proof that was not stored is not accepted, and the answer says so in time."""
     first, _ = harness.replicas
     text = await harness.token(first)
     harness.cluster.pause("kube-apiserver")
@@ -233,7 +234,7 @@ async def test_proofs_are_refused_while_the_api_server_is_down_and_stored_eviden
 
 
 async def test_no_replica_accepts_an_older_trust_bundle(harness: Harness, account: Path, tmp_path: Path) -> None:
-    """A key that was taken back would come back with it. Whoever has rebuilt SPIRE deletes the object."""
+    """A revoked key would return with it. After rebuilding SPIRE an operator deletes the object."""
     ca, lost, new = trustme.CA(), SigningKey.make("key-2"), SigningKey.make("key-3")
     ca.cert_pem.write_to_path(tmp_path / "ca.pem")
     async with AsyncExitStack() as stack:
@@ -254,7 +255,7 @@ async def test_no_replica_accepts_an_older_trust_bundle(harness: Harness, accoun
                 text = token(key, await harness.challenged(again), utc_now(), sub=evidence_id(NODE, OTHER_HASH))
                 assert await harness.posted(again, text) == 503
             assert not await harness.admits(again, OTHER_HASH)
-            assert await harness.admits(again, HASH)  # what is written is good, keys or none
+            assert await harness.admits(again, HASH)  # stored evidence is valid, with or without keys
 
             shown.reply = http(document(new, sequence=1))
             await harness.kube.delete(TRUST_BUNDLES, TRUST_DOMAIN)

@@ -1,4 +1,4 @@
-"""Pods that nothing can be had for now: created, gated, told why, and served in their turn. On a real control plane."""
+"""Pods without a free GPU are created, gated, get an Event, and are served in order. On a real control plane."""
 
 import itertools
 import time
@@ -28,13 +28,13 @@ from tests.e2e.processes import Site, site
 QUEUE = ("--when-unavailable", "queue")
 GATE = "gpuwarden.io/queue"
 GPU = "gpuwarden.io/gpu-uuid"
-# What is promised, and what a machine that does other things besides may need.
+# The promise, and the limit for a busy machine.
 PROMISED, PATIENT = 2.0, 20.0
 
 
 @define
 class QueueHarness:
-    """Where pods wait rather than are refused."""
+    """A site where pods wait instead of being denied."""
 
     here: Site
     kube: Kube
@@ -59,14 +59,14 @@ class QueueHarness:
         await pod_in_phase(self.kube, self.namespace, name, "Running")
 
     async def run(self, *names: str) -> None:
-        """Pods that have a GPU each."""
+        """Creates pods that run with a GPU each."""
         for name in names:
             await self.create(name)
         for name in names:
             await self.runs(name)
 
     async def wait(self, name: str, gpus: int = 1, asked: dict[str, str] | None = None, **spec: Any) -> Raw:
-        """A pod that waits behind our gate."""
+        """Creates a pod that waits behind gpuwarden's gate."""
         made = await self.create(name, gpus, asked, **spec)
         assert gates(made) == [GATE]
         return made
@@ -78,11 +78,11 @@ class QueueHarness:
         assert gates(await self.get(name)) == [GATE]
 
     async def holders(self) -> set[str]:
-        """The uids of those that hold something."""
+        """The UIDs of pods with reservations."""
         return {str(entry["uid"]) for entry in (await self.here.held()).values()}
 
     async def opened_after(self, name: str, ended: str) -> float:
-        """How many seconds after the end of the one pod the gate of the other is open."""
+        """Ends one pod; returns the seconds until the gate of the other is removed."""
         await self.end(ended)
         freed = time.monotonic()
         await wait_until(lambda: self.get(name), lambda found: not gates(found), PATIENT)
@@ -102,7 +102,7 @@ async def queueing(
 async def queue_harness(
     cluster: Cluster, kube: Kube, directory: Path, *, gpus: int, nodes: int = 1, acts: bool = True
 ) -> AsyncIterator[QueueHarness]:
-    """With `acts`, somebody opens gates."""
+    """With `acts`, a reconciler runs and removes gates."""
     async with queueing(cluster, kube, directory, nodes=nodes, gpus=gpus) as here:
         if acts:
             await here.reconciler()
@@ -116,7 +116,7 @@ def gates(raw: Raw) -> list[str]:
 
 
 async def told(kube: Kube, raw: Raw, reason: str, words: str = "") -> str:
-    """The message of the event that says so."""
+    """Waits for the Event and returns its message."""
     meta = raw["metadata"]
     found = await wait_until(
         lambda: kube.list(EVENTS, meta["namespace"], fieldSelector=f"involvedObject.uid={meta['uid']}"),
@@ -132,7 +132,7 @@ async def test_queued_pods_all_run_in_order_and_never_two_on_one_gpu(
         await kube.create(DEPLOYMENTS, deployment("train", 5, 1), queue.namespace)
         there = await wait_until(queue.pods, lambda pods: len(pods) == 5)
         seen: set[str] = set()
-        while len(seen) < 5:  # each that runs is ended, and the next one has its GPU
+        while len(seen) < 5:  # each running pod is ended, and the next gets its GPU
             running = await wait_until(queue.pods, lambda pods: any(is_new(one, seen) for one in pods))
             for one in running:
                 if is_new(one, seen):
@@ -154,7 +154,7 @@ async def test_queued_pod_gets_an_event_and_is_served_soon_after_a_gpu_is_free(
 ) -> None:
     async with queue_harness(cluster, kube, tmp_path, gpus=1) as queue:
         await queue.run("first")
-        # With terms of its own: their number is fixed once a pod exists, what stands in them is not.
+        # The pod has own affinity terms: their number is immutable once a pod exists, their content is not.
         own = [{"matchExpressions": [{"key": "kubernetes.io/os", "operator": "In", "values": ["linux"]}]}] * 2
         required = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": own}}
         waits = await queue.wait("second", affinity={"nodeAffinity": required})
@@ -168,7 +168,7 @@ async def test_queued_pod_gets_an_event_and_is_served_soon_after_a_gpu_is_free(
         assert "gpuwarden.io/queued" not in opened["metadata"].get("labels", {})
         await queue.runs("second")
         await told(kube, waits, "GateOpened")
-        # The machine may be busy at the one moment or the other.
+        # The machine may be busy at any one of these moments.
         names = ["second", *(f"later-{number}" for number in range(4))]
         for before, name in itertools.pairwise(names):
             if min(took) > PROMISED:
@@ -191,7 +191,7 @@ async def test_pod_without_a_proven_node_waits_in_the_queue(cluster: Cluster, ku
 
 @pytest.mark.long  # a Lease has to end twice
 async def test_interrupted_reconciler_serves_no_queued_pod_twice(cluster: Cluster, kube: Kube, tmp_path: Path) -> None:
-    """Where exactly it ends is left to chance here; every step is taken in tests/admission/queue/test_queue.py."""
+    """The moment of the kill is random; tests/admission/queue/test_queue.py covers every step."""
     async with queue_harness(cluster, kube, tmp_path, gpus=1, acts=False) as queue:
         here = queue.here
         await queue.run("first")
@@ -199,7 +199,7 @@ async def test_interrupted_reconciler_serves_no_queued_pod_twice(cluster: Cluste
         deaf = await here.reconciler()
         await wait_until(here.held, lambda held: {entry["phase"] for entry in held.values()} == {"finalized"})
         await queue.end("first")
-        # Whatever it was doing at that moment, it does no more.
+        # It stops in the middle of its work.
         await deaf.kill()
         await here.reconciler()
         await queue.runs("second")
@@ -242,7 +242,7 @@ async def test_gate_set_by_a_user_is_removed_on_opt_in_and_stays_elsewhere(
         own = await queue.create("own", schedulingGates=[{"name": GATE}])
         assert gates(own) == []
         assert own["metadata"]["annotations"][GPU] in queue.here.gpus
-        # Where nobody reviews.
+        # In a namespace without reviews.
         elsewhere = queue.here.own_namespace
         stray = await kube.create(PODS, pod("stray", schedulingGates=[{"name": GATE}]), elsewhere)
         assert "put there by gpuwarden only" in await told(kube, stray, "Forged")
@@ -280,7 +280,7 @@ async def test_small_claims_use_other_nodes_while_a_large_claim_waits(
         small = await wait_until(lambda: created_gated(queue, large), bool)
         assert small is not None
         name = small["metadata"]["name"]
-        # One GPU is free, beside c: that is where the large one will be.
+        # One GPU is free on the node of c; the large pod will run there.
         await told(kube, small, "NoFreeDevice", "turn of another pod")
         await queue.end("a")
         await queue.runs(name)
@@ -292,7 +292,8 @@ async def test_small_claims_use_other_nodes_while_a_large_claim_waits(
 
 
 async def created_gated(queue: QueueHarness, first: Raw) -> Raw | None:
-    """A small pod that has to wait, once the replica knows who came first; that is told in whole seconds."""
+    """Creates a small pod that waits: it must be younger than the first pod by creation time, which has a resolution of
+    seconds."""
     made = await queue.create(None)
     if gates(made) and made["metadata"]["creationTimestamp"] > first["metadata"]["creationTimestamp"]:
         return made

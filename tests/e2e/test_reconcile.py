@@ -1,4 +1,4 @@
-"""The reconciler with real pods: they come, run, end and go as the API server and its controllers will have it."""
+"""The reconciler with real pods that the API server and its controllers create, run and delete."""
 
 import asyncio
 import copy
@@ -31,11 +31,9 @@ RECORD = ClaimRecord(gpus=1)
 
 @pytest.fixture
 async def reconciling(cluster: Cluster, bench: ApiBench) -> AsyncIterator[ApiBench]:  # noqa: F811 - the fixture
-    """A reconciler at work on what a watch of all pods tells it."""
+    """A reconciler that gets events from a watch of all pods."""
     async with await connected(Settings(kubeconfig=cluster.kubeconfig)) as api:
-        await wait_until(
-            ApiPods(api).reserved_pods, lambda found: not found
-        )  # those of earlier tests are on their way out
+        await wait_until(ApiPods(api).reserved_pods, lambda found: not found)  # pods of earlier tests are being deleted
         events = ApiEvents(api, utc_now, lambda _: None)
         reconciler = Reconciler(bench.ledger, ApiPods(api), events, lambda: bench.now)
         watch = Watch(api, PODS_PATH, reconciler)
@@ -62,7 +60,7 @@ async def reconciling(cluster: Cluster, bench: ApiBench) -> AsyncIterator[ApiBen
 
 
 def dressed_pod(reservation_id: str, **annotations: str) -> Raw:
-    """A pod as it leaves the mutating door, in the part that the reconciler reads."""
+    """A dressed pod, with the fields that the reconciler reads."""
     ours = {
         "gpuwarden.io/reservation-id": reservation_id,
         "gpuwarden.io/node": "node-a",
@@ -121,7 +119,7 @@ async def test_terminating_pod_keeps_its_devices_until_it_is_gone(
     assert await kube.find(PODS, "train", namespace) is None
 
 
-# What the watch alone would never mend.
+# What the watch alone would never correct.
 
 EVENTS = Resource("api/v1", "events")
 CONFIG_MAPS = Resource("api/v1", "configmaps")
@@ -202,7 +200,7 @@ async def test_manually_removed_reservation_is_restored(reconciling: ApiBench, k
     await kube.patch(
         GPU_NODES, "node-a", [{"op": "replace", "path": f"{path}/phase", "value": "releasing"}], subresource="status"
     )
-    with suppress(ApiError):  # the reconciler may have been faster
+    with suppress(ApiError):  # the reconciler may have restored it already
         await kube.patch(GPU_NODES, "node-a", [{"op": "remove", "path": path}], subresource="status")
     await wait_until(lambda: is_in_phase(reconciling, "finalized"))
 
@@ -212,7 +210,8 @@ async def test_garbage_collector_deletes_no_reservation(reconciling: ApiBench, k
     await reserved(reconciling, namespace)
     await kube.create(PODS, dressed_pod("r1"), namespace)
     await wait_until(lambda: is_in_phase(reconciling, "finalized"))
-    # Made later, and of an owner that is not there: once it has been collected, what came before it has been looked at.
+    # It is created later and has an owner that does not exist: once it is collected, the collector has considered the
+    # earlier objects.
     nobody = {"apiVersion": "v1", "kind": "ConfigMap", "name": "nobody", "uid": "00000000-0000-0000-0000-000000000000"}
     await kube.create(CONFIG_MAPS, {"metadata": {"name": "orphan", "ownerReferences": [nobody]}}, namespace)
     await gone(kube, CONFIG_MAPS, "orphan", namespace)

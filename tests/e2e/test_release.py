@@ -1,4 +1,4 @@
-"""`gpuwarden release`: an operator ends what is held for a pod that is gone."""
+"""`gpuwarden release`: an operator releases the GPU of a deleted pod."""
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -13,7 +13,7 @@ from tests.e2e.kube import CLUSTER_ROLE_BINDINGS, CLUSTER_ROLES, EVENTS, PODS, A
 from tests.e2e.processes import Site, site, with_policies
 from tests.running import GPUWARDEN
 
-# Nothing ends by itself here.
+# No orphan is released by time in these tests.
 FLAGS = ("--orphan-margin", "1h", "--max-grace", "1h")
 
 
@@ -26,7 +26,7 @@ async def here(cluster: Cluster, kube: Kube, tmp_path: Path) -> AsyncIterator[Si
 
 
 async def release(kubeconfig: Path, *wanted: str) -> tuple[int, str]:
-    """Exit status, and all that was said."""
+    """The exit status and the output."""
     process = await asyncio.create_subprocess_exec(
         GPUWARDEN,
         "release",
@@ -80,7 +80,7 @@ MANAGES = {"apiGroups": ["gpuwarden.io"], "resources": ["reservations"], "verbs"
 
 
 async def test_release_needs_manage_permission_beside_status_writes(here: Site, cluster: Cluster) -> None:
-    """The two differ by that permission alone, and with every policy in place."""
+    """The two accounts differ only in that permission; every policy is installed."""
     (node,) = here.nodes
     uuid = await run_victim(here, node, grace=0)
     await delete(here, node, 0)
@@ -97,7 +97,7 @@ async def test_release_needs_manage_permission_beside_status_writes(here: Site, 
 
 @asynccontextmanager
 async def granted(kube: Kube, rights: Mapping[str, Sequence[Raw]]) -> AsyncIterator[None]:
-    """By name of a user, in the whole cluster."""
+    """Grants a user cluster-wide rights."""
     async with AsyncExitStack() as stack:
         for name, rules in rights.items():
             ref = {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": name}

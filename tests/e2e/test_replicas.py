@@ -1,4 +1,4 @@
-"""Several replicas and a reconciler, as processes, behind a real API server. The pods themselves are the judges."""
+"""Several replicas and a reconciler as processes behind a real API server, checked by the pods alone."""
 
 import asyncio
 import subprocess
@@ -22,9 +22,9 @@ SLOTS = len(NODES) * GPUS
 
 @pytest.fixture
 async def gpu_nodes(kube: Kube) -> AsyncIterator[None]:
-    """What discovery would have written."""
+    """The GPUNodes that discovery would write."""
     await installed(kube)
-    # A GPUNode that is made anew is rebuilt from the pods: those of earlier tests, on their way out, hold theirs still.
+    # A recreated GPUNode is rebuilt from the pods: those of earlier tests keep their GPUs until they are gone.
     await wait_until(lambda: reserved_pods(kube), lambda left: not left)
     for name in NODES:
         await kube.create(GPU_NODES, gpu_node(name, *(f"GPU-{name}-{k}" for k in range(GPUS))))
@@ -55,7 +55,7 @@ def reconciler(cluster: Cluster, tmp_path: Path) -> Iterator[subprocess.Popen[by
 
 @pytest.fixture
 async def namespaces(kube: Kube, replicas: list[Running]) -> AsyncIterator[list[str]]:
-    """One for each replica, which mutates its pods; the next replica validates them."""
+    """A namespace per replica, which mutates its pods; the next replica validates them."""
     async with AsyncExitStack() as stack:
         names = [await stack.enter_async_context(new_namespace(kube, ENABLED)) for _ in replicas]
         for number, name in enumerate(names):
@@ -75,13 +75,13 @@ async def namespaces(kube: Kube, replicas: list[Running]) -> AsyncIterator[list[
 
 
 async def reserved_pods(kube: Kube) -> list[str]:
-    """Pods that carry a reservation, wherever they are."""
+    """All pods with a reservation."""
     pods = [one["metadata"] for one in await kube.list(PODS)]
     return [one["name"] for one in pods if "gpuwarden.io/reservation-id" in (one.get("annotations") or {})]
 
 
 async def acts(kube: Kube, namespace: str) -> bool:
-    """Whether both doors are there: the dry run is dressed by one and not refused by the other."""
+    """Whether both webhooks act: a dry run is dressed by one and allowed by the other."""
     try:
         made = await kube.create(PODS, pod("probe", gpus=1), namespace, dryRun="All")
     except ApiError:
@@ -147,7 +147,7 @@ async def test_killed_replica_loses_no_reservation(
     before = await asyncio.gather(*(tried(kube, namespaces[0]) for _ in range(4)))
     assert not [one for one in before if isinstance(one, ApiError)]
     replicas[0].process.kill()
-    # The second namespace is mutated by the second replica and validated by the third.
+    # The second replica mutates and the third validates pods of the second namespace.
     after = await asyncio.gather(*(tried(kube, namespaces[1]) for _ in range(SLOTS)))
     assert sum(not isinstance(one, ApiError) for one in after) == SLOTS - 4
     gpus = [uuid for one in await alive(kube, namespaces[:2]) for uuid in gpus_of(one)]

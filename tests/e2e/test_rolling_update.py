@@ -1,4 +1,4 @@
-"""Replicas are replaced one after the other, as a Deployment does it, while pods are reviewed."""
+"""Replicas are replaced one by one, as by a Deployment, while pods are reviewed."""
 
 import asyncio
 import itertools
@@ -12,9 +12,9 @@ from tests.e2e.kube import PODS, ApiError, Kube, pod
 from tests.e2e.measurements import report_figures
 from tests.e2e.processes import Site, site
 
-# What a chart gives as `preStop: {sleep: …}`, shorter: until then no new connection comes to a replica that is to end.
+# Shorter than the chart's `preStop: {sleep: …}`: until then a replica that will stop gets no new connection.
 PRE_STOP = 1.0
-# Requests in flight and idle connections end by themselves long before `--drain-timeout`.
+# Requests in flight and idle connections end long before `--drain-timeout`.
 GRACE = 30.0
 
 
@@ -37,7 +37,7 @@ async def test_rolling_update_loses_no_review(
         load = [asyncio.ensure_future(created(here, number, lost, counts)) for number in range(len(counts))]
         try:
             for old in list(here.replicas):
-                await here.replica()  # ready before the old one goes
+                await here.replica()  # ready before the old one stops
                 before = sum(counts)
                 here.balancer.servers.remove(old)
                 await asyncio.sleep(PRE_STOP)

@@ -1,4 +1,4 @@
-"""A RuntimeClass that is written into pods, on an API server whose own plugin fills in what the class says."""
+"""A RuntimeClass that gpuwarden writes into pods, on an API server whose plugin applies the class."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""An elected process that is told to stop ends what it does, and another one follows at once."""
+"""An elected process finishes its work when it is stopped, and another one takes over immediately."""
 
 import time
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What SPIRE says of agents becomes NodeEvidence in a real API server, by a real reconciler."""
+"""A real reconciler writes SPIRE's data on agents as NodeEvidence to a real API server."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -33,7 +33,7 @@ HASH, OTHER_HASH = "sha256:aa11", "sha256:bb22"
 
 @frozen(eq=False)
 class Harness:
-    """A SPIRE Server that the reconciler asks, and the NodeEvidence of one node."""
+    """A SPIRE Server that the reconciler queries, and the NodeEvidence of one node."""
 
     cluster: Cluster
     kube: Kube
@@ -47,7 +47,7 @@ class Harness:
         return sources.get("spire-server")
 
     async def wait_for_entry(self, **members: object) -> Raw | None:
-        """Wait until the entry says this."""
+        """Waits until the entry has these values."""
         return await wait_until(
             self.entry, lambda entry: entry is not None and all(entry.get(key) == one for key, one in members.items())
         )
@@ -70,11 +70,11 @@ async def harness(cluster: Cluster, kube: Kube, namespace: str, tmp_path: Path) 
         await asyncio.to_thread(
             stack.enter_context, reconciling(tmp_path, [*cluster_flags, *flags.split(), *also.split()])
         )
-        quiet = ("--log-level", "warn")  # nobody reads it, and a pipe holds 64 KiB
+        quiet = ("--log-level", "warn")  # the log is a pipe of 64 KiB that is not read
         yield Harness(cluster, kube, spire, namespace, (*cluster_flags[:2], *flags.split(), *also.split(), *quiet))
     await spire.stop()
     await api.stop()
-    if await kube.find(NODE_EVIDENCES, NODE):  # the reconciler deletes it where there is no Node
+    if await kube.find(NODE_EVIDENCES, NODE):  # the reconciler deletes evidence without a Node
         await kube.delete(NODE_EVIDENCES, NODE)
 
 
@@ -96,7 +96,7 @@ async def test_reconciler_writes_evidence_of_spire(harness: Harness) -> None:
 
 
 async def test_evidence_of_a_removed_source_is_deleted(harness: Harness) -> None:
-    """Somebody's word that has no end would stand for ever."""
+    """Evidence without an end would be valid for ever."""
 
     async def sources() -> Raw:
         found = await harness.kube.find(NODE_EVIDENCES, NODE) or {}
@@ -107,7 +107,7 @@ async def test_evidence_of_a_removed_source_is_deleted(harness: Harness) -> None
 
 @asynccontextmanager
 async def away(spire: SpireDouble) -> AsyncIterator[Callable[[], Awaitable[None]]]:
-    """It hangs up on whoever asks; the function waits until a failure has been dealt with, as the next one shows."""
+    """Makes SPIRE close every connection; waits until the second failure, so that the first has been processed."""
     await spire.stop()
     failed = asyncio.Event()
 
@@ -141,7 +141,7 @@ async def test_reelected_leader_does_not_revert_a_ban_of_another_leader(
     ban = {"status": {"sources": {"spire-server": {"banned": True}}}}
 
     async def is_led_by_another() -> bool:
-        """Whoever leads puts a hand right at once."""
+        """A leader corrects manual changes at once."""
         await harness.kube.patch(NODE_EVIDENCES, NODE, ban, subresource="status")
         await asyncio.sleep(2)
         entry = await harness.entry()
@@ -165,13 +165,13 @@ async def test_reelected_leader_does_not_revert_a_ban_of_another_leader(
 
 @frozen(eq=False)
 class Served:
-    """The same node with a GPU, and a server that goes by what is written of it."""
+    """The node with a GPU, and a server that uses its stored evidence."""
 
     harness: Harness
     server: Running
 
     async def born(self) -> datetime:
-        """Make the Node, and wait so long that an agent can have attested after that."""
+        """Creates the Node, and waits until an agent can have attested after that."""
         await asyncio.to_thread(self.harness.cluster.add_nodes, [node_object(NODE)])
         made = datetime.fromisoformat((await self.harness.kube.get(NODES, NODE))["metadata"]["creationTimestamp"])
 
@@ -182,7 +182,7 @@ class Served:
         return made
 
     def attested_after(self, made: datetime, serial: str) -> None:
-        """By the newest moment that is certain, as it is told: a skew after the Node was made, and a little."""
+        """Attested at the earliest time that is certainly after the Node was created: the skew and a little more."""
         expires_at = made + SKEW + timedelta(seconds=1) + TTL
         self.harness.spire.agents = [agent(NODE, HASH, expires_at=expires_at, serial=serial)]
 
@@ -215,7 +215,7 @@ async def removed(kube: Kube, of: Resource) -> None:
 
 
 async def test_recreated_node_must_be_attested_again(served: Served) -> None:
-    """The agent of the machine before is still in the registry, alive and not banned."""
+    """The agent of the previous machine is still in the registry, alive and not banned."""
     harness = served.harness
     served.attested_after(await served.born(), serial="1")
     await served.comes_to_admit(admitted=True)

@@ -1,4 +1,4 @@
-"""Many clients, several replicas, pods that come and go: judged from the pods."""
+"""Many clients, several replicas, and pods that are created and deleted, checked by the pods alone."""
 
 import asyncio
 import time
@@ -17,14 +17,16 @@ from tests.e2e.storm import SHORT_LIVED, Storm, mixed, plain
 
 REPLICAS = 4
 GPUS = 8
-# A pending reservation's deadline and, for others, the clock skew; then a pass of the reconciler and its writes.
+# The deadline of a pending reservation and, for other replicas, the clock skew; then a pass of the reconciler and its
+# writes.
 DEADLINE, SKEW, SLACK = 20, 1, 10
-# On a machine that is too small for all of this a review may run out of time; it says so.
+# On a small machine a review may run out of time; the error says so.
 CLEAR = {(429, "NoFreeDevice"), (503, "DeadlinePassed"), (409, "ReservationExpired")}
-# Of five random letters some are drawn twice: the API server begins anew then, with another uid (test_generated_names).
+# Names of five random characters collide sometimes: the API server then starts again with another UID
+# (test_generated_names).
 NAME_TAKEN = (409, "ReservationConflict")
 FLAGS = ("--pending-deadline", f"{DEADLINE}s", "--clock-skew", f"{SKEW}s")
-# Whole tests; a machine with two cores carries out 15 to 40 creations a second, everything included.
+# Whole tests; a machine with two cores performs 15 to 40 creations per second in total.
 PATIENCE = 120.0
 
 
@@ -46,7 +48,7 @@ async def true(look: Callable[[], object]) -> bool:
 
 
 async def freed(here: Site) -> float:
-    """How long it takes after the last pod has gone until nothing is held."""
+    """Seconds from the end of the last pod until no reservation is left."""
     await here.free_all()
     await wait_until(lambda: true(lambda: not here.checker.live_pods), seconds=PATIENCE)
     started = time.monotonic()
@@ -121,7 +123,7 @@ async def test_many_pods_use_every_gpu_and_never_share_one(
 async def test_job_with_many_pods_stays_within_the_pending_limits(
     cluster: Cluster, kube: Kube, tmp_path: Path, request: pytest.FixtureRequest, nodes: int, pods: int
 ) -> None:
-    """Where anybody may post reviews, as in every other test here."""
+    """Callers are not authenticated, as in every other test here."""
     shape: dict[str, Any] = {"nodes": nodes, "gpus": GPUS, "replicas": 2, "name": "job"}
     async with site(cluster, kube, tmp_path, **shape) as here, asyncio.timeout(2 * PATIENCE + pods):
         await here.reconciler()

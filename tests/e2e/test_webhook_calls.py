@@ -1,4 +1,5 @@
-"""Which requests the API server brings before us, by the configurations that we ship; and what it does without us."""
+"""Which requests the API server sends to gpuwarden with the shipped configurations, and what it does without a
+server."""
 
 from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
@@ -46,7 +47,7 @@ from webhook.kube.install.policies import Installation
 # The discard port, where nobody listens.
 
 
-# The fixtures of this module live as long as it does, and so does the loop that their connections belong to.
+# The fixtures of this module and the event loop of their connections live as long as the module.
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
@@ -66,7 +67,7 @@ async def harness(cluster: Cluster, server: Running) -> AsyncIterator[WebhookHar
 async def enabled(harness: WebhookHarness) -> AsyncIterator[str]:
     async with new_namespace(harness.kube, CANONICAL) as name:
         yield name
-        # Deletes are reviewed too: the last of them is in before the next test counts.
+        # Deletes are reviewed, too: the last one is reviewed before the next test counts.
         await harness.kube.call("DELETE", PODS.path(name), query={"gracePeriodSeconds": "0"})
         await wait_until(lambda: harness.kube.list(PODS, name), lambda left: left == [])
 
@@ -80,7 +81,7 @@ def asking(part: str, resource: str) -> Raw:
     return pod_with_containers(container(resources={part: amounts[part], "limits": {resource: "1"}}))
 
 
-# Who asks for nothing.
+# Pods without a request.
 
 NOTHING = {
     "nothing said": pod("a"),
@@ -117,7 +118,7 @@ async def test_pod_without_a_request_causes_no_webhook_call(harness: WebhookHarn
 
 
 async def test_large_pod_is_within_the_cost_limit_of_match_conditions(harness: WebhookHarness, enabled: str) -> None:
-    """Beyond a budget the API server stops looking and refuses: 200 containers with 100 variables each are within."""
+    """Beyond a cost limit the API server refuses the pod: 200 containers with 100 variables each are within it."""
     env = [{"name": f"VARIABLE_{n}", "value": "x"} for n in range(100)]
     async with CallCounter(harness) as calls:
         await harness.kube.create(
@@ -136,7 +137,7 @@ async def test_invalid_pod_gets_the_error_of_the_api_server(harness: WebhookHarn
         assert refused.value.status == 422, refused.value.message
 
 
-# Who asks, and what would show a GPU.
+# Pods with a request, and pods that would see a GPU.
 
 ASKING = {
     "hash": annotated_pod("gpuwarden.io/required-hash", PROVEN),
@@ -179,7 +180,7 @@ async def test_pod_that_requests_or_would_see_a_gpu_is_reviewed(
             said = exc.message
     assert calls.mutate == 1
     assert "failed calling webhook" not in said
-    # The second one is not asked about what the first one denied, nor about what asks for nothing any more.
+    # The second webhook is not called for what the first denied, nor for a pod that no longer has a request.
     is_denied = 'webhook "mutate.gpuwarden.io" denied' in said
     assert calls.validate == (0 if is_denied or one in COPIED.values() else 1), said
 
@@ -216,7 +217,7 @@ async def test_pods_of_system_namespaces_and_the_own_namespace_are_not_reviewed(
     assert calls.both == (0, 0)
 
 
-# A pod that exists.
+# Existing pods.
 
 
 async def test_pod_is_reviewed_only_at_creation_and_deletion(harness: WebhookHarness, enabled: str) -> None:
@@ -232,7 +233,7 @@ async def test_pod_is_reviewed_only_at_creation_and_deletion(harness: WebhookHar
     assert lived.both == (0, 0)
     async with CallCounter(harness) as ended:
         await harness.kube.delete(PODS, "a", enabled, grace=0)
-    # The kubelet, seeing it, deletes it as well.
+    # The kubelet sends a delete, too.
     assert (ended.mutate, ended.validate >= 1) == (0, True)
     async with CallCounter(harness) as afterwards:
         await harness.kube.patch(PODS, "a", {"metadata": {"finalizers": None}}, enabled)
@@ -241,7 +242,7 @@ async def test_pod_is_reviewed_only_at_creation_and_deletion(harness: WebhookHar
 
 
 async def test_resize_is_reviewed_for_pods_with_device_plugin_gpus(harness: WebhookHarness, enabled: str) -> None:
-    """Our own pods have no such request any more: their CPU is their owner's."""
+    """Dressed pods no longer have such a request: their CPU belongs to their owner."""
     cpu = {"requests": {"cpu": "1"}, "limits": {"cpu": "8"}}
     one = pod_with_containers(container(resources=cpu), schedulerName="nobody")
     one["metadata"]["annotations"] = HASH | {"gpuwarden.io/gpu-count": "1"}
@@ -271,7 +272,7 @@ async def test_bindings_are_reviewed_on_both_paths(harness: WebhookHarness) -> N
 
         async def calls_of(path: str) -> tuple[int, int]:
             async with CallCounter(harness) as calls:
-                # What the server says to it is another test's matter.
+                # The server's answer is checked by another test.
                 with suppress(ApiError):
                     await harness.kube.call("POST", path, to_node, {"dryRun": "All"})
             return calls.both
@@ -280,7 +281,7 @@ async def test_bindings_are_reviewed_on_both_paths(harness: WebhookHarness) -> N
             await wait_until(lambda path=path: calls_of(path), lambda seen: seen == (0, 1))  # type: ignore[misc]  # bound now
 
 
-# When nobody answers.
+# No server answers.
 
 
 @pytest_asyncio.fixture(loop_scope="module")
@@ -301,7 +302,7 @@ async def test_all_pods_can_be_deleted_at_once(kube: Kube, namespace_without_web
 
 
 async def test_pod_with_gpus_continues_while_no_webhook_answers(kube: Kube, namespace_without_webhook: str) -> None:
-    """It is scheduled, started and ended: none of that asks us."""
+    """It is scheduled, started and ended without a review."""
     await kube.patch(PODS, "served", [{"op": "remove", "path": "/spec/schedulingGates/0"}], namespace_without_webhook)
     await pod_in_phase(kube, namespace_without_webhook, "served", "Running")
     ended = {"status": {"phase": "Succeeded"}}

@@ -1,4 +1,4 @@
-"""Our server behind a real API server: what it patches is what runs, and what it says reaches the client."""
+"""gpuwarden behind a real API server: its patches take effect, and its messages reach the client."""
 
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -31,7 +31,7 @@ from tests.running import Running, serving
 
 PROVEN = "sha256:aa11"
 HASH = {"gpuwarden.io/required-hash": PROVEN}
-# Only node-1 is proven; it is not the scheduler's first choice, nor its only one.
+# Only node-1 is proven; it is neither the scheduler's first nor its only choice.
 INVENTORY = {
     "nodes": [
         {"name": "node-0", "devices": [{"uuid": f"GPU-0-{n}"} for n in range(8)]},
@@ -51,14 +51,14 @@ def server(tmp_path: Path) -> Iterator[Running]:
 
 @pytest.fixture
 async def enabled(kube: Kube) -> AsyncIterator[str]:
-    """A namespace that has asked for gpuwarden."""
+    """An opted-in namespace."""
     async with new_namespace(kube, ENABLED) as name:
         yield name
 
 
 @pytest.fixture
 async def trained(kube: Kube, enabled: str, server: Running) -> AsyncIterator[str]:
-    """The same, reviewed by the server."""
+    """The namespace, reviewed by the server."""
     ca = server.directory / "certs/dev/ca.crt"
     async with reviewed(kube, enabled, at_url(server.urls["https"]), ca):
         yield enabled
@@ -174,7 +174,7 @@ async def test_pods_are_refused_without_a_server_only_in_opted_in_namespaces(
 
 
 async def test_webhook_is_reached_through_a_service(kube: Kube, enabled: str, tmp_path: Path) -> None:
-    """As in a cluster, but that the Service's name leads to this machine."""
+    """As in a cluster, except that the Service's name leads to this machine."""
     name = f"gpuwarden.{enabled}.svc"
     ca = trustme.CA()
     leaf = ca.issue_cert(name)
@@ -193,7 +193,7 @@ async def test_webhook_is_reached_through_a_service(kube: Kube, enabled: str, tm
             assert len(await held(running)) == 3
 
 
-# Another team's webhook, which comes after ours.
+# Another webhook that is called after gpuwarden's.
 
 
 def adds_a_sidecar(one: Raw) -> list[Raw]:
@@ -212,8 +212,8 @@ async def test_change_by_a_later_webhook_is_corrected_by_reinvocation(
         assert len(asked) == 1
     containers = [container.get("env", ()) for container in made["spec"]["containers"]]
     seen = [env["value"].split(",") for one in containers for env in one if env["name"] == "NVIDIA_VISIBLE_DEVICES"]
-    assert seen == [gpus_of(made), *[["void"]] * (len(containers) - 1)]  # a sidecar is shown none
-    assert await held(server) == set(gpus_of(made))  # the second round found what the first had reserved
+    assert seen == [gpus_of(made), *[["void"]] * (len(containers) - 1)]  # a sidecar sees no GPU
+    assert await held(server) == set(gpus_of(made))  # the second call found the reservation of the first
     await pod_in_phase(kube, trained, "train", "Running")
 
 
