@@ -58,17 +58,17 @@ INDICES = {0: (1, 0), 1: (2,), 2: (0, 1, 2)}
 GPUS = 4
 LOGICAL = {"sets-0": "node1", "sets-1": "node2", "sets-2": "node3"}
 NAMES = tuple(LOGICAL)
-# What has to happen after a pod has gone: its GPUs are given back, the next one waits for them, is served and bound.
+# After a pod is gone its GPUs are released, and the next one waits, is served and bound.
 LONG = 2 * PATIENCE
 READY, STOPS_AFTER = "kubelet.test/ready", "kubelet.test/stops-after"
 
-# A pod that is deleted by force, or whose node is gone, keeps its GPUs for its grace period and the margin.
+# A pod that is deleted by force, or whose node is deleted, keeps its GPUs for its grace period and the margin.
 GRACE = 1
-# Pods that say nothing of it have 30 s.
+# The default grace period.
 ORPHANS = ("--max-grace", "30s", "--orphan-margin", "1s")
 
 Place = tuple[str, tuple[str, ...]]
-"""A node, and GPUs of it."""
+"""A node and some of its GPUs."""
 
 
 def gpus_of(node: str, *indices: int) -> tuple[str, ...]:
@@ -79,7 +79,7 @@ PLACES: Mapping[int, Place] = {n: (NAMES[n], gpus_of(NAMES[n], *INDICES[n])) for
 
 
 def mapped_set(name: str = SET, replicas: int = 3, text: str = MAP, asked: Mapping[str, str] | None = None) -> Raw:
-    """Its containers say all that can be said of the variable before: nothing, something else, something of it."""
+    """The containers set the variable in every way: not at all, by name, and with another value."""
     containers: list[Raw] = [
         {"name": "bare", "image": "app:1"},
         {"name": "has-env", "image": "app:1", "env": [{"name": "MODE", "value": "x"}]},
@@ -109,7 +109,7 @@ def mapped_set(name: str = SET, replicas: int = 3, text: str = MAP, asked: Mappi
 
 
 def shown(raw: Raw) -> set[tuple[str, ...]]:
-    """What the variable is in each container when it starts, as a kubelet would work it out; it stands there once."""
+    """The variable's value in each container, as a kubelet would compute it; it is set once."""
     annotations = raw["metadata"]["annotations"]
     found = set()
     for container in (*raw["spec"]["initContainers"], *raw["spec"]["containers"]):
@@ -125,7 +125,7 @@ def shown(raw: Raw) -> set[tuple[str, ...]]:
 
 
 def place_of(raw: Raw | None) -> Place | None:
-    """Where it runs, and with which GPUs; None unless it runs."""
+    """The node and the GPUs of a running pod; None unless it runs."""
     if raw is None or raw["status"]["phase"] != "Running" or "deletionTimestamp" in raw["metadata"]:
         return None
     (gpus,) = shown(raw)
@@ -134,7 +134,7 @@ def place_of(raw: Raw | None) -> Place | None:
 
 @define(eq=False)
 class Harness:
-    """Where a set plays."""
+    """The processes and nodes with one StatefulSet."""
 
     here: Site
     kube: Kube
@@ -147,7 +147,7 @@ class Harness:
         return self.here.namespace
 
     def bind(self) -> None:
-        """Another binder, that wants to be elected."""
+        """Starts another binder, which tries to be elected."""
         directory = self.here.directory / f"bind-{len(self._started)}"
         flags = ("--log-level", "info", *self.here.flags)
         running = binding(directory, self.here.kubeconfig, self.here.own_namespace, *flags)
@@ -155,14 +155,14 @@ class Harness:
 
     @property
     def binder(self) -> Running:
-        """The latest."""
+        """The binder that was started last."""
         return self._started[-1]
 
     async def create(self, content: Raw) -> None:
         await self.kube.create(STATEFUL_SETS, content, self.namespace)
 
     async def is_older(self) -> None:
-        """Than whatever is made from now on: times of creation are in whole seconds."""
+        """Waits until objects created from now on are younger: creation times are in whole seconds."""
         made = await self.kube.get(STATEFUL_SETS, SET, self.namespace)
         created = datetime.fromisoformat(made["metadata"]["creationTimestamp"])
         await wait_until(lambda: asyncio.sleep(0.1, utc_now()), lambda now: now >= created + timedelta(seconds=1))
@@ -184,7 +184,7 @@ class Harness:
         return {one["metadata"]["uid"] for one in (await self.pods()).values()}
 
     async def delete(self, ordinal: int, *, force: bool = False, name: str = SET) -> str:
-        """The uid of the pod that is told to go."""
+        """Deletes the pod of the ordinal; returns its UID."""
         uid = str((await self.get(ordinal, name))["metadata"]["uid"])
         await self.kube.delete(PODS, f"{name}-{ordinal}", self.namespace, grace=0 if force else None)
         return uid
@@ -194,7 +194,7 @@ class Harness:
         await self.kube.patch(PODS, f"{SET}-{ordinal}", {"metadata": meta}, self.namespace)
 
     async def runs(self, *ordinals: int, name: str = SET, without: Collection[str] = (), seconds: float = LONG) -> None:
-        """Each with the GPUs of its line; none of those uids among them."""
+        """Waits until each ordinal runs with the GPUs of its map line; no pod has a UID in `without`."""
 
         async def look() -> dict[int, Any]:
             found = await self.pods()
@@ -214,7 +214,7 @@ class Harness:
         without: str = "",
         seconds: float = PATIENCE,
     ) -> Raw:
-        """Behind our gate, with an event that says so; by then it has nothing."""
+        """Waits until the pod is gated with the event; it has no GPU then."""
 
         async def look() -> Raw | None:
             found = await self.find(ordinal, name)
@@ -242,7 +242,7 @@ class Harness:
         await wait_until(look, lambda is_ready: is_ready == ready)
 
     async def prove(self, node: str, digest: str | None) -> None:
-        """As a provider's writer would; None takes its word back."""
+        """Writes evidence as a provider does; None removes it."""
         now = utc_now().astimezone(UTC)
         word = digest and Evidence(node, digest, SOURCE, now, now + timedelta(hours=1))
         if await self.kube.find(NODE_EVIDENCES, node) is None:
@@ -259,7 +259,7 @@ class Harness:
 
 
 def raw_node(name: str) -> Raw:
-    """As its kubelet registers it, with what `gpuwarden export` has read there."""
+    """A Node as its kubelet registers it, with the data that `gpuwarden export` has read there."""
     raw = node_object(name, GPUS, **{keys.LOGICAL_NODE_LABEL: LOGICAL[name]})
     raw["metadata"]["annotations"] = read_there(gpus_of(name, *range(GPUS)))
     return raw
@@ -271,7 +271,7 @@ def read_there(uuids: Sequence[str]) -> dict[str, str]:
 
 
 async def discovered(kube: Kube) -> None:
-    """The nodes say themselves which GPUs they have, and their GPUNodes come and go with them."""
+    """The nodes list their GPUs in annotations, and their GPUNodes are created and deleted with them."""
     for name in NAMES:
         meta = raw_node(name)["metadata"]
         await kube.patch(NODES, name, {"metadata": {"labels": meta["labels"], "annotations": meta["annotations"]}})
@@ -286,7 +286,7 @@ async def discovered(kube: Kube) -> None:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def company(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Harness]:
-    """All processes, once."""
+    """All processes, for the whole module."""
     directory = tmp_path_factory.mktemp("sets")
     async with (
         Kube(cluster.kubeconfig) as kube,
@@ -314,7 +314,7 @@ async def company(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def harness(company: Harness) -> AsyncIterator[Harness]:
-    """Empty and sound before each test, and after."""
+    """The harness, with everything cleaned up and repaired before and after each test."""
     try:
         yield company
         company.here.checker.assert_no_violations()
@@ -326,7 +326,7 @@ async def harness(company: Harness) -> AsyncIterator[Harness]:
 
 
 async def emptied(harness: Harness) -> None:
-    """No set, no pod, nothing held."""
+    """Deletes sets, pods and reservations."""
     for one in await harness.kube.list(STATEFUL_SETS, harness.namespace):
         await harness.kube.delete(STATEFUL_SETS, one["metadata"]["name"], harness.namespace)
     await harness.here.free_all()
@@ -335,7 +335,7 @@ async def emptied(harness: Harness) -> None:
 
 
 async def healed(harness: Harness) -> None:
-    """Whatever a test did to nodes and processes, and did not get to undo."""
+    """Undoes what a test did to nodes and processes."""
     lost = [raw_node(name) for name in NAMES if not await harness.is_node(name)]
     await asyncio.to_thread(harness.cluster.add_nodes, lost)
     for name in NAMES:
@@ -382,7 +382,7 @@ async def a_deleted_pod_has_its_gpus_back(harness: Harness) -> float:
 
 
 async def a_pod_that_is_slow_to_stop_keeps_them_until_it_has(harness: Harness) -> float:
-    """Who else wants them waits all the while; and nobody but the ordinal has them after."""
+    """Another pod for these GPUs waits meanwhile; afterwards only the ordinal gets them."""
     await harness.slow_to_stop(1, "3s")
     started = time.monotonic()
     old = await harness.delete(1)
@@ -405,7 +405,7 @@ async def scaled_down_and_up_each_has_its_own(harness: Harness) -> None:
 
 
 async def a_rolling_update_leaves_each_where_it_was(harness: Harness) -> float:
-    """One by one, the last ordinal first, each of them slow to stop."""
+    """One by one from the last ordinal on, each slow to stop."""
     before = await harness.pods()
     for ordinal in range(3):
         await harness.slow_to_stop(ordinal, "500ms")
@@ -448,7 +448,7 @@ async def test_ordinal_waits_for_evidence_of_its_node(harness: Harness, request:
 async def test_newer_set_mapped_to_the_same_gpus_waits_until_the_older_is_scaled_down(
     harness: Harness,
 ) -> None:
-    """Of what its map names it has nothing, not what is free either: the older set's ordinals come back to theirs."""
+    """The newer set gets none of the GPUs of its map, not even free ones: they belong to the older set's ordinals."""
     await harness.create(mapped_set())
     await harness.runs(0, 1, 2)
     content = mapped_set("rival", 1, "7=node1:1,2\n")
@@ -477,7 +477,7 @@ async def test_newer_set_mapped_to_the_same_gpus_waits_until_the_older_is_scaled
 
 @pytest.mark.defect("S1-8")
 async def test_ordinal_waits_for_its_node_until_it_is_ready(harness: Harness) -> None:
-    """The controllers take the pod away by themselves: it tolerates such a node for a moment only."""
+    """The controllers delete the pod: it tolerates such a node only for a moment."""
     brief = {"key": "node.kubernetes.io/not-ready", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 1}
     content = mapped_set()
     content["spec"]["template"]["spec"]["tolerations"] = [brief]
@@ -493,7 +493,7 @@ async def test_ordinal_waits_for_its_node_until_it_is_ready(harness: Harness) ->
 
 @pytest.mark.parametrize("is_forced", [True, pytest.param(False, marks=pytest.mark.long)], ids=["by-hand", "collected"])
 async def test_ordinal_waits_for_its_deleted_node_to_return(harness: Harness, *, is_forced: bool) -> None:
-    """Somebody says that the pod is over, or the collector of orphaned pods does after a minute."""
+    """The pod is deleted by force, or the pod garbage collector deletes it after a minute."""
     await harness.create(mapped_set())
     await harness.runs(0, 1, 2)
     old = str((await harness.get(1))["metadata"]["uid"])
@@ -503,14 +503,14 @@ async def test_ordinal_waits_for_its_deleted_node_to_return(harness: Harness, *,
     lost = await harness.waits(1, "NoSuitableNode", "gpu-node-name=node2", without=old, seconds=180)
     await gone(
         harness.kube, GPU_NODES, "sets-1", seconds=LONG
-    )  # the pod's containers may run until --max-grace is over
+    )  # the pod's containers may run until --max-grace has passed
     await asyncio.to_thread(harness.cluster.add_nodes, [raw_node("sets-1")])
     await harness.runs(0, 1, 2, without={old})
     assert (await harness.get(1))["metadata"]["uid"] == lost["metadata"]["uid"]
 
 
 async def test_map_by_index_leads_to_a_replaced_gpu(harness: Harness) -> None:
-    """The pod that has the old one keeps it, and nobody has either by mistake."""
+    """The pod with the old GPU keeps it, and no other pod gets either GPU."""
     await harness.create(mapped_set())
     await harness.runs(0, 1, 2)
     before = gpus_of("sets-1", *range(GPUS))
@@ -519,7 +519,7 @@ async def test_map_by_index_leads_to_a_replaced_gpu(harness: Harness) -> None:
 
 
 async def replaced(harness: Harness, uuids: Sequence[str]) -> None:
-    """The node has these GPUs from now on, and another one at the index that the map names."""
+    """Sets the GPUs of the node, with another one at the index that the map names."""
 
     async def devices() -> dict[str, bool]:
         found = (await harness.kube.get(GPU_NODES, "sets-1"))["spec"]["devices"]
@@ -536,7 +536,7 @@ async def replaced(harness: Harness, uuids: Sequence[str]) -> None:
 @pytest.mark.defect("S1-8")
 @pytest.mark.defect("S1-11")
 async def test_next_binder_binds_every_pod_of_a_killed_binder(harness: Harness, request: pytest.FixtureRequest) -> None:
-    """Killed while one pod is on its node, one has its GPUs and waits for room there, and one is not there yet."""
+    """Killed while one pod is on its node, one has its GPUs and waits for room there, and one does not exist yet."""
     hog = pod("hog", nodeName="sets-1")
     hog["spec"]["containers"][0]["resources"] = {"requests": {"cpu": "64"}}
     await harness.kube.create(PODS, hog, harness.namespace)
@@ -560,7 +560,7 @@ async def test_next_binder_binds_every_pod_of_a_killed_binder(harness: Harness, 
     assert len(bound) == len(set(bound))
 
 
-# Everything together, for a while.
+# All kinds of changes in random order.
 
 STORM = 300.0
 
@@ -601,7 +601,7 @@ async def pods_are_deleted(harness: Harness, chance: random.Random) -> None:
 
 
 async def the_set_is_scaled(harness: Harness, chance: random.Random) -> None:
-    """What it gives up by that the rival takes, and gives back when it is scaled down itself."""
+    """A competing set takes the GPUs that this set gives up, and returns them when it is scaled down."""
     for replicas in (chance.randint(0, 2), chance.randint(0, 5), 3):
         await harness.change(replicas=replicas)
         await asyncio.sleep(chance.uniform(0, 2))

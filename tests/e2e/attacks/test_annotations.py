@@ -1,4 +1,5 @@
-"""A tenant forges or changes what gpuwarden writes on pods, or opens its gate. No server of ours runs here."""
+"""A tenant forges or changes annotations that gpuwarden writes on pods, or removes its gate. No gpuwarden server runs
+here."""
 
 from collections.abc import AsyncIterator
 
@@ -27,7 +28,8 @@ from tests.e2e.kube import (
     pod,
 )
 
-# In a namespace that has asked for us a copied manifest keeps the request; elsewhere the older names are another's.
+# In an opted-in namespace a copied manifest keeps its request; elsewhere the older annotations belong to other
+# software.
 STRIPPED = OUTPUTS[1:]
 STRIPPED_ANYWHERE = OUTPUTS[:4]
 
@@ -75,8 +77,8 @@ async def test_user_cannot_add_annotations_of_gpuwarden(
 async def test_ephemeralcontainers_and_resize_cannot_change_annotations(
     users: ClusterUsers, enabled: str, subresource: str
 ) -> None:
-    """The API server itself lets nothing of the metadata through them, whoever asks."""
-    # On a node, a resize would also need a kubelet that can.
+    """The API server itself ignores metadata in these subresources, for every user."""
+    # On a node, a resize would also need a kubelet that supports it.
     await reserved_pod(users, enabled, schedulerName="nobody")
     before = await annotations(users, enabled)
     await users.admin.patch(PODS, "a", forged("gpuwarden.io/node"), enabled, subresource)
@@ -101,7 +103,7 @@ async def test_removing_the_namespace_label_does_not_allow_changes(users: Cluste
     await reserved_pod(users, enabled)
     await users.admin.patch(NAMESPACES, enabled, {"metadata": {"labels": {"gpuwarden.io/enabled": None}}})
     for key in OUTPUTS:
-        # The API server learns of the label a moment later; it makes no difference.
+        # The API server learns of the label a moment later; this makes no difference.
         await refused(users.user.patch(PODS, "a", forged(key), enabled), key)
 
 
@@ -117,7 +119,8 @@ async def test_forged_annotations_are_removed_at_creation(users: ClusterUsers, l
 
 
 async def test_forged_annotations_are_removed_in_namespaces_without_opt_in(users: ClusterUsers) -> None:
-    """No webhook looks there, and whoever goes by the annotations of pods must find none that we did not write."""
+    """No webhook reviews these namespaces, and readers of pods' annotations must find only those that gpuwarden
+    wrote."""
     notes = {**dict.fromkeys(STRIPPED_ANYWHERE, "forged"), "fudo.org/gpu.node": "x", "gpuwarden.io/gpu-count": "1"}
     async with new_namespace(users.admin) as namespace:
         await users.user.create(PODS, pod("a", annotations=notes), namespace)

@@ -1,4 +1,5 @@
-"""Who may write Bindings puts pods past the scheduler: on other nodes, without GPUs or evidence, in another's place."""
+"""A user who may create Bindings places pods without the scheduler: on other nodes, without GPUs or evidence, or in
+another pod's place."""
 
 import json
 import re
@@ -30,12 +31,12 @@ from webhook.kube.install.policies import Installation
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-# Where reservations are kept in the cluster.
+# With reservations in the cluster ledger.
 
 
 @frozen
 class Bound:
-    """A namespace whose Bindings are reviewed. No scheduler places its pods: the tests do."""
+    """A namespace whose Bindings are reviewed. No scheduler binds its pods; the tests do."""
 
     kube: Kube
     namespace: str
@@ -46,7 +47,7 @@ class Bound:
     async def bind(
         self, name: str, node: str, uid: str | None = None, route: str = "binding", **options: str
     ) -> ApiError | None:
-        """What was said against it."""
+        """Why the binding was denied."""
         path = PODS.path(self.namespace, name, "binding")
         if route == "bindings":
             path = f"/api/v1/namespaces/{self.namespace}/bindings"
@@ -131,7 +132,7 @@ async def test_binding_for_a_deleted_pod_of_the_same_name_is_denied(bound: Bound
 
 
 async def test_pod_without_its_reservation_cannot_be_bound(bound: Bound) -> None:
-    """Its environment names a GPU that the next pod may hold."""
+    """Its environment names a GPU that the next pod may get."""
     made = await bound.create(gpus=1)
     name, own = made["metadata"]["name"], reserved_node(made)
     slot = made["metadata"]["annotations"]["gpuwarden.io/gpu-uuid"] + "/0"
@@ -161,7 +162,7 @@ async def test_pod_without_a_claim_is_bound_anywhere(bound: Bound) -> None:
 
 
 async def test_only_schedulers_bind_pods_while_no_replica_answers(kube: Kube) -> None:
-    """A Binding does not say what its pod asks for. Schedulers: tests/e2e/attacks/test_bound_while_down.py."""
+    """A Binding does not contain its pod's claim. For schedulers see tests/e2e/attacks/test_bound_while_down.py."""
     label = {"example.test/unbound": "true"}
     async with new_namespace(kube, label) as namespace:
         await kube.create(PODS, pod("plain", schedulerName="nobody"), namespace)

@@ -1,4 +1,4 @@
-"""Which pods are put on which nodes while no replica of ours answers."""
+"""Which pods are bound to which nodes while no replica of gpuwarden answers."""
 
 import asyncio
 import signal
@@ -46,7 +46,8 @@ BINDING_ENDS = Resource("apis/gpuwarden.io/v1alpha1", "bindingends", is_namespac
 HASH = "sha256:d0d0"
 ASKING = {"gpuwarden.io/required-hash": HASH}
 GATE = "example.test/wait"
-# Its list has room for some forty pods: twenty thousand are the same, and take the test's machine minutes to make.
+# With this size its list has room for about forty pods. The default of twenty thousand works in the same way, but takes
+# minutes to fill.
 WITH_A_SMALL_LIST = """
 import webhook.admission.binding_ends
 from webhook.cli import main
@@ -54,15 +55,15 @@ webhook.admission.binding_ends.LARGEST = 3_000
 raise SystemExit(main())
 """
 CROWD = 60
-# kube-scheduler tries a pod again after 1 to 10 s.
+# kube-scheduler retries a pod after 1 to 10 s.
 TRIES = 15.0
-# From when a replica says that it is ready: how long a process takes to start is the machine's affair.
+# Counted from when a replica is ready: the start of a process depends on the machine.
 RECOVERY = 5.0
 
 
 @frozen(eq=False)
 class Harness:
-    """Nodes that have proven themselves, of which tests name two; replicas, and one reconciler."""
+    """Proven nodes, two of which tests name; replicas, and one reconciler."""
 
     site: Site
     kube: Kube
@@ -73,7 +74,7 @@ class Harness:
         return self.site.namespace
 
     async def prove(self, node: str, lasts: timedelta = timedelta(hours=1), **said: Any) -> None:
-        """As a replica writes it down, which has an answer to its challenge."""
+        """Writes evidence as a replica does that has an answer to its challenge."""
         now = utc_now()
         entry = {"hash": HASH, "banned": False, "conflict": False, "since": stamp(now), "until": stamp(now + lasts)}
         made = await self.kube.get(NODE_EVIDENCES, node)
@@ -82,17 +83,17 @@ class Harness:
         )
 
     async def ends(self) -> dict[str, str]:
-        """What is written for the time without us."""
+        """The stored end times for an outage."""
         found = await self.kube.find(BINDING_ENDS, NAME)
         spec = (found or {}).get("spec") or {}
         return {**spec.get("nodes", {}), **spec.get("namespaces", {}), **spec.get("pods", {})}
 
     async def kept(self, *names: str) -> None:
-        """Wait until there is an end for each of them, in this installation's time."""
+        """Waits until each of these pods or nodes has an end time, in this installation's time."""
         await wait_until(self.ends, lambda data: all(data.get(name, "1970") > "1971" for name in names))
 
     async def create_gated_pod(self, name: str, node: str, gpus: int = 1) -> Raw:
-        """A pod that has its GPUs on that node, and waits behind somebody else's gate."""
+        """A pod with GPUs on that node, held back by another scheduling gate."""
         content = pod(name, gpus, ASKING, schedulingGates=[{"name": GATE}])
         content["spec"]["nodeSelector"] = {"kubernetes.io/hostname": node}
 
@@ -116,7 +117,7 @@ class Harness:
         return node
 
     async def bound(self, name: str) -> str:
-        """Where; with what was said against it, if it takes too long."""
+        """Waits until the pod is bound; returns its node. A timeout shows the scheduler's message."""
 
         async def seen() -> str:
             said = await self.scheduling_message(name)
@@ -129,7 +130,7 @@ class Harness:
         return [one["message"] for one in found]
 
     async def refused(self, name: str, words: str) -> None:
-        """The scheduler has tried, was told so, and the pod stays where it is, whatever is tried again."""
+        """Waits until the scheduler has reported the refusal; the pod stays unbound, also on retries."""
 
         async def said() -> list[str]:
             assert await self.node_of(name) is None
@@ -177,7 +178,7 @@ async def running_harness(
 
 @contextmanager
 def frozen_process(worker: Worker) -> Iterator[None]:
-    """It keeps its connections and answers nothing."""
+    """The process keeps its connections and does not answer."""
     worker.process.send_signal(signal.SIGSTOP)
     try:
         yield
@@ -203,7 +204,7 @@ async def test_pods_without_a_claim_are_bound_while_every_replica_is_down(
 async def test_pod_with_a_sidecar_is_created_blinded_and_bound_while_gpuwarden_is_down(
     harness: Harness, cluster: Cluster
 ) -> None:
-    """With all that an installation has put into the API server."""
+    """With everything that an installation creates in the API server."""
     async with with_policies(harness.site), tenant_of(cluster, harness.kube, OPT_IN) as (tenant, namespace):
         await wait_until(lambda: is_reviewed(harness.kube, namespace))
         await harness.site.stop()
@@ -235,7 +236,7 @@ async def test_pod_is_bound_during_an_outage_only_while_evidence_is_valid(
     assert await harness.bound("lasting") == made["metadata"]["annotations"]["gpuwarden.io/node"] == lasting
     for name in ("late", "held-to-it"):
         await harness.refused(name, f"the evidence of node {ending} ended")
-    # Back, first without that evidence, then with it.
+    # gpuwarden is back, first without that evidence, then with it.
     began = time.monotonic()
     await harness.site.replica()
     ready = time.monotonic()
@@ -252,7 +253,7 @@ async def test_pod_is_bound_during_an_outage_only_while_evidence_is_valid(
 
 
 async def test_pods_without_a_claim_wait_when_evidence_of_every_node_has_expired(harness: Harness) -> None:
-    """A policy that let them pass would let the pods with a claim pass that are on no list."""
+    """A policy that allowed them would also allow pods with a claim that are on no list."""
     await harness.site.reconcilers[0].kill()
     node = harness.proven[0]
     content = pod(
@@ -263,7 +264,7 @@ async def test_pods_without_a_claim_wait_when_evidence_of_every_node_has_expired
     await harness.create_gated_pod("unlisted-without-gpus", node, gpus=0)
     unlisted = ("unlisted", "unlisted-without-gpus")
     uids = {(await harness.kube.get(PODS, name, harness.namespace))["metadata"]["uid"] for name in unlisted}
-    # As it reads when the evidence has lasted for as long as it can.
+    # The end times as they are after the longest validity of evidence.
     over = stamp(utc_now() - timedelta(minutes=2))
     await harness.kube.patch(BINDING_ENDS, NAME, {"spec": {"nodes": dict.fromkeys(harness.proven, over)}})
     assert not uids & (await harness.ends()).keys()
@@ -275,7 +276,7 @@ async def test_pods_without_a_claim_wait_when_evidence_of_every_node_has_expired
     await harness.kube.create(PODS, pod("plain", affinity={"nodeAffinity": held}), harness.namespace)
     for name in (*unlisted, "plain"):
         await harness.refused(name, "the evidence of node")
-    # A node that has never had evidence is open.
+    # A node that never had evidence is open.
     await harness.kube.create(PODS, pod("elsewhere"), harness.namespace)
     assert await harness.bound("elsewhere") not in harness.proven
     await harness.site.replica()
@@ -288,7 +289,7 @@ def near(text: str) -> bool:
 
 @contextmanager
 def flood(here: Site, attack: str, number: int) -> Iterator[None]:
-    """Attackers of the pod network, in a process of their own."""
+    """Runs attackers of the pod network in another process."""
     port, ca = str(here.replicas[0].port), str(here.directory / "ca.crt")
     command = [sys.executable, "-m", "tests.e2e.attacks.flood", port, ca, attack, str(number)]
     with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
@@ -299,7 +300,7 @@ def flood(here: Site, attack: str, number: int) -> Iterator[None]:
 
 
 async def slow_down(worker: Worker) -> None:
-    """It has the processor for a moment now and then, as on a machine with far too much to do."""
+    """Lets the process run only for moments, as on an overloaded machine."""
     while True:
         with frozen_process(worker):
             await asyncio.sleep(12)
@@ -312,7 +313,7 @@ async def slow_down(worker: Worker) -> None:
 async def test_flood_does_not_let_a_pod_onto_a_node_with_expired_evidence(
     harness: Harness, attack: str, request: pytest.FixtureRequest, *, is_starved: bool
 ) -> None:
-    """Under a flood alone Bindings are still reviewed. Where a review fails all the same it is passed over, and the
+    """Under a flood Bindings are still reviewed. If a review fails nevertheless, the API server ignores it, and the
     policy judges that Binding."""
     ending, lasting = harness.proven
     late = [f"late-{number}" for number in range(4)]
@@ -343,7 +344,7 @@ async def test_flood_does_not_let_a_pod_onto_a_node_with_expired_evidence(
 
 
 async def refusals(harness: Harness, name: str) -> list[str]:
-    """What the scheduler was told when it bound the pod."""
+    """The refusals that the scheduler got when it bound the pod."""
     return [one for one in await harness.scheduling_message(name) if "denied" in one or "evidence" in one]
 
 
@@ -370,7 +371,7 @@ async def test_node_with_another_hash_than_required_is_refused(harness: Harness)
 
 
 async def test_denied_binding_stays_denied_while_replicas_are_overloaded(harness: Harness) -> None:
-    """A replica that answers too late is passed over like one that is not there; what is refused stays refused."""
+    """A replica that answers too late is treated like one that is down; a denial stays a denial."""
     ending, lasting = harness.proven
     await harness.create_gated_pod("late", ending)
     await harness.create_gated_pod("lasting", lasting)
@@ -384,7 +385,7 @@ async def test_denied_binding_stays_denied_while_replicas_are_overloaded(harness
 
 
 async def test_only_schedulers_bind_during_an_outage(harness: Harness) -> None:
-    """Whoever may bind could put a pod with GPUs on any node, so the review stays the only way for others."""
+    """Any user who may bind could place a pod with GPUs on any node, so for others a review is required."""
     node, _ = harness.proven
     await harness.create_gated_pod("claim", node)
     await harness.kube.create(PODS, pod("plain", schedulerName="nobody"), harness.namespace)
@@ -401,7 +402,7 @@ async def test_only_schedulers_bind_during_an_outage(harness: Harness) -> None:
 
 
 async def test_pod_is_not_bound_after_its_bind_deadline(cluster: Cluster, kube: Kube, tmp_path: Path) -> None:
-    """Its GPUs may have been given to another when we went down."""
+    """Its GPUs may have been assigned to another pod when gpuwarden went down."""
     async with running_harness(
         cluster, kube, tmp_path, "--bind-deadline", "5s", "--on-bind-deadline", "keep"
     ) as harness:
@@ -415,7 +416,7 @@ async def test_pod_is_not_bound_after_its_bind_deadline(cluster: Cluster, kube: 
 async def test_pod_bound_on_outdated_evidence_is_evicted_after_the_outage(
     cluster: Cluster, kube: Kube, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """A ban that nobody could tell the API server of is the window that is left."""
+    """The remaining window: a ban during the outage cannot reach the API server."""
     async with running_harness(cluster, kube, tmp_path, "--on-evidence-lost", "evict") as harness:
         banned, _ = harness.proven
         await harness.create_gated_pod("meanwhile", banned)
@@ -431,7 +432,7 @@ async def test_pod_bound_on_outdated_evidence_is_evicted_after_the_outage(
 
 
 async def test_too_many_pods_close_only_their_own_namespace(cluster: Cluster, kube: Kube, tmp_path: Path) -> None:
-    """More pods with a claim than the list has room for: of a namespace that has not opted in, then of one that has."""
+    """More pods with a claim than the list has room for: first in a namespace without opt-in, then in one with."""
     program = (sys.executable, "-c", WITH_A_SMALL_LIST)
     async with new_namespace(kube) as many_pods, running_harness(cluster, kube, tmp_path, program=program) as harness:
         banned, lasting = harness.proven
@@ -460,7 +461,7 @@ async def test_too_many_pods_close_only_their_own_namespace(cluster: Cluster, ku
 async def test_too_many_pods_are_not_bound_with_a_crd_without_closed_namespaces(
     cluster: Cluster, kube: Kube, tmp_path: Path
 ) -> None:
-    """The API server leaves out what it does not know, and answers 200."""
+    """The API server drops unknown fields and answers 200."""
     program = (sys.executable, "-c", WITH_A_SMALL_LIST)
     async with new_namespace(kube) as many_pods, running_harness(cluster, kube, tmp_path, program=program) as harness:
         for number in range(CROWD):
@@ -499,14 +500,14 @@ async def without_closed_namespaces(kube: Kube) -> AsyncIterator[None]:
 
 
 def asking(name: str) -> Raw:
-    """Where nobody has opted in no review sees it."""
+    """In a namespace without opt-in no webhook reviews it."""
     return pod(name, annotations=ASKING, schedulerName="nobody")
 
 
 async def test_nothing_is_bound_without_review_before_binding_ends_are_written(
     cluster: Cluster, kube: Kube, tmp_path: Path
 ) -> None:
-    """The object is there, as each replica makes it: what is reviewed is bound."""
+    """The object exists, as each replica creates it: reviewed bindings work."""
     async with site(cluster, kube, tmp_path, nodes=1, gpus=1, name="down", replicas=1) as here:
         await kube.create(PODS, pod("reviewed"), here.namespace)
         await pod_in_phase(kube, here.namespace, "reviewed", "Running")
@@ -523,7 +524,7 @@ async def test_nothing_is_bound_without_review_before_binding_ends_are_written(
 async def test_binding_is_fast_with_binding_ends_of_five_thousand_nodes(
     harness: Harness, cluster: Cluster, request: pytest.FixtureRequest
 ) -> None:
-    """Both where a replica has reviewed it and where none was there."""
+    """With a replica that has reviewed it, and with none."""
     left = await harness.kube.create(PODS, pod("left", schedulerName="nobody"), harness.namespace)
     reconciler = harness.site.reconcilers[0]
     await reconciler.kill()
@@ -545,7 +546,7 @@ def long_list(entries: int) -> dict[str, str]:
 
 
 async def binding_takes(scheduler: Kube, one: Raw, times: int = 100) -> float:
-    """The median of as many, in milliseconds; none of them is carried out."""
+    """The median in milliseconds; all are dry runs."""
     took = []
     for _ in range(times):
         began = time.monotonic()
@@ -555,7 +556,7 @@ async def binding_takes(scheduler: Kube, one: Raw, times: int = 100) -> float:
 
 
 async def is_refused(scheduler: Kube, one: Raw, words: str) -> bool:
-    """A policy acts about a second after it is written."""
+    """A policy starts to act about a second after it is written."""
     meta = {key: one["metadata"][key] for key in ("name", "namespace", "uid")}
     content = {"apiVersion": "v1", "kind": "Binding", "metadata": meta, "target": {"kind": "Node", "name": "node-0"}}
     try:

@@ -1,4 +1,4 @@
-"""A namespace's own hash, and what a cluster demands of all pods, on the real API server."""
+"""The required hash of a namespace, and the requirement of a cluster for all pods, on a real API server."""
 
 import json
 from collections.abc import AsyncIterator, Mapping
@@ -20,7 +20,7 @@ TRUSTED, OTHER = "sha256:aa11", "sha256:bb22"
 
 @pytest.fixture
 async def here(cluster: Cluster, kube: Kube, tmp_path: Path) -> AsyncIterator[Site]:
-    """Two replicas that answer in turn, and two nodes that have proven different things."""
+    """Two replicas that answer in turn, and two nodes with different hashes."""
     proven = json.dumps({"bond-0": TRUSTED, "bond-1": OTHER})
     flags = ("--node-hash-map", proven)
     async with site(cluster, kube, tmp_path, nodes=2, gpus=4, name="bond", replicas=2, flags=flags) as there:
@@ -36,7 +36,7 @@ def asking(*hashes: str, gpus: int = 1, **spec: Any) -> Raw:
 
 
 async def outcome(kube: Kube, namespace: str, content: Raw) -> str:
-    """The node whose GPUs a pod would get, or what is said to it; tried without creating it."""
+    """The node whose GPUs a dry run assigns, or the message of the denial."""
     try:
         made = await kube.create(PODS, content, namespace, dryRun="All")
     except ApiError as exc:
@@ -45,7 +45,7 @@ async def outcome(kube: Kube, namespace: str, content: Raw) -> str:
 
 
 async def wait_until_replicas_agree(here: Site, text: str) -> None:
-    """Until all replicas say the same of a pod that names no hash."""
+    """Waits until all replicas answer the same for a pod without a hash."""
     for one in here.replicas:
         await here.balancer.only(one)
         await wait_until(lambda: outcome(here.kube, here.namespace, asking()), lambda said: text in said)
@@ -76,7 +76,7 @@ async def test_namespace_hash_applies_to_its_pods_and_a_pod_can_only_narrow_it(h
 
 
 async def test_namespace_hash_applies_to_pods_created_right_after_the_namespace(here: Site, kube: Kube) -> None:
-    """No watch has told of it by then, so it is looked up."""
+    """The watch has not reported the namespace yet, so it is read."""
     for _ in range(10):
         meta = {"generateName": "e2e-", "labels": dict(OPT_IN), "annotations": {KEY: "sha256:nobody-has-this"}}
         namespace = str((await kube.create(NAMESPACES, {"metadata": meta}))["metadata"]["name"])

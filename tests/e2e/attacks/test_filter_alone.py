@@ -1,4 +1,4 @@
-"""Attack: a claim that cannot be read, where the extender's filter is the only guard and no webhook is installed."""
+"""Attack: an invalid claim, where the extender's filter is the only guard and no webhook is installed."""
 
 from tests.e2e.kube import PODS, Raw, wait_until
 from tests.e2e.test_extender import HASH, WITH_A_GPU, Harness, accounts, harness
@@ -22,7 +22,7 @@ INVALID = {
 
 
 async def test_pod_with_an_invalid_claim_is_scheduled_on_no_node(harness: Harness) -> None:
-    """One node has proven itself, two have not. A tenant's pod with an invalid claim gets none of them."""
+    """One node is proven, two are not. A tenant's pod with an invalid claim is scheduled on none of them."""
     await harness.prove("ext-1", HASH)
     await harness.is_known("ext-1", proven=True)
     with harness.scheduler():
@@ -36,7 +36,7 @@ async def test_pod_with_an_invalid_claim_is_scheduled_on_no_node(harness: Harnes
 
 
 async def nodes_given(harness: Harness) -> dict[str, str]:
-    """Where the invalid pods are, once the scheduler has looked at each."""
+    """The nodes of the invalid pods, once the scheduler has considered each."""
 
     async def looked_at() -> list[Raw]:
         pods = await harness.kube.list(PODS, harness.namespace)

@@ -1,4 +1,4 @@
-"""Reviews that no API server has sent, and creations that end after our webhook: what they take from others."""
+"""Forged reviews, and creations that fail after gpuwarden's webhook: their effect on others."""
 
 import asyncio
 import time
@@ -18,14 +18,14 @@ from tests.e2e.test_ledger import GPU_NODES
 from tests.e2e.webhook_configurations import is_reviewed
 
 ATTACK_SECONDS = 20.0
-# How many reviews or creations an attacker has under way.
+# The number of concurrent reviews or creations of an attacker.
 AT_ONCE = 8
-# How long a review may hold GPUs in a cluster.
+# How long a review holds GPUs in a cluster.
 HOLD_SECONDS = 15.0
 
 
 async def creations(kube: Kube, namespace: str, until: float, answers: Counter[str]) -> None:
-    """A tenant that needs one GPU for a moment, again and again."""
+    """A tenant that repeatedly needs one GPU for a moment."""
     while time.monotonic() < until:
         try:
             made = await kube.create(PODS, pod(None, gpus=1), namespace)
@@ -71,8 +71,8 @@ async def test_forged_reviews_of_an_unknown_namespace_deny_no_creation_of_a_tena
 async def test_forged_reviews_of_a_namespace_do_not_delay_its_queued_pods(
     cluster: Cluster, kube: Kube, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """Nothing tells these from the tenant's own. Its pods wait behind the gate, and what the reconciler reserves for
-    pods that exist no forged review can take."""
+    """They look like the tenant's own reviews. Its pods wait behind the gate, and no forged review can take what the
+    reconciler reserves for existing pods."""
     flags = ("--when-unavailable", "queue")
     shape: dict[str, Any] = {"nodes": 1, "gpus": 8, "replicas": 2, "flags": flags, "name": "forged"}
     async with site(cluster, kube, tmp_path, **shape) as here, forging(here) as thief:
@@ -95,8 +95,8 @@ async def test_forged_reviews_of_a_namespace_do_not_delay_its_queued_pods(
 async def test_forged_reviews_of_a_namespace_affect_only_that_namespace_while_they_last(
     cluster: Cluster, kube: Kube, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """With the defaults of a cluster, callers unverified, nothing queued: the tenant named by the forged reviews is
-    refused GPUs, for as long as they come and one hold longer. Other tenants are refused nothing."""
+    """With the defaults of a cluster, unauthenticated callers and no queue: the tenant that the forged reviews name is
+    denied GPUs while they come and one deadline longer. No other tenant is denied."""
     async with (
         site(cluster, kube, tmp_path, nodes=1, gpus=8, replicas=2, name="forged") as here,
         new_namespace(kube, OPT_IN) as other,
@@ -125,7 +125,7 @@ async def test_forged_reviews_of_a_namespace_affect_only_that_namespace_while_th
         assert left >= len(here.gpus) // 2
         assert set(neighbour) == {"created"}
         assert neighbour["created"] >= 5
-        # A hold that the last forged review made, the ledger's next look, and the creation that finds the GPU.
+        # The reservation of the last forged review, the next pass of the ledger, and the creation that gets the GPU.
         assert recovered < HOLD_SECONDS + 5
         here.checker.assert_no_violations()
 
@@ -165,7 +165,7 @@ async def test_creations_refused_by_a_quota_do_not_hold_gpus(
 async def test_creations_refused_by_a_quota_without_a_reconciler_count_as_orphans(
     cluster: Cluster, kube: Kube, tmp_path: Path
 ) -> None:
-    """Nothing else is limited, as where callers prove who they are."""
+    """Only this limit applies, as with authenticated callers."""
     unlimited = ("--pending-per-namespace", "0", "--pending-share", "0", "--orphans-per-namespace", "2")
     async with (
         site(cluster, kube, tmp_path, nodes=1, gpus=8, replicas=1, name="piled", flags=unlimited) as here,

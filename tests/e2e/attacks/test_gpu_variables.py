@@ -18,7 +18,7 @@ from tests.e2e.webhook_configurations import another_webhook
 from tests.running import Running, serving
 from webhook.kube.install.policies import Blinds, Installation, policies
 
-# One label for the policies, one for each webhook configuration: what acts in a namespace is up to its labels.
+# One label for the policies, one for each webhook configuration: the labels of a namespace select what acts there.
 GUARDED, OLDER = {"gpuwarden.io/enabled": "true"}, {"scheduler.radix.ai/enabled": "true"}
 ALONE, SERVED, SENT = ({f"example.test/{name}": "true"} for name in ("alone", "served", "sent"))
 NVD = "NVIDIA_VISIBLE_DEVICES"
@@ -55,7 +55,7 @@ def container(name: str, **members: Any) -> Raw:
 
 
 def hostile_pod(members: Raw, **meta: Any) -> Raw:
-    """The variables in a container, a sidecar and an init container."""
+    """The variables, in a container, a sidecar and an init container."""
     spec = {
         "containers": [container("a", **members), container("b", **members)],
         "initContainers": [container("init", **members), container("side", restartPolicy="Always", **members)],
@@ -69,7 +69,7 @@ def containers_of(made: Raw) -> Iterator[Raw]:
 
 
 def read_by_runtime(one: Raw) -> str:
-    """What decides which GPUs the container sees: of a name given twice the last value counts."""
+    """The values that decide which GPUs the container sees: of duplicate names the last one counts."""
     own = [env for env in one.get("env", ()) if env["name"] == NVD]
     if not own:
         return "whatever image and envFrom say"
@@ -95,7 +95,7 @@ async def tenant_of(cluster: Cluster, kube: Kube, labels: dict[str, str]) -> Asy
 
 @frozen
 class Harness:
-    """Where an attack takes place: a tenant in an opted-in namespace."""
+    """A tenant in an opted-in namespace."""
 
     kube: Kube
     tenant: Kube
@@ -117,7 +117,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def kube(cluster: Cluster, server: Running) -> AsyncIterator[Kube]:
-    """The API server with the shipped policies and webhooks, for each label another server or none."""
+    """The API server with the shipped policies and webhooks; each label has another server or none."""
     url, bundle = server.urls["https"], ca_of(server)
     hooks = (
         Installation(opt_in="example.test/alone", url=UNREACHABLE_URL, reviews_bindings=False),
@@ -135,7 +135,7 @@ async def kube(cluster: Cluster, server: Running) -> AsyncIterator[Kube]:
             name = one.opt_in.rpartition("/")[2]
             await stack.enter_async_context(registered(kube, one, f"gpuwarden-{name}"))
         async with new_namespace(kube, GUARDED | SERVED) as probes:
-            # A policy acts about a second after it is written.
+            # A policy starts to act about a second after it is written.
             await wait_until(lambda: acts(kube, probes), seconds=20)
         yield kube
 
@@ -153,14 +153,14 @@ async def acts(kube: Kube, namespace: str) -> bool:
 async def new_harness(cluster: Cluster, kube: Kube, labels: dict[str, str]) -> AsyncIterator[Harness]:
     async with tenant_of(cluster, kube, labels) as (tenant, namespace):
         yield Harness(kube, tenant, namespace)
-        # Tests of deletes count them: the last of these is in before another module begins.
+        # Other tests count deletes: the last of these is done before another module begins.
         await kube.call("DELETE", PODS.path(namespace), query={"gracePeriodSeconds": "0"})
         await wait_until(lambda: kube.list(PODS, namespace), lambda left: left == [])
 
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def alone(cluster: Cluster, kube: Kube) -> AsyncIterator[Harness]:
-    """Policies act; the webhooks lead to a server that is not there."""
+    """Policies act; the server of the webhooks does not exist."""
     async with new_harness(cluster, kube, GUARDED | ALONE) as harness:
         yield harness
 
@@ -186,7 +186,7 @@ async def unguarded(cluster: Cluster, kube: Kube) -> AsyncIterator[Harness]:
 async def test_pod_without_a_claim_sees_no_gpu_while_no_server_runs(alone: Harness, members: Raw) -> None:
     made = await alone.made(hostile_pod(members))
     assert seen(made) == dict.fromkeys(("init", "side", "a", "b"), "void")
-    # Nothing else of it is changed.
+    # Nothing else is changed.
     for one in containers_of(made):
         others = [env for env in one["env"] if env["name"] != NVD]
         assert others == [env for env in members.get("env", ()) if env["name"] != NVD]
@@ -207,7 +207,7 @@ async def test_other_namespaces_are_not_affected(cluster: Cluster, kube: Kube) -
 
 
 async def test_forged_annotation_does_not_keep_a_pod_from_being_blinded(alone: Harness) -> None:
-    """Policies run in no fixed order, so a policy that strips the annotation may be the second."""
+    """Policies run in no fixed order, so the policy that removes the annotation may run second."""
     forged = dict.fromkeys(("gpuwarden.io/reservation-id", "gpuwarden.io/gpu-uuid", "gpuwarden.io/node"), "x")
     for number in range(20):
         content = hostile_pod(HOSTILE["all"])
@@ -221,7 +221,7 @@ async def test_forged_annotation_does_not_keep_a_pod_from_being_blinded(alone: H
     "key", ["gpuwarden.io/claim", "gpuwarden.io/gpu-count", "gpuwarden.io/required-hash", "gpu-scheduling-map"]
 )
 async def test_pod_with_a_claim_is_not_created_without_review(alone: Harness, key: str) -> None:
-    """What the policy leaves to the webhook is refused while nobody answers."""
+    """A pod that the policy leaves to the webhook is refused while no server answers."""
     with pytest.raises(ApiError) as refused:
         await alone.made(hostile_pod(HOSTILE["envFrom"], annotations={key: "0"}))
     assert "failed calling webhook" in refused.value.message
@@ -258,16 +258,16 @@ async def test_invalid_pod_gets_the_api_servers_own_error(alone: Harness) -> Non
         assert refused.value.status == 422, refused.value.message
 
 
-# Another webhook of the cluster adds containers that say nothing.
+# Another webhook of the cluster adds containers without variables.
 
 
 def injecting(one: Raw) -> list[Raw]:
-    """A sidecar, once."""
+    """Adds a sidecar once."""
     return [] if has(one, "first") else [added("first")]
 
 
 def injecting_again(one: Raw) -> list[Raw]:
-    """Another when the pod comes back: then no policy runs any more."""
+    """Adds another sidecar at reinvocation, when no policy runs any more."""
     return [added("second" if has(one, "first") else "first")]
 
 
@@ -414,7 +414,7 @@ async def test_debug_container_may_see_the_gpus_of_its_pod(served: Harness) -> N
     assert seen(debugged) == {"main": own, "debug": own}
 
 
-# The webhook is asked about every pod.
+# The webhook reviews every pod.
 
 
 async def test_webhook_blinds_every_pod_if_configured(cluster: Cluster, kube: Kube) -> None:

@@ -1,4 +1,4 @@
-"""Another controller writes into GPUNodes what is held. The API server refuses to give a held device away, whoever
+"""Another controller writes reservations into GPUNodes. The API server refuses to release a held device, whoever
 writes."""
 
 import asyncio

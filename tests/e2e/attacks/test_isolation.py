@@ -1,5 +1,5 @@
-"""A tenant with the role `edit` in an opted-in namespace tries to reach GPUs past variables: by privileges, paths of
-the node, volumes. No server of ours runs here. What `gpuwarden audit` says of each pod is what the policy says."""
+"""A tenant with the role `edit` in an opted-in namespace tries to reach GPUs without variables: by privileges, host
+paths, volumes. No gpuwarden server runs here. `gpuwarden audit` agrees with the policy on each pod."""
 
 import asyncio
 import json
@@ -75,7 +75,7 @@ async def kube(cluster: Cluster) -> AsyncIterator[Kube]:
 
 
 async def acts(harness: Harness, provisioner: Kube) -> bool:
-    """Each policy acts about a second after it is written."""
+    """Each policy starts to act about a second after it is written."""
     named = await harness.made(pod("probe"), dryRun="All")
     is_blinded = named["spec"]["containers"][0].get("env") is not None
     is_isolated = await is_refused(harness.made(with_host_path("/dev"), dryRun="All"))
@@ -92,7 +92,7 @@ async def is_refused(what: Awaitable[Raw]) -> bool:
 
 @frozen
 class PolicyAndAuditHarness(Harness):
-    """Where each pod is judged by the policy and by the audit, and they agree."""
+    """Checks each pod with the policy and with the audit, which must agree."""
 
     reading: AuditRules
 
@@ -113,7 +113,7 @@ class PolicyAndAuditHarness(Harness):
         if refusal is None:
             assert await self._audit_denies(stored) == ()
             return stored
-        # What the API server finds invalid no policy is asked about.
+        # Policies do not see pods that the API server finds invalid.
         if refusal.status == 403:
             found = await self._audit_denies(content)
             assert found, refusal.message
@@ -220,7 +220,7 @@ async def test_pod_that_sees_the_processes_of_its_node_is_refused(harness: Harne
     await refused(harness.made(pod("a", hostPID=True)), "spec.hostPID")
 
 
-# Where devices, sockets, programs and secrets of the node are.
+# Paths of devices, sockets, programs and secrets of the node.
 PLACES = (
     "/",
     "//",
@@ -266,7 +266,7 @@ PLACES = (
     "/srv/kubernetes",
     "/sysroot/ostree/deploy/fedora/var/lib/kubelet",
 )
-# Tenants write here by PersistentVolumes, so each path below could be a link to `/run`.
+# Tenants can write here through PersistentVolumes, so each path below could be a link to `/run`.
 WRITABLE = ("/opt/local-path-provisioner/pvc-1/link", "/var/lib/rancher/k3s/storage/pvc-1/link", "/var/openebs/a/link")
 
 
@@ -276,12 +276,12 @@ OUTSIDE = (*PLACES, *WRITABLE, "/devices", "/mnt", "/mnt/datasets2", "/data2", "
 @pytest.mark.parametrize("path", OUTSIDE)
 async def test_host_path_that_is_not_allowed_is_refused(harness: Harness, path: str) -> None:
     await refused(harness.made(with_host_path(path)), "spec.volumes[host].hostPath")
-    # Whether or not a container mounts it: a debug container could.
+    # Refused also if no container mounts it: a debug container could.
     await refused(harness.made(pod("b", volumes=[{"name": "host", "hostPath": {"path": path}}])))
 
 
 async def test_host_path_with_parent_references_is_refused(cluster: Cluster, kube: Kube, harness: Harness) -> None:
-    """By the API server itself, which the policies rely on."""
+    """The API server refuses these itself, and the policies rely on it."""
     for tried in (
         harness.made(with_host_path("/data/../dev")),
         kube.create(VOLUMES, local_volume("/var/lib/rancher/k3s/storage/../server", "hostPath"), dryRun="All"),
@@ -300,9 +300,9 @@ async def test_host_path_to_a_socket_or_device_is_refused(harness: Harness, kind
 
 
 async def test_allowed_host_path_cannot_be_mounted_for_writing(harness: Harness) -> None:
-    """The runtime follows links when it mounts: who may write a directory could link from there to `/run`."""
+    """The runtime follows links when it mounts: a tenant who may write a directory could link from there to `/run`."""
     await refused(harness.made(with_host_path("/data", read_only=False)), "not readOnly")
-    # A second container or a debug container may not write it either.
+    # A second container or a debug container cannot write it either.
     content = with_host_path("/data")
     await harness.made({**content, "spec": {**content["spec"], "schedulerName": "nobody"}})
     writer = container("writer", volumeMounts=[{"name": "host", "mountPath": "/host"}])
@@ -327,7 +327,7 @@ async def test_no_host_path_is_allowed_by_default(cluster: Cluster, kube: Kube) 
 
 @asynccontextmanager
 async def replaced(kube: Kube, installation: Installation) -> AsyncIterator[None]:
-    """The policy for pods as another installation has it."""
+    """Replaces the policy for pods by that of another installation."""
 
     async def write(installation: Installation) -> None:
         found = next(one for one in policies(installation) if one["metadata"]["name"] == "gpuwarden-isolation")
@@ -352,7 +352,7 @@ async def test_harmless_pods_are_allowed(harness: Harness) -> None:
         await harness.made(of_container(members, volumes=[{"name": "own", "emptyDir": {}}]), dryRun="All")
 
 
-# Annotations by which runtimes and their plugins inject devices and paths of the node.
+# Annotations with which runtimes and their plugins inject devices and host paths.
 
 INJECTING = (
     "devices.nri.io",
@@ -419,7 +419,7 @@ async def test_existing_annotation_can_stay_and_cannot_be_changed(cluster: Clust
         await harness.tenant.patch(PODS, "a", {"metadata": {"annotations": {name: None}}}, harness.namespace)
 
 
-# Volumes that no pod names by path.
+# PersistentVolumes.
 
 
 PROVISIONED = (
@@ -450,7 +450,7 @@ async def test_provisioners_can_create_volumes(cluster: Cluster, kube: Kube, pat
             await provisioner.create(VOLUMES, local_volume(path, kind), dryRun="All")
 
 
-# What is exempt, and what was there before.
+# Exempt namespaces, and existing pods.
 
 
 async def test_only_administrators_can_exempt_a_namespace(cluster: Cluster, kube: Kube) -> None:
@@ -499,7 +499,7 @@ async def test_existing_pod_can_run_change_status_and_be_deleted(cluster: Cluste
         await gone(kube, PODS, "a", harness.namespace)
 
 
-# The audit of what is stored.
+# The audit of stored pods.
 
 
 def tried() -> Iterator[Raw]:
@@ -518,7 +518,7 @@ def tried() -> Iterator[Raw]:
         yield of_container(members, volumes=[{"name": "own", "emptyDir": {}}])
 
 
-# Some of the places, for each volume waits until it is bound.
+# Only some of the paths, because each volume waits until it is bound.
 VOLUME_PLACES = ("/", "/dev", "//dev/", "/var/run", "/var/lib/rancher/k3s/server", "/var/lib/kubelet/pods")
 
 
@@ -528,7 +528,7 @@ def stored_as(name: str, content: Raw) -> Raw:
 
 
 async def bound_volume(kube: Kube, stack: AsyncExitStack, namespace: str, name: str, volume: Raw) -> None:
-    """With its claim, both of the pod's name."""
+    """Creates the volume and its claim, both with the pod's name."""
     reference = {"namespace": namespace, "name": name}
     meta, spec = {"name": f"{namespace}-{name}"}, {**volume["spec"], "claimRef": reference}
     await kube.create(VOLUMES, {"metadata": meta, "spec": spec})
@@ -540,7 +540,7 @@ async def bound_volume(kube: Kube, stack: AsyncExitStack, namespace: str, name: 
 
 
 async def not_isolated(cluster: Cluster, *namespaces: str) -> set[str]:
-    """The pods that `gpuwarden audit` finds there."""
+    """The pods that `gpuwarden audit` reports."""
     command = [GPUWARDEN, "audit", "-o", "json", "--kubeconfig", str(cluster.kubeconfig)]
     command += ["--host-paths", ",".join(ALLOWED)]
     process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)

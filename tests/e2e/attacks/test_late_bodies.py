@@ -1,7 +1,5 @@
-"""Requests whose bodies are late, never end or come in tiny pieces. Only the sender waits.
-
-Needs no control plane: `serve` is a process, the attacker is on loopback.
-"""
+"""Requests with bodies that are late, incomplete or in tiny pieces. Only the sender waits. Needs no control plane:
+`serve` is a process, the attacker is on loopback."""
 
 import asyncio
 import time
@@ -38,7 +36,7 @@ async def connected(running: Running, listener: str) -> AsyncIterator[Streams]:
 
 
 async def until_the_end(reader: asyncio.StreamReader) -> bytes:
-    """All that comes until the server closes the connection; what came so far if it resets it."""
+    """Reads until the server closes or resets the connection."""
     found = bytearray()
     try:
         while piece := await reader.read(2**16):
@@ -49,7 +47,7 @@ async def until_the_end(reader: asyncio.StreamReader) -> bytes:
 
 
 async def slowest_probe(running: Running, until: asyncio.Task[bytes]) -> float:
-    """How long another caller waits for its answer at most while `until` runs."""
+    """The longest response time of another caller while `until` runs."""
     slowest = 0.0
     async with running.client() as client:
         while not until.done():
@@ -106,7 +104,7 @@ async def test_finalize_does_not_echo_its_input(running: Running) -> None:
 
 
 async def test_review_waits_for_an_unfinished_body_until_the_deadline(running: Running, tmp_path: Path) -> None:
-    """The review of a slow peer is no attack: only the deadline of the body ends it."""
+    """A slow review is no attack: only the deadline of the body ends it."""
     body = b'{"namespace": "a"}'
     async with connected(running, "https") as (reader, writer):
         writer.write(f"POST /finalize HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n".encode())

@@ -1,4 +1,5 @@
-"""Attack: a placement map is used to keep GPUs from everybody, or to get the GPUs that another tenant's set keeps."""
+"""Attack: a placement map that blocks GPUs for everyone, or that gets the GPUs that another tenant's StatefulSet
+keeps."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -38,7 +39,7 @@ async def could_have(kube: Kube, here: Site, gpus: int) -> bool:
 
 
 async def create_set(kube: Kube, namespace: str, name: str, replicas: int, text: str) -> Raw:
-    """Without pods: the API server refuses them, for their account does not exist."""
+    """Creates a StatefulSet without pods: the API server refuses them because their account does not exist."""
     content = stateful_set(name, replicas, annotations={MAP: text})
     content["spec"]["template"]["spec"]["serviceAccountName"] = "nobody"
     return await kube.create(STATEFUL_SETS, content, namespace)
@@ -58,7 +59,7 @@ async def test_stateful_set_without_pods_does_not_keep_gpus_from_other_tenants(
     ):
         (node,) = here.nodes
         await create_set(kube, attacker, "hoard", replicas, f"0={node}:GPU-{node}-0\n1={node}:GPU-{node}-1")
-        # Heard of later, by the same watch; what this one keeps shows that the other has been heard of.
+        # This set is reported later by the same watch: once its GPUs are kept, the other set has been processed.
         await create_set(kube, honest, "kept", 1, f"0={node}:GPU-{node}-1")
         await wait_until(lambda: could_have(kube, here, 2), lambda is_admitted: not is_admitted)
         assert await could_have(kube, here, 1)
@@ -81,6 +82,6 @@ async def test_uid_of_a_stateful_set_gives_no_access_from_another_namespace(
         forged["metadata"]["ownerReferences"] = [{**owner, "controller": True}]
         found = await kube.create(PODS, forged, attacker, dryRun="All")
         assert GPU not in found["metadata"]["annotations"]
-        # The set's own pods have them.
+        # The set's own pods get them.
         own = await kube.create(PODS, forged, honest, dryRun="All")
         assert own["metadata"]["annotations"][GPU] == f"GPU-{node}-0"

@@ -1,4 +1,4 @@
-"""Attack: a node labels itself with another node's name, to get the pods that a placement map puts there."""
+"""Attack: a node labels itself with another node's name to get the pods of a placement map."""
 
 from pathlib import Path
 
@@ -26,7 +26,7 @@ async def test_map_leads_to_the_node_of_that_name_despite_labels_of_other_nodes(
         await placed(kube, here, {"web-0": (honest, f"GPU-{honest}-0")})
         for node in here.nodes:
             await conflict_told(kube, node)
-        # The label gives the thief nothing, and takes its GPUs from nobody.
+        # The label gives the attacker no pod and blocks no GPU.
         other = stateful_set("other", 1, annotations={MAP: f"0={thief}:0"})
         await kube.create(STATEFUL_SETS, other, here.namespace)
         await placed(kube, here, {"other-0": (thief, f"GPU-{thief}-0")})
@@ -34,7 +34,7 @@ async def test_map_leads_to_the_node_of_that_name_despite_labels_of_other_nodes(
 
 
 async def label_is_known(kube: Kube, here: Site, label: str) -> None:
-    """A pod that selects the label could have a GPU."""
+    """Waits until a pod that selects the label could get a GPU."""
 
     async def is_possible() -> bool:
         probe = pod("probe", gpus=1, nodeSelector={"gpu-node-name": label})
@@ -48,7 +48,7 @@ async def label_is_known(kube: Kube, here: Site, label: str) -> None:
 
 
 async def conflict_told(kube: Kube, node: str) -> None:
-    """By an Event on the Node."""
+    """Waits for the Event on the Node."""
 
     async def events() -> list[Raw]:
         about = f"involvedObject.name={node},involvedObject.kind=Node"

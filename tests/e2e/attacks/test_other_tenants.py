@@ -1,4 +1,4 @@
-"""A tenant with a token of its own asks for what is another tenant's. Real API server, tokens of service accounts."""
+"""A tenant with its own token requests another tenant's data. Real API server, tokens of service accounts."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -33,7 +33,7 @@ DEMANDED = "sha256:" + "5e" * 32
 
 @define
 class Harness:
-    """A victim's pod that runs with a GPU, and two tenants."""
+    """The running GPU pod of a victim, and two tenants."""
 
     here: Site
     cluster: Cluster
@@ -61,7 +61,7 @@ class Harness:
 
     @property
     def told(self) -> dict[str, str]:
-        """What `/finalize` is told of the victim's pod."""
+        """The `/finalize` request for the victim's pod."""
         meta = self.victim["metadata"]
         notes = meta["annotations"]
         return {
@@ -93,7 +93,7 @@ async def harness(cluster: Cluster, kube: Kube, tmp_path: Path) -> AsyncIterator
 
 
 async def reader_of_pods(kube: Kube, namespace: str) -> None:
-    """The default account of the namespace may list its pods, as a tenant may."""
+    """Lets the default account of the namespace list its pods, as a tenant may."""
     await allowed(kube, namespace, {"apiGroups": [""], "resources": ["pods"], "verbs": ["list"]}, "reads-pods")
 
 
@@ -116,7 +116,7 @@ async def test_other_tenants_see_devices_and_no_names(harness: Harness) -> None:
             text = (await client.get(path, headers={"Accept": accept})).raise_for_status().text
             assert uuid in text
             assert [secret for secret in harness.secrets() if secret in text] == []
-        for secret in harness.secrets():  # nor by asking for it
+        for secret in harness.secrets():  # nor with a search
             found = (await client.get("/", params={"text": secret})).raise_for_status().text
             assert "No device matches the filter" in found
         assert await assignments(client) == [{"exists?": True, "state": "active"}]
@@ -167,7 +167,7 @@ async def test_pod_itself_and_authorized_callers_can_finalize(harness: Harness, 
         async def status() -> int:
             return (await client.post("/finalize", json=harness.told)).status_code
 
-        await wait_until(status, lambda code: code == 200, 30)  # a refusal is remembered for some seconds
+        await wait_until(status, lambda code: code == 200, 30)  # a refusal is cached for some seconds
 
 
 async def test_required_hashes_of_another_namespace_are_not_shown(harness: Harness, kube: Kube) -> None:

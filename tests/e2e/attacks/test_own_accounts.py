@@ -1,7 +1,5 @@
-"""Who has got into a Pod of ours changes what its account may patch and gpuwarden does not write.
-
-No server of ours runs here.
-"""
+"""An attacker in one of gpuwarden's Pods changes fields that its account may patch and gpuwarden does not write. No
+gpuwarden server runs here."""
 
 from collections.abc import AsyncIterator
 

@@ -1,5 +1,5 @@
-"""Another controller or user, with all rights on our objects but without `manage reservations.gpuwarden.io`, makes GPUs
-and proofs up."""
+"""Another controller or user, with all rights on gpuwarden's objects but without `manage reservations.gpuwarden.io`,
+forges GPUs and evidence."""
 
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import suppress
@@ -41,7 +41,7 @@ CHANGED: dict[str, Raw] = {
     "NodeEvidence": {"metadata": {"labels": {"a": "b"}}},
     "TrustBundle": {"spec": {"trustDomain": "evil.test"}},
 }
-# What NVIDIA's runtime takes for other GPUs than one, or for none.
+# Values that NVIDIA's runtime interprets as several GPUs or none.
 NO_UUIDS = ("all", "none", "void", "0", "0,1", "GPU-1,GPU-2", "nvidia.com/gpu=all", "management.nvidia.com/gpu=all")
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -67,7 +67,7 @@ async def kept_by_us(what: Awaitable[Raw]) -> None:
 
 @pytest_asyncio.fixture(params=KINDS, loop_scope="module")
 async def there(request: pytest.FixtureRequest, users: ClusterUsers) -> AsyncIterator[str]:
-    """One object of ours of each kind, named `victim`."""
+    """One gpuwarden object of each kind, named `victim`."""
     kind = str(request.param)
     await users.admin.create(OURS[kind], made(kind, "victim"))
     yield kind
@@ -107,7 +107,7 @@ async def test_unchanged_objects_can_be_rewritten_for_storage_migration(users: C
 async def test_garbage_collector_completes_an_allowed_deletion(
     cluster: Cluster, users: ClusterUsers, there: str
 ) -> None:
-    """It takes its finalizer off, and holds no permission of ours."""
+    """The garbage collector removes its finalizer without a permission of gpuwarden."""
     of = OURS[there]
     await users.warden.patch(of, "victim", {"metadata": {"finalizers": ["example.test/foreground"]}})
     await users.warden.delete(of, "victim")
@@ -131,7 +131,7 @@ async def test_uuids_of_gpus_and_mig_devices_are_accepted(users: ClusterUsers, u
     await users.warden.create(GPU_NODES, content, dryRun="All")
 
 
-# Reservations, evidence and the list for bindings, by their own policies.
+# Reservations, evidence and BindingEnds, each with its own policy.
 
 
 async def test_only_gpuwarden_writes_reservations(users: ClusterUsers) -> None:
@@ -140,14 +140,14 @@ async def test_only_gpuwarden_writes_reservations(users: ClusterUsers) -> None:
         "The reservations on node-p are written by gpuwarden only, not by pat.",
     )
     await users.warden.patch(GPU_NODES, "node-p", {"status": {"free": 1}}, subresource="status")
-    # What a node has is not a reservation.
+    # The devices of a node are no reservation.
     await users.user.patch(GPU_NODES, "node-p", {"metadata": {"labels": {"a": "b"}}})
 
 
 async def test_gpunodes_with_reservations_cannot_be_deleted(users: ClusterUsers) -> None:
     said = "The reservations on node-p are deleted by gpuwarden only, not by pat."
     await refused(users.user.delete(GPU_NODES, "node-p"), said)
-    # A collection's delete names no object; each is asked about all the same.
+    # A deletion of a collection names no object, but each object is checked.
     await refused(
         users.user.call("DELETE", GPU_NODES.path(None), query={"fieldSelector": "metadata.name=node-p"}), said
     )
@@ -165,7 +165,7 @@ async def test_only_gpuwarden_writes_evidence(users: ClusterUsers) -> None:
     await refused(users.user.call("DELETE", NODE_EVIDENCES.path(None)), "has proven is deleted", "pat")
     await users.warden.create(NODE_EVIDENCES, new, dryRun="All")
     await users.warden.patch(NODE_EVIDENCES, "node-p", FORGED_PROOF, subresource="status")
-    # As for its stored version.
+    # Unchanged, as for a storage migration.
     same = await users.admin.get(NODE_EVIDENCES, "node-p")
     await users.user.replace(NODE_EVIDENCES, same)
 
@@ -202,7 +202,7 @@ async def test_installation_objects_cannot_be_deleted(users: ClusterUsers, of: R
 
 
 async def test_installation_objects_cannot_be_deleted_as_a_collection(users: ClusterUsers) -> None:
-    """The request has no name then; each object is asked about all the same."""
+    """The request has no name, but each object is checked."""
     for of in (MUTATING, VALIDATING):
         await refused(users.user.call("DELETE", of.path(None)), "belongs to gpuwarden")
         assert await users.admin.find(of, "gpuwarden")

@@ -1,4 +1,4 @@
-"""Who may write pods opens the gate of a pod that waits, with annotations made up or without."""
+"""A user who may write pods removes the gate of a queued pod, with or without forged annotations."""
 
 from pathlib import Path
 

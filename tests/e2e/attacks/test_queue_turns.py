@@ -1,4 +1,4 @@
-"""Attack: a tenant puts so many pods into the queue that nobody else has a turn."""
+"""Attack: a tenant queues so many pods that other tenants get no GPU."""
 
 import asyncio
 from collections import deque
@@ -15,12 +15,12 @@ from tests.e2e.test_queue import GATE, QueueHarness, gates, queue_harness
 
 MANY = 300
 Name = tuple[str, str]
-"""Of a pod: namespace and name."""
+"""Namespace and name of a pod."""
 
 
 @define
 class Watcher:
-    """Ends pods one by one, and sees who has the GPU next."""
+    """Ends pods one by one and observes which pod gets the GPU next."""
 
     kube: Kube
     namespaces: tuple[str, str]
@@ -32,7 +32,7 @@ class Watcher:
         return {(there, one["metadata"]["name"]) for there, one in found if not gates(one)}
 
     async def end_one(self) -> str:
-        """The pod that has run the longest. The namespace of the one that follows it."""
+        """Ends the pod that has run longest; returns the namespace of its successor."""
         namespace, name = self.running.popleft()
         await pod_in_phase(self.kube, namespace, name, "Running")
         await self.kube.delete(PODS, name, namespace)
@@ -46,7 +46,7 @@ class Watcher:
 
 
 def of_its_own_kind(number: int) -> Raw:
-    """Pods that tolerate different taints stand in different lines."""
+    """Pods with different tolerations are of different kinds in the queue."""
     return {"tolerations": [{"key": f"own-{number}", "operator": "Exists"}]}
 
 
@@ -73,7 +73,7 @@ async def test_tenant_behind_many_pods_of_another_gets_every_second_turn(
         there = deque([(queue.namespace, "first"), (queue.namespace, "second")])
         watcher = Watcher(kube, (queue.namespace, late), there, set(there))
         turns = [await watcher.end_one() for _ in range(2)]
-        # A new leader counts from the pods that wait: the other tenant may have one turn too many.
+        # A new leader counts from the waiting pods, so the other tenant may get one turn too many.
         await queue.here.reconcilers[-1].kill()
         await queue.here.reconciler()
         turns += [await watcher.end_one() for _ in range(6)]

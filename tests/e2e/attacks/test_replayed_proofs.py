@@ -1,4 +1,4 @@
-"""A node, or who has its disk, shows again what has been shown, or what the node before it of that name has proven."""
+"""A node, or an attacker with its disk, replays a token, or uses the evidence of a previous node of that name."""
 
 import asyncio
 from collections import Counter
@@ -54,7 +54,7 @@ async def test_recreated_node_must_prove_itself_again(harness: Harness) -> None:
     assert await harness.posted(first, in_hand) == 403
     await came_up(harness.cluster, harness.kube)
     assert await harness.posted(first, in_hand) == 403
-    assert (await harness.entry())["hash"] == HASH  # what the old one proved is there, and counts for nothing
+    assert (await harness.entry())["hash"] == HASH  # the evidence of the old node exists and is not valid
     await harness.all_admit(HASH, admitted=False)
     await harness.proves(first)
     await harness.all_admit(HASH, admitted=True)

@@ -1,4 +1,5 @@
-"""Who may write pods, an administrator even, changes what a review has promised, by any door, or comes after it."""
+"""A user who may write pods, even an administrator, changes what a review has written, through any subresource, or runs
+a webhook after gpuwarden's."""
 
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, suppress
@@ -58,7 +59,7 @@ async def harness(cluster: Cluster, server: Running) -> AsyncIterator[WebhookHar
 async def enabled(harness: WebhookHarness) -> AsyncIterator[str]:
     async with new_namespace(harness.kube, CANONICAL) as name:
         yield name
-        # Deletes are reviewed too: the last of them is in before the next test counts.
+        # Deletes are reviewed, too: the last one is reviewed before the next test counts.
         await harness.kube.call("DELETE", PODS.path(name), query={"gracePeriodSeconds": "0"})
         await wait_until(lambda: harness.kube.list(PODS, name), lambda left: left == [])
 
@@ -78,7 +79,7 @@ async def enabled(harness: WebhookHarness) -> AsyncIterator[str]:
 async def test_reservation_annotations_cannot_be_changed_through_any_subresource(
     harness: WebhookHarness, enabled: str, change: dict[str, str | None], subresource: str
 ) -> None:
-    """By an administrator neither, whom the policies let pass."""
+    """Not even by an administrator, whom the policies allow."""
     await harness.kube.create(PODS, unscheduled_pod(), enabled)
     async with CallCounter(harness) as calls:
         with pytest.raises(ApiError) as refused:
@@ -136,13 +137,13 @@ async def test_own_account_writes_annotations_without_a_review(
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def with_policies(harness: WebhookHarness, enabled: str) -> AsyncIterator[str]:
-    """The policies act too."""
+    """Yields the namespace with policies installed, too."""
     strippable = {key: value for key, value in FORGED.items() if key != "gpuwarden.io/claim"}
 
     async def calls_of_a_forgery() -> tuple[int, int]:
         is_made = False
         async with CallCounter(harness) as calls:
-            # The policy that refuses what is not blinded may act before the one that blinds.
+            # The policy that refuses unblinded containers can act before the one that blinds.
             with suppress(ApiError):
                 is_made = bool(await harness.kube.create(PODS, pod("a", annotations=strippable), enabled, dryRun="All"))
         return calls.both if is_made else (-1, -1)
@@ -151,7 +152,7 @@ async def with_policies(harness: WebhookHarness, enabled: str) -> AsyncIterator[
         for manifest in policies(Installation()):
             await harness.kube.create(resource_of(manifest), manifest)
             stack.push_async_callback(harness.kube.delete, resource_of(manifest), manifest["metadata"]["name"])
-        # What is taken off before the webhooks leaves nothing that would call.
+        # Annotations that a policy removes cause no webhook call.
         await wait_until(calls_of_a_forgery, lambda seen: seen == (0, 0))
         yield enabled
 
@@ -171,7 +172,8 @@ async def test_forged_annotations_are_removed_and_written_annotations_stay(
 async def test_copied_manifest_gets_its_gpus_with_policies_installed(
     harness: WebhookHarness, with_policies: str
 ) -> None:
-    """Its request is in the claim alone: it was taken off the containers when the first one was dressed."""
+    """Its request is only in the claim annotation: it was removed from the containers when the first pod was
+    dressed."""
     first = await harness.kube.create(PODS, pod("a", gpus=1), with_policies)
     meta = {"name": "b", "annotations": first["metadata"]["annotations"]}
     spec = {key: value for key, value in first["spec"].items() if key != "nodeName"}

@@ -1,4 +1,4 @@
-"""The id of a pending reservation in the wrong hands: a pod of the thief is named for it, and the victim is refused."""
+"""An attacker learns the ID of a pending reservation and names its own pod for it, so that the victim is denied."""
 
 import asyncio
 import uuid
@@ -24,7 +24,7 @@ from tests.e2e.webhook_configurations import MUTATED, hook, reviewer
 
 @asynccontextmanager
 async def slowed(here: Site, directory: Path, seconds: float) -> AsyncIterator[None]:
-    """Another mutating webhook, after ours: ids are pending for this long at each creation."""
+    """A slow mutating webhook after gpuwarden's: reservations are pending for this long at each creation."""
 
     async def answer(review: Raw) -> Raw:
         if not review.get("dryRun"):
@@ -43,7 +43,7 @@ async def slowed(here: Site, directory: Path, seconds: float) -> AsyncIterator[N
 
 @define(eq=False)
 class Thief:
-    """Has a token of another namespace, and validates every pending reservation that it learns of."""
+    """Has a token of another namespace and validates every pending reservation that it learns."""
 
     forger: Forger
     worker: Worker
@@ -52,7 +52,7 @@ class Thief:
     learnt: set[str] = field(factory=set)
 
     async def steal(self) -> None:
-        """For ever."""
+        """Runs until cancelled."""
         url, context = self.worker.urls["https"], trust(self.forger.here)
         async with httpx.AsyncClient(base_url=url, verify=context, trust_env=False, timeout=30) as client:
             while True:
@@ -119,7 +119,7 @@ async def test_devices_page_shows_no_ids_of_pending_reservations(
 async def test_known_reservation_id_is_useless_for_a_pod_of_another_name(
     cluster: Cluster, kube: Kube, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """As who may read GPUNodes learns it."""
+    """Like a user who may read GPUNodes."""
     async with site(cluster, kube, tmp_path, nodes=1, gpus=8, replicas=1, name="thief") as here:
         await here.reconciler()
         await here.wait_until_offered()

@@ -1,4 +1,4 @@
-"""No GPU is used by two containers at a time. Their own heartbeats are the judge, on a node that is treated badly."""
+"""No GPU is used by two containers at a time, on a node with failures. The containers' own heartbeats prove it."""
 
 import asyncio
 import itertools
@@ -27,7 +27,7 @@ CHURNED: Final = tuple(f"GPU-11111111-0000-4000-8000-{number:012}" for number in
 WORKERS: Final = 8
 ASKS_AGAIN_AFTER: Final = 0.3
 DOWN_FOR: Final = 2.0
-# Longer than kubelet is down, and than it takes to end containers when it is back.
+# Longer than kubelet is down and needs to end containers afterwards.
 FLAGS: Final = ("--max-grace", "30s", "--orphan-margin", "20s")
 SEEN_WITHIN: Final = 10.0
 FREE_WITHIN: Final = 90.0
@@ -35,12 +35,12 @@ FREE_WITHIN: Final = 90.0
 
 @frozen
 class PodScenario:
-    """How a pod lives and how it is deleted."""
+    """How a pod runs and how it is deleted."""
 
     name: str
     grace: int = 1
     deleted_with: int | None = None
-    """The grace period of the deletion; none leaves it to the pod, 0 is `kubectl delete --force`."""
+    """The grace period of the deletion; None uses the pod's, 0 is `kubectl delete --force`."""
     beats: int | None = None
     restart: str = "Never"
 
@@ -57,7 +57,7 @@ WAYS: Final = (
 
 @define(eq=False)
 class Churn:
-    """Pods that come and go on one node, and what happens to the node meanwhile."""
+    """Pods that are created and deleted on one node, while failures of the node are caused."""
 
     here: Site
     cluster: Cluster
@@ -72,7 +72,8 @@ class Churn:
     _is_over: bool = False
 
     async def run(self, troubles: Sequence[str], pause: float) -> None:
-        """Pods come and go while the node has one trouble after the other, and a pause before and after each."""
+        """Creates and deletes pods while the node has one failure after the other, with a pause before and after
+        each."""
         async with asyncio.TaskGroup() as group:
             for _ in range(WORKERS):
                 group.create_task(self._work())
@@ -123,7 +124,7 @@ class Churn:
         return True
 
     async def _seen(self, name: str) -> None:
-        """Until it runs, or has run, or the node takes too long for that."""
+        """Waits until the pod runs or has run, or until a timeout."""
 
         async def found() -> Raw:
             return await self.here.kube.get(PODS, name, self.here.namespace)
@@ -132,14 +133,14 @@ class Churn:
             await wait_until(found, lambda pod: is_ready(pod) or pod["status"]["phase"] != "Pending", SEEN_WITHIN)
 
     def checker(self, lives: Sequence[Life]) -> None:
-        """Raises what no second try makes good."""
+        """Raises an error that a rerun does not excuse."""
         violations = overlaps(lives)
         violations += [f"{one.pod} had {one.gpu}" for one in lives if one.gpu not in self.annotated[one.pod]]
         if violations:
             raise InvariantViolatedError("\n".join(violations[:10]))
 
 
-# The judge.
+# The check.
 
 
 @pytest.mark.parametrize(
@@ -157,14 +158,14 @@ def test_overlapping_gpu_use_is_detected(lives: list[Life], count: int) -> None:
     assert len(overlaps(lives)) == count
 
 
-# The proof.
+# The test.
 
 
 @pytest.fixture
 async def churn(
     request: pytest.FixtureRequest, real_cluster: Cluster, real_kube: Kube, tmp_path: Path
 ) -> AsyncIterator[Churn]:
-    """On a node of its own: what happens to it happens to no other test."""
+    """On its own node, so that the failures affect no other test."""
     seed = random.SystemRandom().randrange(1 << 32)
     report_figures(request, seed=seed)
     beats = tmp_path / "beats"

@@ -1,4 +1,4 @@
-"""A container sees the GPUs that gpuwarden has written into its pod, and no others."""
+"""A container sees exactly the GPUs that gpuwarden has written into its pod."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -22,14 +22,14 @@ EVERY_GPU: Raw = {"metadata": {"name": "gpus"}, "data": {VISIBLE: "all", "CUDA_V
 
 @pytest.fixture(params=[Mode.AUTO, Mode.CDI])
 async def mode(request: pytest.FixtureRequest, real_node: RealNode) -> AsyncIterator[Mode]:
-    """How NVIDIA's container runtime works."""
+    """The mode of NVIDIA's container runtime."""
     await asyncio.to_thread(real_node.set_runtime_mode, request.param)
     yield request.param
     await asyncio.to_thread(real_node.set_runtime_mode, Mode.AUTO)
 
 
 async def told_of(here: Site, cluster: Cluster) -> dict[str, Any]:
-    """What `/devices` says, GPU by GPU."""
+    """The entries of `/devices` by GPU."""
     headers = {"Authorization": f"Bearer {cluster.admin_token}"}
     url = here.replicas[0].urls["https"]
     async with httpx.AsyncClient(base_url=url, verify=trust(here), trust_env=False, headers=headers) as client:
@@ -62,7 +62,7 @@ async def test_container_sees_exactly_the_gpus_of_its_pod(
 
 
 def greedy(name: str) -> Raw:
-    """A container that NVIDIA's runtime would show every GPU, by its image and by `envFrom`."""
+    """A container to which NVIDIA's runtime would show every GPU, by its image and by `envFrom`."""
     return container(name=name, image=CUDA, envFrom=[{"configMapRef": {"name": "gpus"}}])
 
 
@@ -91,7 +91,7 @@ def debugger_runs(found: Raw) -> bool:
     return any("running" in one["state"] for one in found["status"].get("ephemeralContainerStatuses", ()))
 
 
-# What NVIDIA's container runtime makes of variables. Policies rely on it.
+# How NVIDIA's container runtime interprets variables. Policies rely on it.
 
 
 @pytest.mark.parametrize("image", [BUSYBOX, CUDA_VERSION, ALL_DEVICES, CUDA])

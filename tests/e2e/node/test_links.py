@@ -1,4 +1,4 @@
-"""A tenant makes a link in a volume of its own and mounts the link by hostPath. The runtime would follow it."""
+"""A tenant creates a symbolic link in its volume and mounts the link by hostPath. The runtime would follow it."""
 
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
@@ -27,7 +27,7 @@ async def isolated(real_cluster: Cluster, real_kube: Kube) -> AsyncIterator[Harn
                 stack.push_async_callback(real_kube.delete, resource_of(manifest), name)
         harness = await stack.enter_async_context(new_harness(real_cluster, real_kube, GUARDED))
         await wait_until(lambda: is_refused(harness, real_pod("probe", hostPID=True)))
-        # Policies of a test before act for a moment after they are deleted.
+        # Policies of an earlier test act for a moment after they are deleted.
         await wait_until(lambda: is_refused(harness, real_pod("probe")), lambda refused: not refused)
         yield harness
 
@@ -42,7 +42,7 @@ async def is_refused(harness: Harness, content: Raw) -> bool:
 
 @pytest.fixture
 async def volume(real_kube: Kube, isolated: Harness, tmp_path: Path) -> AsyncIterator[Path]:
-    """A directory of the node, as a provisioner gives one to the tenant's claim."""
+    """A directory of the node, as a provisioner provides it for the tenant's claim."""
     path = tmp_path / "volume"
     path.mkdir()
     common: Raw = {"accessModes": ["ReadWriteOnce"], "storageClassName": VOLUME}
@@ -82,7 +82,7 @@ async def test_symbolic_link_in_a_volume_gives_no_access(
     with pytest.raises(ApiError, match=r"spec\.volumes\[mounted\]\.hostPath: not in a directory that an administrator"):
         await isolated.made(reader)
 
-    # What the policy is needed for.
+    # Why the policy is needed.
     await real_kube.patch(NAMESPACES, isolated.namespace, EXEMPT)
     await wait_until(lambda: is_let_in(isolated, reader))
     await isolated.made(reader)

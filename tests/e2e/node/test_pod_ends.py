@@ -1,7 +1,5 @@
-"""On a real node with `attest`: an orphan's GPU is offered again when the node says that nothing of its pod is left.
-
-Heartbeats of the containers are the judge.
-"""
+"""On a real node with `attest`: an orphan's GPU is free again when the node reports that nothing of its pod is left.
+Heartbeats of the containers prove it."""
 
 import asyncio
 import os
@@ -27,12 +25,13 @@ from tests.running import GPUWARDEN
 
 GRACE, MARGIN = 40, 90
 FLAGS: Final = ("--orphan-margin", f"{MARGIN}s", "--max-grace", "150s")
-# Looks at the node that agree for 5 s; a question every 5 s or so; an orphan that is 10 s old; the reconciler.
+# Consistent polls of the node over 5 s; a request every 5 s or so; an orphan that is 10 s old; the reconciler.
 SOON: Final = 25.0
-# Of the quick container after SIGTERM: `attest` has to see its sandbox for some time after the forced deletion.
+# The quick container's lifetime after SIGTERM: `attest` must see its sandbox for some time after the forced deletion.
 QUICK: Final = 12
 KEY: Final = SigningKey.make()
-# Twenty lines a second for each GPU that it sees. SIGTERM ends it after QUICK seconds, or never; a file at once.
+# Writes 20 lines per second for each GPU that it sees. SIGTERM ends it after QUICK seconds, or never; a file ends it at
+# once.
 BEATS: Final = """
 left=
 trap '{on_term}' TERM
@@ -54,7 +53,7 @@ def beating(name: str, beats: Path, *, ends: bool = False) -> Raw:
 
 @pytest.fixture
 def beats(tmp_path: Path) -> Path:
-    """A file of beats for each GPU, and a file for each container that is to stop."""
+    """A directory with a heartbeat file for each GPU, and a file for each container that is to stop."""
     for name in ("gpus", "stop"):
         (tmp_path / "beats" / name).mkdir(parents=True)
     return tmp_path / "beats"
@@ -64,7 +63,7 @@ def beats(tmp_path: Path) -> Path:
 async def here(
     real_cluster: Cluster, real_kube: Kube, real_node: RealNode, plain_namespace: str, tmp_path: Path, beats: Path
 ) -> AsyncIterator[Site]:
-    """gpuwarden in front of a node that proves itself. A pod stands for the one of the DaemonSet."""
+    """gpuwarden on a node that attests itself. A plain pod replaces that of the DaemonSet."""
     await real_kube.create(PODS, real_pod("attest"), plain_namespace)
     uid = (await runs(real_kube, plain_namespace, "attest"))["metadata"]["uid"]
     agent = JwtWorkloadApiDouble(str(tmp_path / "agent.sock"), KEY, [evidence_id(NODE, HASH)])
@@ -102,7 +101,7 @@ async def test_gpu_is_released_soon_after_its_containers_have_ended_and_not_befo
     for name in ("quick", "slow", "stays-0", "stays-1"):
         await runs(here.kube, here.namespace, name)
     begun = time.monotonic()
-    for grace in (GRACE, 0):  # a deletion by force alone leaves a container two seconds
+    for grace in (GRACE, 0):  # a container has two seconds after a forced deletion
         for name in ("quick", "slow"):
             await delete(here, name, grace)
         await asyncio.sleep(1)
@@ -130,8 +129,8 @@ async def test_gpu_is_released_soon_after_its_containers_have_ended_and_not_befo
 async def test_gpus_stay_reserved_while_the_kubelet_is_dead(
     here: Site, beats: Path, real_node: RealNode, request: pytest.FixtureRequest
 ) -> None:
-    """A kubelet that has not heard of the deletion would start the container that ends here again. Once it is back it
-    ends the others within two seconds: too soon for a look to tell that no sandbox follows, so time decides."""
+    """A kubelet that has not seen the deletion would restart the container that ends here. When it is back it ends the
+    others within two seconds: too soon for a poll to show that no sandbox follows, so time decides."""
     old = [f"old-{number}" for number in range(4)]
     for name in old:
         await here.kube.create(PODS, beating(name, beats), here.namespace)
@@ -160,6 +159,6 @@ async def test_gpus_stay_reserved_while_the_kubelet_is_dead(
 
 
 async def whys(here: Site) -> list[str]:
-    """Why orphans of this test's pods have ended."""
+    """The reasons why orphans of this test's pods were released."""
     found = await here.kube.list(EVENTS, "default", fieldSelector=f"involvedObject.name={NODE},reason=OrphanEnded")
     return [one["message"] for one in found if f" of pod {here.namespace}/" in one["message"]]
