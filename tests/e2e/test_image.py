@@ -94,7 +94,7 @@ def test_image_contains_the_locked_packages_and_no_build_tools(root: Path) -> No
     assert {re.sub(r"[-_.]+", "-", name) for name in found} - {"gpuwarden", "setuptools"} <= same
 
 
-def test_image_runs_as_an_unprivileged_user_on_a_read_only_file_system(root: Path, tmp_path: Path) -> None:
+def test_image_runs_as_an_unprivileged_user_without_a_writable_directory(root: Path, tmp_path: Path) -> None:
     said = subprocess.run(as_nobody(root, "--version"), cwd="/", capture_output=True, text=True, check=True).stdout
     assert re.fullmatch(r"gpuwarden \d+\.\d+\.\d+\S*\n", said)
     files = root / "files"

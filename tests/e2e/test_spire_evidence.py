@@ -107,7 +107,8 @@ async def test_evidence_of_a_removed_source_is_deleted(harness: Harness) -> None
 
 @asynccontextmanager
 async def away(spire: SpireDouble) -> AsyncIterator[Callable[[], Awaitable[None]]]:
-    """Makes SPIRE close every connection; waits until the second failure, so that the first has been processed."""
+    """Makes SPIRE close every connection. Yields a function that waits for a second failure, so that the first has been
+    processed."""
     await spire.stop()
     failed = asyncio.Event()
 

@@ -79,7 +79,7 @@ PLACES: Mapping[int, Place] = {n: (NAMES[n], gpus_of(NAMES[n], *INDICES[n])) for
 
 
 def mapped_set(name: str = SET, replicas: int = 3, text: str = MAP, asked: Mapping[str, str] | None = None) -> Raw:
-    """The containers set the variable in every way: not at all, by name, and with another value."""
+    """The containers cover each case of the variable: no `env`, other variables, a value, a reference."""
     containers: list[Raw] = [
         {"name": "bare", "image": "app:1"},
         {"name": "has-env", "image": "app:1", "env": [{"name": "MODE", "value": "x"}]},

@@ -1,4 +1,4 @@
-"""The alert rules ask about what there is, in the form that Prometheus reads."""
+"""The alert rules use existing metrics, in a form that Prometheus reads."""
 
 import re
 import subprocess
@@ -31,7 +31,7 @@ each_rule = pytest.mark.parametrize("rule", RULES, ids=[rule["alert"] for rule i
 
 
 def known_series() -> dict[str, frozenset[str]]:
-    """Every series that a scrape may show, with the labels that it has."""
+    """Every series of a scrape, with its labels."""
     metrics = Metrics()
     metrics.watch_fleet(FleetCounts)
     metrics.watch_evidence(EvidenceCounts)
@@ -81,23 +81,25 @@ def test_rule_uses_existing_metrics_and_labels(rule: Raw) -> None:
 
 @pytest.mark.parametrize("outcome", ["refused", "away"])
 def test_missing_bundle_alert_fires_before_evidence_expires(outcome: str) -> None:
-    """In silence every node would end unproven, `--max-bundle-age` and a proof's life later."""
+    """Without an alert the evidence of every node would expire, after `--max-bundle-age` and the validity of a
+    proof."""
     asked = f'gpuwarden_trust_bundle_looks_total{{outcome="{outcome}"}}'
     assert [rule["for"] for rule in RULES if asked in rule["expr"]] == ["5m"]
     assert Metrics().registry.get_sample_value("gpuwarden_trust_bundle_looks_total", {"outcome": outcome}) == 0
 
 
 def test_absence_alert_uses_a_metric_that_only_serve_exposes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`absent` is true of a series that is gone, not of a zero: so it has to be one that `serve` alone has, always."""
+    """`absent` matches a missing series, not a zero: so the metric must be one that `serve` always has and no other
+    command has."""
     (rule,) = [rule for rule in RULES if "absent(" in rule["expr"]]
     assert rule["labels"]["severity"] == "critical"
     asked = re.search(r'absent\((\w+)\{listener="tls"\}\)', rule["expr"])
     assert asked is not None
     metrics = Metrics()
     assert metrics.registry.get_sample_value(asked[1], {"listener": "tls"}) is None
-    metrics.show_certificate("issued", NOW)  # as `certs` does
+    metrics.show_certificate("issued", NOW)  # as `gpuwarden certs` does
     assert metrics.registry.get_sample_value(asked[1], {"listener": "tls"}) is None
-    monkeypatch.chdir(tmp_path)  # where the development certificate goes
+    monkeypatch.chdir(tmp_path)  # the directory for the development certificate
     for name in certificates(Settings()):
         metrics.show_certificate(name, NOW)
     assert metrics.registry.get_sample_value(asked[1], {"listener": "tls"}) is not None

@@ -1,4 +1,4 @@
-"""What the Dockerfile promises, by its words; that its steps work is shown in tests/e2e/test_image.py."""
+"""The content of the Dockerfile; tests/e2e/test_image.py runs its steps."""
 
 import re
 import subprocess
@@ -10,14 +10,14 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def instructions() -> list[tuple[str, str]]:
-    """The instructions, one a line, comments gone."""
+    """The instructions, one per line, without comments."""
     text = re.sub(r"^\s*#.*\n", "", (ROOT / "Dockerfile").read_text(), flags=re.MULTILINE)
     lines = re.sub(r"\s*\\\n\s*", " ", text).splitlines()
     return [(word, rest) for word, _, rest in (line.partition(" ") for line in lines if line)]
 
 
 def test_every_stage_uses_the_given_base() -> None:
-    """And that one is given with its digest by whoever builds: nothing else is fetched."""
+    """Each builder passes the base with its digest: no other image is pulled."""
     assert instructions()[0] == ("ARG", "PYTHON_IMAGE")
     stages = [rest.split()[0] for word, rest in instructions() if word == "FROM"]
     assert stages == ["${PYTHON_IMAGE}"] * 2
@@ -75,7 +75,7 @@ def test_dependencies_are_locked_wheels_with_hashes() -> None:
     assert "--no-deps" in installs[1]
 
 
-def test_only_what_is_copied_reaches_the_builder() -> None:
+def test_dockerignore_admits_only_copied_files() -> None:
     copied = {
         source
         for word, rest in instructions()

@@ -1,4 +1,4 @@
-"""What the documents say is there, is there."""
+"""Everything that the documents name exists."""
 
 import re
 from pathlib import Path
@@ -36,7 +36,7 @@ def anchors(page: Path) -> set[str]:
 
 @each_document
 def test_every_named_test_exists(document: Path) -> None:
-    """A `::test` without a file is in the file that the same line names before it."""
+    """A `::test` without a file belongs to the file named before it on the same line."""
     for line in document.read_text().splitlines():
         file = None
         for path, name in TEST.findall(line):

@@ -1,4 +1,4 @@
-"""Flags, values of the chart and metrics that a document names are there, under these names."""
+"""Flags, commands, chart values and metrics that a document names exist."""
 
 import re
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from webhook.export import settings as export_settings
 from webhook.runtime import settings
 
 ROOT = Path(__file__).resolve().parents[2]
-# The changelog is about what was there, too.
+# The changelog also names what was removed.
 DOCUMENTS = [
     *(path for path in ROOT.glob("*.md") if path.name != "CHANGELOG.md"),
     *ROOT.glob("docs/**/*.md"),

@@ -1,4 +1,4 @@
-"""The kept inputs of `make fuzz`: each is read, or refused in a way that its parser names."""
+"""The corpus of `make fuzz`: each input is parsed, or rejected with an error that its parser declares."""
 
 import re
 import sys
@@ -37,12 +37,12 @@ def test_undeclared_exception_of_a_parser_is_a_finding() -> None:
 
 
 ROOT = Path(__file__).resolve().parents[2]
-# What a module does that reads text or objects of others.
+# Calls with which a module reads external text or objects.
 READS = re.compile(
     r"msgspec\.convert\(|msgspec\.json\.decode\(|Decoder\(|object_in\(|[^_]decoded\(|yaml\.safe_load|"
     r"load_(?:der|pem)_x509|certificates?_in\(|fields_of\(|ElementTree|expat|json\.loads\("
 )
-# Those that no parser of `make fuzz` reaches, and why.
+# Modules that no parser of `make fuzz` reaches, and why.
 ELSEWHERE = {
     **dict.fromkeys(("webhook/web/explain.py", "webhook/web/evidence.py", "webhook/commands/score.py"), "a route"),
     **dict.fromkeys(
@@ -71,7 +71,7 @@ def reading_modules() -> set[str]:
 
 
 def reached() -> set[str]:
-    """The modules that are entered while the seeds are read."""
+    """The modules that run while the seeds are parsed."""
     files: set[str] = set()
 
     def profile(frame: FrameType, event: str, _: object) -> None:

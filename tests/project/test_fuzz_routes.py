@@ -1,4 +1,4 @@
-"""`make fuzz` sends to every route that is declared, and the answers to whole requests over HTTP/2 are looked at."""
+"""`make fuzz` sends to every declared route and checks the answers to valid HTTP/2 requests."""
 
 from pathlib import Path
 from random import Random

@@ -1,4 +1,4 @@
-"""The script that makes certificates with openssl: what it writes can be served with, and what it prints trusts it."""
+"""The script that creates certificates with openssl: a server can use its files, and clients can trust its output."""
 
 import base64
 import shutil

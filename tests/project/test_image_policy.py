@@ -1,4 +1,5 @@
-"""The image policy covers our repository, whole and alone. policy-controller's own word on it: tests/e2e."""
+"""The image policy covers exactly gpuwarden's repository. tests/e2e/test_image_policy.py runs policy-controller
+itself."""
 
 import re
 import subprocess
@@ -32,7 +33,8 @@ def policies() -> list[dict[str, Any]]:
 
 
 def is_covered(policy: dict[str, Any], image: str) -> bool:
-    """The rule of policy-controller's globs: `**` is anything, `*` anything but a slash, nothing else is special."""
+    """policy-controller's glob rule: `**` matches anything, `*` anything but a slash, other characters match
+    themselves."""
     for one in policy["spec"]["images"]:
         parts = re.split(r"(\*\*?)", one["glob"])
         pattern = "".join({"**": ".*", "*": "[^/]*"}.get(part, re.escape(part)) for part in parts)
@@ -52,7 +54,7 @@ def test_policy_covers_exactly_the_own_repository(policy: dict[str, Any]) -> Non
 
 
 def test_older_glob_covers_other_repositories() -> None:
-    """The rule above tells a wide glob from a narrow one."""
+    """`is_covered` distinguishes a wide glob from a narrow one."""
     wide = {"spec": {"images": [{"glob": f"{REPOSITORY}*"}]}}
     assert is_covered(wide, f"ghcr.io/gpuwarden/gpuwarden-evil@{DIGEST}")
 
@@ -75,7 +77,7 @@ JOBS: dict[str, Any] = yaml.safe_load(WORKFLOW.read_text())["jobs"]
 
 
 def actions(job: str) -> list[str]:
-    """The actions of others that a job runs, without their versions."""
+    """The external actions that a job runs, without their versions."""
     return [step["uses"].partition("@")[0] for step in JOBS[job]["steps"] if "uses" in step]
 
 
@@ -93,7 +95,7 @@ def test_only_one_job_signs_and_it_runs_few_external_actions() -> None:
 
 
 def pins_of(text: str, directory: Path) -> tuple[int, str]:
-    """What the workflow's own step says to such a workflow, and whether it lets it go on."""
+    """Runs the workflow's own check on the text; its exit status and its message."""
     *_, step = JOBS["pinned"]["steps"]
     (directory / "release.yaml").write_text(text)
     command = ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", step["run"]]
@@ -105,7 +107,7 @@ PIN = "@" + "0123456789abcdef" * 2 + "01234567"
 
 
 def pinned() -> str:
-    """The workflow as it has to be for a release."""
+    """The workflow with every action pinned, as a release requires."""
     return re.sub(r"(uses: [^@\s]+)@\S+", rf"\1{PIN}", WORKFLOW.read_text())
 
 
@@ -144,7 +146,7 @@ def test_file_without_actions_is_not_accepted_as_workflow(tmp_path: Path) -> Non
 
 def test_workflow_creates_the_attestations_that_the_policies_require() -> None:
     workflow = yaml.safe_load(WORKFLOW.read_text())
-    assert workflow[True]["push"]["tags"] == ["v[0-9]+.[0-9]+.[0-9]+"]  # `on` is a truth value to YAML 1.1
+    assert workflow[True]["push"]["tags"] == ["v[0-9]+.[0-9]+.[0-9]+"]  # YAML 1.1 reads the key `on` as true
     assert workflow["permissions"] == {}
     assert WORKFLOW.relative_to(ROOT).as_posix() in POLICY.read_text()
     text = WORKFLOW.read_text()

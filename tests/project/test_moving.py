@@ -1,5 +1,5 @@
-"""The pages about moving over name everything that the older systems read, write and answer; and what they say of
-names is so."""
+"""The migration pages name everything that the older systems read, write and answer, and what they state about names is
+correct."""
 
 import re
 from collections.abc import Iterable
@@ -82,7 +82,7 @@ def page(name: str) -> str:
 
 
 def said(name: str) -> set[str]:
-    """Every word that stands in code quotes there, whole and by its parts."""
+    """Every text in code quotes on the page, whole and in parts."""
     quoted = re.findall(r"`([^`\n]+)`", page(name))
     return {word for one in quoted for word in (one, *re.split(r"[\s,={}():]+", one))}
 
@@ -100,7 +100,7 @@ def test_page_lists_everything_the_older_system_reads_and_writes(name: str, want
 
 
 def is_in(value: str, named: Iterable[str]) -> bool:
-    """Named as it is, by `image.*`, or by what is in it."""
+    """Whether a value is named: itself, by a wildcard, or by one of its members."""
     return any(
         value == one or one.startswith(f"{value}.") or (one.endswith(".*") and value.startswith(one[:-1]))
         for one in named

@@ -1,4 +1,4 @@
-"""The list of planted bugs fits the code. `make mutants` plants them."""
+"""The list of planted bugs applies to the code. `make mutants` plants them."""
 
 import shutil
 from pathlib import Path

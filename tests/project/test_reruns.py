@@ -1,4 +1,4 @@
-"""`make e2e` tries a test again that ran out of time, and none that found something wrong."""
+"""`make e2e` retries a test that ran out of time, and no test that found an error."""
 
 import re
 import shlex
@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# The first try of a test fails so, the second passes.
+# The first run of this test fails in the given way, the second passes.
 TEST = """
 import asyncio
 import subprocess
@@ -74,7 +74,7 @@ FOUND_WRONG = {
 
 
 def flags() -> list[str]:
-    """Of the Makefile."""
+    """The rerun flags of the Makefile."""
     text = (ROOT / "Makefile").read_text().replace("\\\n", " ")
     (found,) = re.findall(r"^ONCE_MORE := (.+)$", text, re.MULTILINE)
     return shlex.split(found)
@@ -84,7 +84,7 @@ def test_only_timeouts_are_retried(tmp_path: Path) -> None:
     (tmp_path / "pytest.ini").touch()
     for number, failure in enumerate((*OF_TIME.values(), *FOUND_WRONG.values())):
         (tmp_path / f"test_{number:02}.py").write_text(TEST.replace("{failure}", failure))
-    many = ["--max-suite-reruns", "100"]  # the bound on all together is not what is looked at here
+    many = ["--max-suite-reruns", "100"]  # the limit on all reruns is not under test
     own = ["-c", str(tmp_path / "pytest.ini"), "-p", "tests.e2e.reruns", "-p", "no:cacheprovider", "-rA", "-q"]
     command = [sys.executable, "-m", "pytest", *own, *flags(), *many, str(tmp_path)]
     said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False).stdout

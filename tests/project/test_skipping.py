@@ -1,4 +1,4 @@
-"""`.ci/run` fails where `make e2e` skips for want of something, unless it is told to allow that."""
+"""`.ci/run` fails where `make e2e` skips because of a missing requirement, unless configured otherwise."""
 
 import re
 import subprocess

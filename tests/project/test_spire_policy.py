@@ -1,4 +1,4 @@
-"""The policy that lets gpuwarden read agents lets it do nothing else."""
+"""The SPIRE policy for gpuwarden allows reading agents and nothing else."""
 
 import json
 import re
@@ -15,7 +15,7 @@ def test_policy_data_allows_only_the_called_method() -> None:
 
 
 def test_rule_requires_caller_and_method() -> None:
-    """One rule, whose conditions all have to hold; it takes nothing of the server's own rules away."""
+    """One rule with two conditions, which leaves the server's own rules unchanged."""
     rego = re.sub(r"#.*", "", (EXAMPLES / "gpuwarden-reader.rego").read_text())
     rule = "allow if { input.caller == data.agent_readers[_] input.full_method == data.agent_read_methods[_] }"
     assert " ".join(rego.split()) == rule

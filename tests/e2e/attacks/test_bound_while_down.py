@@ -46,8 +46,8 @@ BINDING_ENDS = Resource("apis/gpuwarden.io/v1alpha1", "bindingends", is_namespac
 HASH = "sha256:d0d0"
 ASKING = {"gpuwarden.io/required-hash": HASH}
 GATE = "example.test/wait"
-# With this size its list has room for about forty pods. The default of twenty thousand works in the same way, but takes
-# minutes to fill.
+# Its list has room for about forty pods. A real list has room for about twenty thousand, which take minutes to create
+# on the test's machine.
 WITH_A_SMALL_LIST = """
 import webhook.admission.binding_ends
 from webhook.cli import main
@@ -89,7 +89,7 @@ class Harness:
         return {**spec.get("nodes", {}), **spec.get("namespaces", {}), **spec.get("pods", {})}
 
     async def kept(self, *names: str) -> None:
-        """Waits until each of these pods or nodes has an end time, in this installation's time."""
+        """Waits until each of these nodes, pods or namespaces has an end time that is not in the past."""
         await wait_until(self.ends, lambda data: all(data.get(name, "1970") > "1971" for name in names))
 
     async def create_gated_pod(self, name: str, node: str, gpus: int = 1) -> Raw:
