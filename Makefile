@@ -66,7 +66,7 @@ ONCE_MORE := --reruns 1 --max-suite-reruns 3 --rerun-show-tracebacks \
 	--only-rerun '^(NotInTime|Timeout|Start|Node)Error: ' \
 	--only-rerun '^(TimeoutExpired|(Connect|Read|Write|Pool)Timeout): ' \
 	--only-rerun '^ApiError: 50[04] .*(deadline exceeded|timed out)' \
-	--rerun-except '^(AssertionError|PromiseBrokenError|Failed): '
+	--rerun-except '^(AssertionError|InvariantViolatedError|Failed): '
 
 parts: $(VENV)/dev.stamp ## build the programs for `make e2e`: once, in ten minutes (needs Go)
 	@$(BIN)/python -m scripts.controlplane build $(PARTS)

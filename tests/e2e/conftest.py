@@ -7,9 +7,9 @@ import pytest
 
 from scripts.controlplane.build import BuildError, binaries
 from scripts.controlplane.cluster import Cluster, gpu_node
-from tests.e2e.figures import pytest_terminal_summary
 from tests.e2e.kube import NAMESPACES, SERVICE_ACCOUNTS, Kube, wait_until
-from tests.e2e.second_try import pytest_runtest_makereport
+from tests.e2e.measurements import pytest_terminal_summary
+from tests.e2e.reruns import pytest_runtest_makereport
 
 __all__ = ["pytest_runtest_makereport", "pytest_terminal_summary"]
 
@@ -20,14 +20,14 @@ TOOL_MISSING = 3
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """What the garbage collector finds in a test may be another's: a connection that was cut off while it was made.
-    It is shown, and fails none. Tests without a cluster fail for it."""
+    """A resource that the garbage collector finds in one test may belong to another, such as a connection that was cut
+    off. So the warning is shown here and fails no test. Tests without a cluster fail for it."""
     item.add_marker(pytest.mark.filterwarnings("default::pytest.PytestUnraisableExceptionWarning"))
 
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Who runs these tests wants them run: where they cannot be, the run fails with a sentence that says what to do."""
+    """If the binaries cannot be built, the whole run fails with a message that says what to do."""
     try:
         binaries()
     except BuildError as exc:
@@ -39,14 +39,14 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture
 async def kube(cluster: Cluster) -> AsyncIterator[Kube]:
-    """The API server as its administrator sees it."""
+    """A client with the administrator's credentials."""
     async with Kube(cluster.kubeconfig) as client:
         yield client
 
 
 @asynccontextmanager
 async def new_namespace(kube: Kube, labels: Mapping[str, str] | None = None) -> AsyncIterator[str]:
-    """Ready for pods: the controller manager has put the default service account there."""
+    """A namespace that is ready for pods: its default service account exists."""
     made = await kube.create(NAMESPACES, {"metadata": {"generateName": "e2e-", "labels": dict(labels or {})}})
     name = str(made["metadata"]["name"])
     await wait_until(lambda: kube.find(SERVICE_ACCOUNTS, "default", name))
@@ -58,6 +58,6 @@ async def new_namespace(kube: Kube, labels: Mapping[str, str] | None = None) -> 
 
 @pytest.fixture
 async def namespace(kube: Kube) -> AsyncIterator[str]:
-    """Where nobody has asked for gpuwarden."""
+    """A namespace that has not opted in to gpuwarden."""
     async with new_namespace(kube) as name:
         yield name

@@ -1,7 +1,5 @@
-"""A process that takes batches and delivers them to Postgres, to be killed. Its arguments come as JSON on stdin.
-
-Each batch that it has taken is a line on stdout, written once it is kept.
-"""
+"""A process that takes batches and delivers them to Postgres, for tests that kill it. It reads its arguments as JSON
+from stdin, and writes a line to stdout for each batch after it has stored it in the outbox."""
 
 import asyncio
 import json
@@ -25,7 +23,7 @@ GPUS = 4
 
 
 def numbered(number: int) -> Batch:
-    """A reading of a node, and a use that begins; every third has ended."""
+    """A reading of a node, and a use that begins; every third use has ended."""
     begun = use(number, gpu_uuid=f"GPU-{number % GPUS}", until=later(number + 60) if number % 3 == 0 else None)
     return batch(f"batch-{number}", GPUS, (begun,), node=f"node-{number % 7}", time=later(number))
 

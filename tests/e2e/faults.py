@@ -1,7 +1,5 @@
-"""A proxy between our processes and the API server that does to requests whatever a network and a server may do.
-
-Credentials pass through it, so whoever goes this way is who it was.
-"""
+"""A proxy between gpuwarden's processes and the API server that injects faults of a network or a server. Credentials
+pass through, so each client keeps its identity."""
 
 import asyncio
 import json
@@ -19,7 +17,7 @@ from yarl import URL
 from scripts.controlplane.cluster import Cluster
 from tests.e2e.kube import trust_of
 
-# Of one connection, and so of one hop: they are not passed on.
+# Hop-by-hop headers: they are not forwarded.
 HOP = frozenset({"connection", "transfer-encoding", "content-length", "content-encoding", "host", "accept-encoding"})
 REASONS = {
     409: "Conflict",
@@ -33,7 +31,7 @@ REASONS = {
 
 @frozen
 class Answer:
-    """What the API server said, still in our hands."""
+    """An answer of the API server that the proxy has not forwarded yet."""
 
     status: int
     headers: Mapping[str, str]
@@ -45,7 +43,7 @@ class Answer:
 
 @frozen(eq=False)
 class Exchange:
-    """One request that came in, and what may be done with it."""
+    """One request, and the possible reactions to it."""
 
     proxy: "Proxy"
     request: web.Request
@@ -65,7 +63,7 @@ class Exchange:
 
     @property
     def phases(self) -> list[tuple[str, bool]]:
-        """Of a write of reservations: the phase of each, and whether its pod is known."""
+        """For a write of reservations: the phase of each, and whether it names a pod UID."""
         held = (json.loads(self.body).get("status") or {}).get("held") or {}
         return [(entry["phase"], "uid" in entry) for entry in held.values()]
 
@@ -73,13 +71,13 @@ class Exchange:
         return await self.proxy.forward(self)
 
     def cut(self) -> web.Response:
-        """The connection ends, without a word."""
+        """Closes the connection without an answer."""
         if self.request.transport is not None:
             self.request.transport.abort()
         return web.Response()
 
     def refuse(self, status: int) -> web.Response:
-        """As the API server would put it."""
+        """An error answer in the API server's form."""
         said = {
             "kind": "Status",
             "apiVersion": "v1",
@@ -101,7 +99,7 @@ def is_reservation_write(one: Exchange) -> bool:
 
 
 def is_ledger_call(one: Exchange) -> bool:
-    """Writes of reservations, and the reads before them."""
+    """Writes of reservations, and the reads that precede them."""
     return "/gpunodes/" in one.path
 
 
@@ -110,17 +108,17 @@ def is_watch(one: Exchange) -> bool:
 
 
 def is_list(one: Exchange) -> bool:
-    """Of a whole kind of objects: the path ends with their plural."""
+    """A list of a kind: the path ends with its plural."""
     return one.method == "GET" and not one.is_watch and one.path.endswith("s")
 
 
-async def passed_on(one: Exchange) -> web.StreamResponse:
-    """Nothing happens to it; it is counted."""
+async def forward_unchanged(one: Exchange) -> web.StreamResponse:
+    """Forwards the request unchanged; it is counted."""
     return (await one.forward()).response()
 
 
 def answering(status: int) -> Fault:
-    """Not passed on; refused with that status."""
+    """Refuses with that status and does not forward."""
 
     async def fault(one: Exchange) -> web.StreamResponse:
         return one.refuse(status)
@@ -128,19 +126,19 @@ def answering(status: int) -> Fault:
     return fault
 
 
-async def lost(one: Exchange) -> web.StreamResponse:
-    """Carried out; the answer never arrives."""
+async def drop_response(one: Exchange) -> web.StreamResponse:
+    """Forwards the request and drops the answer."""
     await one.forward()
     return one.cut()
 
 
 async def cut(one: Exchange) -> web.StreamResponse:
-    """Never carried out, never answered."""
+    """Closes the connection and does not forward."""
     return one.cut()
 
 
-async def swallowed(one: Exchange) -> web.StreamResponse:
-    """Carried out; whoever asked waits until it loses patience."""
+async def never_answer(one: Exchange) -> web.StreamResponse:
+    """Forwards the request and never answers: the client runs into its timeout."""
     await one.forward()
     await asyncio.sleep(60)
     return one.cut()
@@ -155,13 +153,13 @@ def delayed(seconds: float) -> Fault:
     return fault
 
 
-async def expired(one: Exchange) -> web.StreamResponse:
-    """410 to a watch, at once."""
+async def watch_expired(one: Exchange) -> web.StreamResponse:
+    """Refuses a watch with 410."""
     return one.refuse(410)
 
 
-async def expired_inside(one: Exchange) -> web.StreamResponse:
-    """410 as the first event of a watch that was granted: how the API server mostly says it."""
+async def watch_expired_in_stream(one: Exchange) -> web.StreamResponse:
+    """Sends 410 as the first event of a watch, as the API server mostly does."""
     said = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "reason": "Expired", "code": 410}
     return web.Response(
         body=json.dumps({"type": "ERROR", "object": said}).encode() + b"\n", content_type="application/json"
@@ -169,8 +167,8 @@ async def expired_inside(one: Exchange) -> web.StreamResponse:
 
 
 @define(eq=False)
-class Stop:
-    """Holds one request at an exact step: `carried_out` says on which side of the API server."""
+class Breakpoint:
+    """Holds one request at an exact step: before the API server gets it, or, if `carried_out`, after."""
 
     carried_out: bool
     reached: asyncio.Event = field(factory=asyncio.Event)
@@ -182,13 +180,13 @@ class Stop:
         await self._may_go.wait()
         return answer.response() if answer is not None else one.cut()
 
-    def let_go(self) -> None:
+    def resume(self) -> None:
         self._may_go.set()
 
 
 @define(eq=False)
 class Rule:
-    """What happens to a share of some requests; to the first `most` of them, if that is said."""
+    """A fault for a share of the matching requests; with `most`, for at most so many."""
 
     name: str
     match: Match
@@ -198,7 +196,7 @@ class Rule:
 
 
 class Proxy:
-    """In front of one cluster's API server. Rules may be changed at any moment; the first that strikes counts."""
+    """A proxy in front of one API server. Rules may change at any time; the first rule that applies is used."""
 
     def __init__(self, cluster: Cluster, seed: int = 1) -> None:
         self._kubeconfig: dict[str, Any] = json.loads(cluster.kubeconfig.read_text())
@@ -207,7 +205,7 @@ class Proxy:
         self._flowing = asyncio.Event()
         self._flowing.set()
         self.rules: list[Rule] = []
-        self.struck: Counter[str] = Counter()
+        self.applied: Counter[str] = Counter()
         self.passed: Counter[str] = Counter()
 
     async def __aenter__(self) -> Self:
@@ -232,7 +230,7 @@ class Proxy:
         await self._session.close()
 
     def kubeconfig(self, directory: Path) -> Path:
-        """The administrator's, by this way."""
+        """The administrator's kubeconfig, through this proxy."""
         content = json.loads(json.dumps(self._kubeconfig))
         content["clusters"][0]["cluster"] = {"server": self.url}
         file = directory / f"through-{self.url.rpartition(':')[2]}.kubeconfig"
@@ -243,7 +241,7 @@ class Proxy:
         self.rules.append(Rule(name, match, fault, share, most))
 
     def freeze(self) -> None:
-        """Nothing goes through in either direction, and no connection ends."""
+        """Stops all traffic in both directions and keeps the connections open."""
         self._flowing.clear()
 
     def thaw(self) -> None:
@@ -261,7 +259,7 @@ class Proxy:
                 return await self._streamed(one)
             answer = await self.forward(one)
         except (ClientError, OSError):
-            return one.cut()  # the API server itself is away
+            return one.cut()  # the API server is down
         await self._flowing.wait()
         return answer.response()
 
@@ -269,7 +267,7 @@ class Proxy:
         for rule in self.rules:
             if rule.most != 0 and rule.match(one) and self._random.random() < rule.share:
                 rule.most = None if rule.most is None else rule.most - 1
-                self.struck[rule.name] += 1
+                self.applied[rule.name] += 1
                 return rule.fault
         return None
 

@@ -20,14 +20,14 @@ Changes = list[dict[str, Any]]
 Query = Mapping[str, str] | None
 Found = TypeVar("Found")
 
-# The machine may be busy with other things; what is right is there long before.
+# For a busy machine; usually the value is there much earlier.
 PATIENCE = 30.0
 PATCH_KINDS = {True: "application/merge-patch+json", False: "application/json-patch+json"}
 
 
 @frozen
 class Resource:
-    """Where objects of one kind are."""
+    """The API path of one kind of objects."""
 
     root: str
     plural: str
@@ -61,7 +61,7 @@ VALIDATING = Resource("apis/admissionregistration.k8s.io/v1", "validatingwebhook
 
 
 class ApiError(Exception):
-    """The API server said no. What it said is all there."""
+    """An error answer of the API server, with its Status."""
 
     def __init__(self, status: int, said: Raw) -> None:
         super().__init__(f"{status} {said.get('reason')}: {said.get('message')}")
@@ -78,7 +78,7 @@ class ApiError(Exception):
 
 
 class Kube:
-    """The API server as the user of a kubeconfig sees it."""
+    """A client of the API server with the user of a kubeconfig."""
 
     def __init__(self, kubeconfig: Path, *, timeout: float = PATIENCE) -> None:
         content = json.loads(kubeconfig.read_text())
@@ -106,7 +106,7 @@ class Kube:
         return await self.call("GET", of.path(namespace, name))
 
     async def find(self, of: Resource, name: str, namespace: str | None = None) -> Raw | None:
-        """The object, or None where there is no such thing."""
+        """The object, or None if it does not exist."""
         try:
             return await self.get(of, name, namespace)
         except ApiError as exc:
@@ -121,7 +121,7 @@ class Kube:
         return await self.call("POST", of.path(namespace), content, options)
 
     async def post(self, of: Resource, name: str, subresource: str, content: Raw, namespace: str | None = None) -> Raw:
-        """To a subresource: binding, token, eviction."""
+        """Creates at a subresource: binding, token, eviction."""
         return await self.call("POST", of.path(namespace, name, subresource), content)
 
     async def replace(self, of: Resource, content: Raw, namespace: str | None = None, subresource: str = "") -> Raw:
@@ -135,11 +135,11 @@ class Kube:
         namespace: str | None = None,
         subresource: str = "",
     ) -> Raw:
-        """A merge patch, where null takes away; or a list of JSON patch operations."""
+        """A merge patch, where null removes a member; or a list of JSON patch operations."""
         return await self.call("PATCH", of.path(namespace, name, subresource), content)
 
     async def delete(self, of: Resource, name: str, namespace: str | None = None, grace: int | None = None) -> Raw:
-        """As `kubectl delete`: what the object owns is collected after it."""
+        """Like `kubectl delete`: dependents are collected in the background."""
         options: Raw = {"propagationPolicy": "Background"}
         if grace is not None:
             options["gracePeriodSeconds"] = grace
@@ -169,7 +169,7 @@ class Kube:
 def trust_of(cluster: Mapping[str, str], user: Mapping[str, str]) -> ssl.SSLContext:
     trust = ssl.create_default_context(cadata=decoded(cluster["certificate-authority-data"]).decode())
     if "client-certificate-data" in user:
-        with tempfile.NamedTemporaryFile() as file:  # the ssl module reads a key from a file, and from nowhere else
+        with tempfile.NamedTemporaryFile() as file:  # the ssl module reads keys from files only
             file.write(decoded(user["client-certificate-data"]) + decoded(user["client-key-data"]))
             file.flush()
             trust.load_cert_chain(file.name)
@@ -181,13 +181,13 @@ def decoded(text: str) -> bytes:
 
 
 class NotInTimeError(AssertionError):
-    """What was waited for did not come: the one failure that a machine with too much to do can cause by itself."""
+    """A wait ran out of time: the one failure that an overloaded machine can cause by itself."""
 
 
 async def wait_until(
     look: Callable[[], Awaitable[Found]], is_right: Callable[[Found], object] = bool, seconds: float = PATIENCE
 ) -> Found:
-    """The first value that is right; the last one that was not is in the failure."""
+    """Polls until a value is right and returns it. The failure shows the last value."""
     until = time.monotonic() + seconds
     while not is_right(seen := await look()):
         if time.monotonic() > until:
@@ -203,7 +203,7 @@ async def pod_in_phase(kube: Kube, namespace: str, name: str, phase: str, second
 
 
 async def pods_in_phase(kube: Kube, namespace: str, count: int, phase: str, **selectors: str) -> list[Raw]:
-    """All pods there, when they are that many and all in that phase."""
+    """All pods of the namespace, once there are `count` and all are in the phase."""
     return await wait_until(
         lambda: kube.list(PODS, namespace, **selectors),
         lambda pods: len(pods) == count and all(pod["status"]["phase"] == phase for pod in pods),
@@ -215,14 +215,14 @@ async def gone(kube: Kube, of: Resource, name: str, namespace: str | None = None
 
 
 async def forced_away(kube: Kube, of: Resource, name: str) -> None:
-    """Whatever finalizer holds on to it: nobody adds one to an object that is being deleted."""
+    """Deletes the object and removes its finalizers: no finalizer is added to an object that is being deleted."""
     await kube.delete(of, name)
     with suppress(ApiError):
         await kube.patch(of, name, {"metadata": {"finalizers": None}})
     await gone(kube, of, name)
 
 
-# Objects. Only what a test is about has to be said.
+# Builders of objects: a test gives only what it is about.
 
 
 def pod_spec(gpus: int = 0, **spec: Any) -> Raw:
@@ -231,7 +231,7 @@ def pod_spec(gpus: int = 0, **spec: Any) -> Raw:
 
 
 def pod(name: str | None = None, gpus: int = 0, annotations: Mapping[str, str] | None = None, **spec: Any) -> Raw:
-    """Without a name, the API server makes one up."""
+    """Without a name, the API server generates one."""
     meta: Raw = {"name": name} if name else {"generateName": "train-"}
     meta["annotations"] = dict(annotations or {})
     return {"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": pod_spec(gpus, **spec)}

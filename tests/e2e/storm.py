@@ -1,4 +1,4 @@
-"""Many clients at once that want pods with GPUs, take no for an answer, and come again."""
+"""Many concurrent clients that create pods with GPUs and retry after denials."""
 
 import asyncio
 import random
@@ -9,8 +9,8 @@ from collections.abc import Callable
 import httpx
 from attrs import define, field
 
-from tests.e2e.crew import Site
 from tests.e2e.kube import PODS, ApiError, Raw, pod
+from tests.e2e.processes import Site
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 1.0
 SHORT_LIVED = {"kubelet.test/ends": "Succeeded", "kubelet.test/runs-for": "500ms"}
@@ -18,50 +18,50 @@ SHORT_LIVED = {"kubelet.test/ends": "Succeeded", "kubelet.test/runs-for": "500ms
 
 @define(eq=False)
 class Tally:
-    """What the clients were answered."""
+    """The answers that the clients got."""
 
     made: list[float] = field(factory=list)
-    """How long each creation took that brought a pod."""
+    """The duration of each successful creation."""
     denied: list[float] = field(factory=list)
     why: Counter[tuple[int, str]] = field(factory=Counter)
     unclear: list[str] = field(factory=list)
-    """Answers that are no verdict of ours."""
+    """Errors that are not denials by gpuwarden."""
 
 
 @define(eq=False)
 class Storm:
-    """Clients of one site. `seed` fixes what they ask for, not who is first."""
+    """Clients of one site. `seed` fixes what they request, not the order."""
 
     site: Site
     clients: int = 64
     seed: int = 1
     tally: Tally = field(factory=Tally)
-    chance: random.Random = field(init=False)
+    rng: random.Random = field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        self.chance = random.Random(self.seed)  # noqa: S311 - a plan, not a secret
+        self.rng = random.Random(self.seed)  # noqa: S311 - a plan, not a secret
 
     async def create(self, count: int, wanted: Callable[[random.Random], Raw]) -> None:
-        """So many pods, each tried until it is made."""
+        """Creates `count` pods, each retried until it is created."""
         left = iter(range(count))
 
         async def client() -> None:
             for _ in left:
-                await self.created(wanted(self.chance))
+                await self.create_until_made(wanted(self.rng))
 
         await asyncio.gather(*(client() for _ in range(min(self.clients, count))))
 
-    async def created(self, content: Raw) -> Raw:
+    async def create_until_made(self, content: Raw) -> Raw:
         pause = FIRST_PAUSE
         while True:
-            made = await self.tried(content)
+            made = await self.try_create(content)
             if made is not None:
                 return made
-            await asyncio.sleep(pause * (0.5 + self.chance.random()))
+            await asyncio.sleep(pause * (0.5 + self.rng.random()))
             pause = min(2 * pause, LONGEST_PAUSE)
 
-    async def tried(self, content: Raw) -> Raw | None:
-        """One try; None if it was refused."""
+    async def try_create(self, content: Raw) -> Raw | None:
+        """Tries once; None if it was denied."""
         started = time.monotonic()
         try:
             made = await self.site.kube.create(PODS, content, self.site.namespace)
@@ -79,8 +79,8 @@ class Storm:
         return None
 
     async def reap(self, share: float = 0.9, *, forgives: bool = False) -> None:
-        """For ever: whenever more than this share of the GPUs is in use, somebody who runs has to go. With `forgives`,
-        an API server that is away costs a delay."""
+        """Deletes running pods while more than this share of the GPUs is in use. Runs until cancelled. With `forgives`,
+        an API server that is down only causes a delay."""
         asked: set[str] = set()
 
         async def delete(uid: str, name: str) -> None:
@@ -95,19 +95,19 @@ class Storm:
                 if not forgives:
                     raise
 
-        judge = self.site.judge
+        checker = self.site.checker
         async with asyncio.TaskGroup() as tasks:
             while True:
-                room = len(judge.gpus) - int(share * len(self.site.gpus))
-                running = [one for one in judge.living.values() if one.phase == "Running" and one.uid not in asked]
-                for one in self.chance.sample(running, min(len(running), max(0, room), 8)):
+                room = len(checker.gpus) - int(share * len(self.site.gpus))
+                running = [one for one in checker.live_pods.values() if one.phase == "Running" and one.uid not in asked]
+                for one in self.rng.sample(running, min(len(running), max(0, room), 8)):
                     asked.add(one.uid)
                     tasks.create_task(delete(one.uid, one.name))
                 await asyncio.sleep(0.05)
 
 
-# No container runs here. A pod that goes while nothing watches it keeps its GPUs for this long, and not for the 30 s
-# of the API server's default.
+# kwok runs no containers. A pod whose deletion no watch observes keeps its GPUs for this long, not for the API server's
+# default of 30 s.
 GRACE = 1
 
 
@@ -115,8 +115,8 @@ def plain(_: random.Random) -> Raw:
     return pod(None, gpus=1, terminationGracePeriodSeconds=GRACE)
 
 
-def mixed(chance: random.Random) -> Raw:
-    """Mostly one GPU, sometimes two; a third of them end by themselves."""
-    annotations = SHORT_LIVED if chance.random() < 1 / 3 else {}
-    gpus = 2 if chance.random() < 0.1 else 1
+def mixed(rng: random.Random) -> Raw:
+    """Mostly one GPU, sometimes two; a third of the pods complete by themselves."""
+    annotations = SHORT_LIVED if rng.random() < 1 / 3 else {}
+    gpus = 2 if rng.random() < 0.1 else 1
     return pod(None, gpus=gpus, annotations=annotations, terminationGracePeriodSeconds=GRACE)

@@ -1,5 +1,5 @@
-"""Who may call whom: `serve` and `reconcile` under the permissions that are shipped, and an API server that shows who
-it is. Both need one that was started for it, so this cluster is the module's own."""
+"""Access in both directions: `serve` and `reconcile` with the shipped permissions, and an API server that identifies
+itself. Both need an API server with its own flags, so this module has its own cluster."""
 
 import base64
 import json
@@ -15,7 +15,6 @@ import trustme
 from scripts.controlplane.cluster import Cluster, gpu_node
 from tests import builders
 from tests.e2e.conftest import new_namespace
-from tests.e2e.hooks import ENABLED
 from tests.e2e.kube import (
     EVENTS,
     JOBS,
@@ -31,6 +30,7 @@ from tests.e2e.kube import (
     pod_in_phase,
     wait_until,
 )
+from tests.e2e.webhook_configurations import ENABLED
 from tests.ledger.fake_store import gpu_node as gpu_node_object
 from tests.running import GPUWARDEN, Running, reconciling, serving
 from webhook.admission.evictions import ApiEvictor
@@ -45,13 +45,14 @@ NODE_NAMES, GPUS = ("node-0", "node-1"), 2
 GPU_NODES = Resource("apis/gpuwarden.io/v1alpha1", "gpunodes", is_namespaced=False)
 OURS = "gpuwarden"
 AUDIENCE = "gpuwarden"
-# Whom the administrator of this API server lets it call webhooks as.
+# The account with which this API server calls webhooks.
 CALLER = ("kube-system", "apiserver-webhook")
 CALLER_NAME = "system:serviceaccount:" + ":".join(CALLER)
 
 
 class Identity:
-    """What the API server shows to webhooks: a token in a file, and a certificate of a CA that signed nothing else."""
+    """How the API server identifies itself to webhooks: a token in a file, and a certificate of a CA that has signed no
+    other."""
 
     def __init__(self, directory: Path) -> None:
         self.ca, self.token = trustme.CA(), directory / "webhook-token"
@@ -110,7 +111,7 @@ def cluster(directory: Path, identity: Identity) -> Iterator[Cluster]:
 
 
 def apply(cluster: Cluster, *flags: str) -> None:
-    """As an operator would: `gpuwarden manifests | kubectl apply -f -`."""
+    """Installs as an operator would: `gpuwarden manifests | kubectl apply -f -`."""
     printed = subprocess.run([GPUWARDEN, "manifests", *flags], check=True, capture_output=True, text=True)
     command = [*cluster.kubectl, "apply", "-f", "-"]
     done = subprocess.run(command, input=printed.stdout, check=False, capture_output=True, text=True)
@@ -125,7 +126,8 @@ async def gpu_nodes(kube: Kube) -> None:
 
 
 async def is_there(kube: Kube, content: Raw) -> bool:
-    """A resource is served a moment after its definition; and `reconcile` may have been faster than we."""
+    """A resource is served a moment after its definition is created. `reconcile` may have created the object
+    already."""
     try:
         await kube.create(GPU_NODES, content)
     except ApiError as exc:
@@ -141,7 +143,7 @@ async def namespace(kube: Kube, gpu_nodes: None) -> AsyncIterator[str]:
 
 @contextmanager
 def served(cluster: Cluster, directory: Path, *flags: str) -> Iterator[Running]:
-    """A replica under its own service account, and the API server sends pods to it."""
+    """A replica with its own service account that reviews the API server's pods."""
     directory.mkdir()
     account = ["--kubeconfig", str(cluster.service_account_kubeconfig(OURS, "gpuwarden")), "--log-level", "warn"]
     with serving(directory, None, [*account, *flags]) as running:
@@ -151,7 +153,7 @@ def served(cluster: Cluster, directory: Path, *flags: str) -> Iterator[Running]:
 
 
 async def is_dressed(kube: Kube, namespace: str) -> bool:
-    """Whether both doors let a pod through that the first one dressed."""
+    """Whether both webhooks act and allow a dressed pod."""
     try:
         made = await kube.create(PODS, pod("probe", gpus=1), namespace, dryRun="All")
     except ApiError:
@@ -164,7 +166,7 @@ async def held(kube: Kube) -> dict[str, Raw]:
     return {slot: entry for one in found for slot, entry in one.get("status", {}).get("held", {}).items()}
 
 
-# The API server's identity.
+# The identity of the API server.
 
 TOKEN = ("--review-token-audience", AUDIENCE, "--review-callers", CALLER_NAME)
 
@@ -174,7 +176,7 @@ def review(namespace: str) -> Raw:
 
 
 async def posted(running: Running, path: str, namespace: str, token: str = "", pair: Path | None = None) -> int:
-    """The answer to a review that somebody posts; 0 if the connection was not even made."""
+    """The status of a posted review; 0 if there was no connection."""
     trust = running.trust
     if pair is not None:
         trust.load_cert_chain(pair)
@@ -186,7 +188,7 @@ async def posted(running: Running, path: str, namespace: str, token: str = "", p
             return 0
 
 
-async def test_a_token_of_the_audience_and_of_who_may_post_reviews(
+async def test_reviews_need_a_token_of_the_audience_and_of_an_allowed_caller(
     cluster: Cluster, kube: Kube, namespace: str, identity: Identity, tmp_path: Path
 ) -> None:
     tokens = {
@@ -203,11 +205,11 @@ async def test_a_token_of_the_audience_and_of_who_may_post_reviews(
             codes = {whose: await posted(running, path, namespace, token) for whose, token in tokens.items()}
             assert codes == dict.fromkeys(tokens, 401)
         assert await held(kube) == {}
-        # What the API server posts gets an answer, so that it was the token that made the difference.
+        # The API server's own reviews are answered, so the token made the difference.
         assert await posted(running, "/validate", namespace, identity.token.read_text()) == 200
 
 
-async def test_without_a_list_of_callers_the_audience_alone_is_asked_for(
+async def test_without_review_callers_only_the_audience_is_checked(
     cluster: Cluster, kube: Kube, namespace: str, tmp_path: Path
 ) -> None:
     with served(cluster, tmp_path / "serve", *TOKEN[:2]) as running:
@@ -217,7 +219,7 @@ async def test_without_a_list_of_callers_the_audience_alone_is_asked_for(
         assert await posted(running, "/validate", namespace, cluster.service_account_token(*CALLER)) == 401
 
 
-async def test_a_certificate_of_the_client_ca_posts_reviews(
+async def test_reviews_need_a_certificate_of_the_client_ca(
     cluster: Cluster, kube: Kube, namespace: str, identity: Identity, tmp_path: Path
 ) -> None:
     stranger = tmp_path / "stranger.pem"
@@ -227,7 +229,7 @@ async def test_a_certificate_of_the_client_ca_posts_reviews(
         for path in ("/mutate", "/validate"):
             assert await posted(running, path, namespace, cluster.admin_token) == 403
             assert await posted(running, path, namespace, cluster.admin_token, stranger) == 0
-        # Whoever has no such certificate is let in elsewhere: a browser, a node.
+        # Callers without such a certificate, such as browsers and nodes, can use the other routes.
         async with httpx.AsyncClient(base_url=running.urls["https"], verify=running.trust, trust_env=False) as client:
             assert (await client.get("/readyz")).status_code == 200
             assert (await client.get("/devices")).status_code == 401
@@ -242,7 +244,7 @@ Use = tuple[str, str, str]
 POLICIES_ASK = "the policies ask the authorizer for it; it is in no request"
 PROOFS_ONLY = "only where nodes are challenged, which is not here but in the tests of proofs"
 READ_AGAIN = "read again where another writer was faster, which is chance here"
-# Granted, and not always seen in this test's log.
+# Granted, and not always used in this test.
 SPARE: dict[str, dict[Use, str]] = {
     "gpuwarden": {
         ("gpuwarden.io", "reservations", "manage"): POLICIES_ASK,
@@ -286,7 +288,7 @@ SPARE: dict[str, dict[Use, str]] = {
 
 
 def granted() -> dict[str, set[Use]]:
-    """By service account: (API group, resource, verb)."""
+    """The granted rights by service account: (API group, resource, verb)."""
     manifests = rbac(Installation())
     rules = {(one["kind"], one["metadata"]["name"]): one["rules"] for one in manifests if "rules" in one}
     found: dict[str, set[Use]] = {}
@@ -303,7 +305,7 @@ def granted() -> dict[str, set[Use]]:
 
 
 def requests(log: Path) -> list[tuple[str, Use, int]]:
-    """What was asked of the API server: by which account, what, and with which answer."""
+    """The requests in the audit log: the account, the request, and whether it was allowed."""
     found = []
     for event in map(json.loads, log.read_text().splitlines()):
         ref = event.get("objectRef", {})
@@ -314,7 +316,7 @@ def requests(log: Path) -> list[tuple[str, Use, int]]:
     return found
 
 
-async def test_each_account_may_do_what_it_does_and_no_more(
+async def test_each_service_account_has_exactly_the_permissions_it_uses(
     cluster: Cluster, kube: Kube, namespace: str, identity: Identity, directory: Path, tmp_path: Path
 ) -> None:
     account = str(cluster.service_account_kubeconfig(OURS, "gpuwarden-reconcile"))
@@ -325,8 +327,8 @@ async def test_each_account_may_do_what_it_does_and_no_more(
     with ExitStack() as stack:
         running = stack.enter_context(served(cluster, tmp_path / "serve", *both))
         await wait_until(lambda: is_dressed(kube, namespace))
-        # Before there is a reconciler, it is `serve` that looks which pods are on the node of a new GPUNode.
-        # It may go before the reconciler has seen it, and keeps its GPU for its grace period then.
+        # Without a reconciler, `serve` looks for pods on the node of a new GPUNode. The pod may be deleted before the
+        # reconciler has seen it; then it keeps its GPU for its grace period.
         await kube.create(PODS, pod("first", gpus=1, terminationGracePeriodSeconds=1), namespace)
         other = stack.enter_context(reconciling(tmp_path / "reconcile", [*lease, *soon]))
         await kube.delete(PODS, "first", namespace)
@@ -348,10 +350,8 @@ async def test_each_account_may_do_what_it_does_and_no_more(
         assert uses - used - SPARE[name].keys() == set(), name
 
 
-async def test_who_binds_may_read_claims_volumes_and_classes_by_name_and_give_a_claim_a_node(
-    cluster: Cluster, kube: Kube
-) -> None:
-    """404: it is asked about, and is not there. Whoever may not ask is answered 403."""
+async def test_binder_account_may_read_volumes_and_select_a_node_for_a_claim(cluster: Cluster, kube: Kube) -> None:
+    """404 shows that the request was authorized; otherwise it would be 403."""
     settings = Settings(kubeconfig=cluster.service_account_kubeconfig(OURS, "gpuwarden-bind"))
     tries = (
         ("GET", CLAIM_PATH, 404),
@@ -372,13 +372,13 @@ async def test_who_binds_may_read_claims_volumes_and_classes_by_name_and_give_a_
             assert (verb, path, status) == (verb, path, code)
 
 
-async def test_who_reconciles_may_do_what_lost_evidence_asks_for(cluster: Cluster, kube: Kube) -> None:
+async def test_reconciler_account_may_do_what_evidence_loss_needs(cluster: Cluster, kube: Kube) -> None:
     node = NODE_NAMES[1]
     before = (await kube.get(NODES, node))["spec"].get("taints", [])
     settings = Settings(kubeconfig=cluster.service_account_kubeconfig(OURS, "gpuwarden-reconcile"))
     async with await connect(settings) as api, new_namespace(kube) as namespace:
         measures = ApiEvictor(api)
-        for _ in range(2):  # what is so already is no mistake
+        for _ in range(2):  # repeating a change is no error
             await measures.taint(node, wanted=True)
             found = (await kube.get(NODES, node))["spec"]["taints"]
             assert found == [*before, {"key": "gpuwarden.io/evidence-lost", "effect": "NoSchedule"}]
@@ -427,7 +427,7 @@ async def pods_come_run_and_go(kube: Kube, namespace: str, running: Running, clu
 
 
 async def a_pod_waits_and_is_served(kube: Kube, namespace: str) -> None:
-    """One whose map names a GPU that somebody else has."""
+    """The pod's map names a GPU that another pod has."""
     made = await kube.create(PODS, pod("holder", gpus=1), namespace)
     notes = made["metadata"]["annotations"]
     text = f"0={notes['gpuwarden.io/node']}:{notes['gpuwarden.io/gpu-uuid']}"
@@ -457,7 +457,7 @@ async def pods_are_bound_or_told_why(kube: Kube, namespace: str) -> None:
 
 
 async def pods_that_cannot_run_are_removed(kube: Kube, namespace: str) -> None:
-    """One that no scheduler puts on its node loses its GPUs, and its controller makes another."""
+    """A pod that no scheduler binds to its node loses its GPUs, and its controller creates another."""
     content = job("stuck", gpus=1)
     content["spec"]["template"]["spec"]["schedulerName"] = "nobody"
     await kube.create(JOBS, content, namespace)
@@ -487,7 +487,7 @@ async def nodes_come_change_and_go(kube: Kube, cluster: Cluster) -> None:
 
 
 async def callers_are_asked(running: Running, cluster: Cluster, namespace: str) -> None:
-    """What names tenants' pods, or changes something, is for whom the API server knows."""
+    """Routes that show tenants' pods or change something need a caller that the API server knows."""
     known = bearer(cluster, namespace)
     async with httpx.AsyncClient(base_url=running.urls["https"], verify=running.trust, trust_env=False) as client:
         for path in ("/", "/devices"):
@@ -505,20 +505,20 @@ async def probes_are_not_asked(*processes: Running) -> None:
                 assert (await client.get(path)).status_code == 200
 
 
-# Where nobody has to prove who he is.
+# Without authentication of callers.
 
 
 async def request_json(running: Running, namespace: str, uid: str) -> tuple[bool, str]:
     asked = {**review(namespace)["request"], "uid": uid}
     async with httpx.AsyncClient(base_url=running.urls["https"], verify=running.trust, trust_env=False) as client:
         body = {**review(namespace), "request": asked}
-        # No time to wait for room.
+        # The request must not wait for free memory.
         got = (await client.post("/mutate", json=body, params={"timeout": "1500ms"})).raise_for_status()
     response = got.json()["response"]
     return response["allowed"], response.get("status", {}).get("reason", "")
 
 
-async def test_forged_reviews_fill_one_namespace_for_a_while_and_leave_the_others_alone(
+async def test_forged_reviews_fill_only_one_namespace_and_only_temporarily(
     cluster: Cluster, kube: Kube, namespace: str, tmp_path: Path
 ) -> None:
     limits = ["--pending-per-namespace", "1", "--pending-deadline", "3s", "--clock-skew", "1s"]

@@ -1,4 +1,4 @@
-"""`gpuwarden audit` on the real API server, by an account that may read and nothing else."""
+"""`gpuwarden audit` on a real API server, with a read-only account."""
 
 import asyncio
 import json
@@ -13,7 +13,6 @@ from attrs import frozen
 from scripts.controlplane.cluster import Cluster
 from tests.builders import HASH, Raw
 from tests.e2e.conftest import new_namespace
-from tests.e2e.crew import OPT_IN, Site, site
 from tests.e2e.kube import (
     NAMESPACES,
     PODS,
@@ -25,6 +24,7 @@ from tests.e2e.kube import (
     stateful_set,
     wait_until,
 )
+from tests.e2e.processes import OPT_IN, Site, site
 from tests.e2e.test_ledger import GPU_NODES
 from tests.running import GPUWARDEN, Running, reconciling
 
@@ -39,13 +39,13 @@ READS = [
 
 @frozen
 class Auditor:
-    """Who may list what an audit reads."""
+    """An account that may list what an audit reads."""
 
     here: Site
     kubeconfig: Path
 
     async def audit(self, *flags: str) -> tuple[int, list[Raw], str]:
-        """The exit status, what was found in the test's own namespaces and nodes, and what stderr says."""
+        """The exit status, the findings in the test's own namespaces and nodes, and stderr."""
         process = await asyncio.create_subprocess_exec(
             GPUWARDEN,
             "audit",
@@ -83,19 +83,19 @@ async def auditor(cluster: Cluster, kube: Kube, tmp_path: Path) -> AsyncIterator
 
 
 def ours(found: list[Raw], *namespaces: str) -> set[tuple[str, str]]:
-    """Other tests leave things behind in the same cluster."""
+    """Other tests leave objects in the same cluster."""
     return {(one["kind"], one["object"]) for one in found if one["namespace"] in namespaces}
 
 
 async def gauge(running: Running, kind: str) -> float:
-    """What a reconciler counts."""
+    """The value of a reconciler's gauge."""
     async with httpx.AsyncClient(base_url=running.urls["http"], trust_env=False) as client:
         text = (await client.get("/metrics")).text
     found = re.search(rf'^gpuwarden_audit_findings{{kind="{kind}"}} ([0-9.]+)$', text, re.MULTILINE)
     return float(found[1]) if found else -1
 
 
-async def test_an_audit_finds_what_went_round_the_webhooks_and_changes_nothing(
+async def test_audit_finds_objects_that_bypassed_the_webhooks_and_changes_nothing(
     auditor: Auditor, kube: Kube, tmp_path: Path
 ) -> None:
     here = auditor.here
@@ -145,7 +145,7 @@ async def test_an_audit_finds_what_went_round_the_webhooks_and_changes_nothing(
         assert not any("plain" in name for _, name in ours(found, namespace))
         twice = next(one for one in found if one["kind"] == "GpuTwice" and uuid in one["message"])
         assert (twice["node"], f"{namespace}/forged" in json.dumps(twice)) == ("audit-0", True)
-        # No reconciler runs here, so nobody has written down what the node has proven.
+        # No reconciler runs here, so the evidence of the node is not stored.
         assert ours(found, here.namespace) >= {("NodeWithoutEvidence", f"pod {here.namespace}/good")}
         assert await here.versions() == versions
         (tmp_path / "reconcile").mkdir()
@@ -156,7 +156,7 @@ async def test_an_audit_finds_what_went_round_the_webhooks_and_changes_nothing(
             assert await gauge(running, "PodNotIsolated") >= 1
 
 
-async def test_a_reservation_whose_pod_is_gone_is_found(auditor: Auditor, kube: Kube) -> None:
+async def test_audit_finds_a_reservation_without_a_pod(auditor: Auditor, kube: Kube) -> None:
     held = {
         "GPU-audit-0-2/0": {
             "reservation": "left-behind",
@@ -175,7 +175,7 @@ async def test_a_reservation_whose_pod_is_gone_is_found(auditor: Auditor, kube: 
     assert ours(found, auditor.here.namespace) == {("ReservationWithoutPod", "reservation left-behind")}
 
 
-async def test_who_may_not_read_gets_no_answer_and_another_exit_status(auditor: Auditor, kube: Kube) -> None:
+async def test_audit_without_read_permission_exits_with_another_status(auditor: Auditor, kube: Kube) -> None:
     content = json.loads(auditor.kubeconfig.read_text())
     content["users"][0]["user"] = {"token": "nobodys"}
     auditor.kubeconfig.write_text(json.dumps(content))

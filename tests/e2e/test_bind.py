@@ -17,8 +17,6 @@ from scripts.controlplane.cluster import Cluster
 from scripts.controlplane.cluster import gpu_node as node_object
 from scripts.controlplane.components import API_SERVER
 from tests.e2e.conftest import new_namespace
-from tests.e2e.crew import Site, site
-from tests.e2e.figures import tell
 from tests.e2e.kube import (
     CLAIMS,
     EVENTS,
@@ -37,6 +35,8 @@ from tests.e2e.kube import (
     stateful_set,
     wait_until,
 )
+from tests.e2e.measurements import report_figures
+from tests.e2e.processes import Site, site
 from tests.e2e.test_ledger import GPU_NODES
 from tests.running import GPUWARDEN, Running, reconciling
 from webhook.core import keys
@@ -71,7 +71,7 @@ def binding(directory: Path, kubeconfig: Path, lease_namespace: str, *flags: str
 
 
 @define(eq=False)
-class Scene:
+class Harness:
     """Two nodes of the test's own, a namespace, and a scheduler that is elected."""
 
     kube: Kube
@@ -143,14 +143,14 @@ def binder(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 
 @pytest.fixture
-async def scene(cluster: Cluster, kube: Kube, binder: Running) -> AsyncIterator[Scene]:
+async def harness(cluster: Cluster, kube: Kube, binder: Running) -> AsyncIterator[Harness]:
     async with AsyncExitStack() as stack:
         stack.push_async_callback(removed, kube)
         nodes = [node_object(name, 0, cpu=CPUS, bind="yes") for name in NAMES]
         await asyncio.to_thread(cluster.add_nodes, nodes)
         namespace = await stack.enter_async_context(new_namespace(kube))
         stack.push_async_callback(cleared, kube, namespace)
-        yield Scene(kube, namespace, binder)
+        yield Harness(kube, namespace, binder)
 
 
 async def removed(kube: Kube) -> None:
@@ -167,32 +167,32 @@ async def cleared(kube: Kube, namespace: str) -> None:
 
 
 @pytest.mark.defect("S1-1")
-async def test_pods_in_a_row_are_bound_without_delay(scene: Scene, request: pytest.FixtureRequest) -> None:
+async def test_pods_in_a_row_are_bound_without_delay(harness: Harness, request: pytest.FixtureRequest) -> None:
     """The answer to a Binding is a Status, and that is a success."""
-    await scene.create("first")
-    await scene.is_on("first")  # elected by now
+    await harness.create("first")
+    await harness.is_on("first")  # elected by now
     taken = []
     for number in range(6):
         started = time.monotonic()
-        await scene.create(f"p{number}")
-        await scene.is_on(f"p{number}")
+        await harness.create(f"p{number}")
+        await harness.is_on(f"p{number}")
         taken.append(time.monotonic() - started)
-    tell(request, slowest=max(taken))
+    report_figures(request, slowest=max(taken))
     assert sum(taken) < 6 * SOON
-    assert "a binding failed" not in scene.log()
-    assert scene.running.process.poll() is None
+    assert "a binding failed" not in harness.log()
+    assert harness.running.process.poll() is None
 
 
 @pytest.mark.defect("S1-6")
 async def test_a_node_that_is_labelled_later_is_used_within_moments(
-    scene: Scene, request: pytest.FixtureRequest
+    harness: Harness, request: pytest.FixtureRequest
 ) -> None:
-    await scene.create("late", nodeSelector={"gpu-hall": "north"})
-    await scene.waits("late", "not selected by the pod")
+    await harness.create("late", nodeSelector={"gpu-hall": "north"})
+    await harness.waits("late", "not selected by the pod")
     started = time.monotonic()
-    await scene.kube.patch(NODES, "bind-1", {"metadata": {"labels": {"gpu-hall": "north"}}})
-    await scene.is_on("late", "bind-1")
-    tell(request, seconds=time.monotonic() - started)
+    await harness.kube.patch(NODES, "bind-1", {"metadata": {"labels": {"gpu-hall": "north"}}})
+    await harness.is_on("late", "bind-1")
+    report_figures(request, seconds=time.monotonic() - started)
     assert time.monotonic() - started < SOON
 
 
@@ -209,60 +209,62 @@ UNFIT: dict[str, tuple[Raw, Raw, str]] = {
 @pytest.mark.defect("S1-8")
 @pytest.mark.defect("S1-20")
 @pytest.mark.parametrize(("hurt", "heal", "words"), UNFIT.values(), ids=UNFIT)
-async def test_a_pod_waits_with_an_event_until_its_node_is_fit(scene: Scene, hurt: Raw, heal: Raw, words: str) -> None:
-    before = await scene.metrics()
-    await scene.patch_node("bind-0", **hurt)
-    await scene.create("hurt", nodeSelector={"kubernetes.io/hostname": "bind-0"})
-    assert f"1 {words}" in await scene.waits("hurt", words)
-    await scene.patch_node("bind-0", **heal)
+async def test_a_pod_waits_with_an_event_until_its_node_is_fit(
+    harness: Harness, hurt: Raw, heal: Raw, words: str
+) -> None:
+    before = await harness.metrics()
+    await harness.patch_node("bind-0", **hurt)
+    await harness.create("hurt", nodeSelector={"kubernetes.io/hostname": "bind-0"})
+    assert f"1 {words}" in await harness.waits("hurt", words)
+    await harness.patch_node("bind-0", **heal)
     started = time.monotonic()
-    await scene.is_on("hurt", "bind-0")
+    await harness.is_on("hurt", "bind-0")
     assert time.monotonic() - started < SOON
-    await wait_until(scene.metrics, lambda after: all(after[name] > before[name] for name in COUNTED))
+    await wait_until(harness.metrics, lambda after: all(after[name] > before[name] for name in COUNTED))
 
 
 @pytest.mark.defect("S1-8")
-async def test_a_pod_waits_for_a_node_that_is_not_ready(scene: Scene) -> None:
+async def test_a_pod_waits_for_a_node_that_is_not_ready(harness: Harness) -> None:
     ready = "kubelet.test/ready"
-    await scene.kube.patch(NODES, "bind-0", {"metadata": {"annotations": {ready: "false"}}})
+    await harness.kube.patch(NODES, "bind-0", {"metadata": {"annotations": {ready: "false"}}})
 
     async def is_ready() -> bool:
-        found = (await scene.kube.get(NODES, "bind-0"))["status"]["conditions"]
+        found = (await harness.kube.get(NODES, "bind-0"))["status"]["conditions"]
         return any(one["type"] == "Ready" and one["status"] == "True" for one in found)
 
     await wait_until(is_ready, lambda found: not found)
-    await scene.create("early", nodeSelector={"kubernetes.io/hostname": "bind-0"})
-    await scene.waits("early", "1 not ready")
-    await scene.kube.patch(NODES, "bind-0", {"metadata": {"annotations": {ready: None}}})
-    await scene.is_on("early", "bind-0")
+    await harness.create("early", nodeSelector={"kubernetes.io/hostname": "bind-0"})
+    await harness.waits("early", "1 not ready")
+    await harness.kube.patch(NODES, "bind-0", {"metadata": {"annotations": {ready: None}}})
+    await harness.is_on("early", "bind-0")
 
 
 @pytest.mark.defect("S1-8")
-async def test_a_full_node_takes_the_next_pod_when_one_has_ended(scene: Scene) -> None:
+async def test_a_full_node_takes_the_next_pod_when_one_has_ended(harness: Harness) -> None:
     here = {"nodeSelector": {"kubernetes.io/hostname": "bind-0"}}
     for number in range(2):
-        await scene.create(f"big-{number}", cpu="2", **here)
-        await scene.is_on(f"big-{number}", "bind-0")
-    await scene.create("next", cpu="1", **here)
-    await scene.waits("next", "1 with too little cpu")
-    await scene.kube.delete(PODS, "big-0", scene.namespace)
-    await gone(scene.kube, PODS, "big-0", scene.namespace)
+        await harness.create(f"big-{number}", cpu="2", **here)
+        await harness.is_on(f"big-{number}", "bind-0")
+    await harness.create("next", cpu="1", **here)
+    await harness.waits("next", "1 with too little cpu")
+    await harness.kube.delete(PODS, "big-0", harness.namespace)
+    await gone(harness.kube, PODS, "big-0", harness.namespace)
     started = time.monotonic()
-    await scene.is_on("next", "bind-0")
+    await harness.is_on("next", "bind-0")
     assert time.monotonic() - started < SOON
 
 
-async def test_many_pods_at_once_never_overfill_a_node(scene: Scene) -> None:
+async def test_many_pods_at_once_never_overfill_a_node(harness: Harness) -> None:
     """Between a binding and the watch that tells of it, the room is taken all the same."""
-    await asyncio.gather(*(scene.create(f"p{number}", cpu="1") for number in range(12)))
+    await asyncio.gather(*(harness.create(f"p{number}", cpu="1") for number in range(12)))
 
     async def placed() -> list[str]:
-        return [one["spec"]["nodeName"] for one in await scene.kube.list(PODS, scene.namespace) if bound(one)]
+        return [one["spec"]["nodeName"] for one in await harness.kube.list(PODS, harness.namespace) if bound(one)]
 
     await wait_until(placed, lambda nodes: len(nodes) == 8)
-    left = [one for one in await scene.kube.list(PODS, scene.namespace) if not bound(one)]
+    left = [one for one in await harness.kube.list(PODS, harness.namespace) if not bound(one)]
     for one in left:
-        await scene.waits(one["metadata"]["name"], "2 with too little cpu")
+        await harness.waits(one["metadata"]["name"], "2 with too little cpu")
     found = await placed()
     assert {name: found.count(name) for name in NAMES} == {"bind-0": 4, "bind-1": 4}
 
@@ -274,39 +276,39 @@ def pod_term(labels: Raw, **members: Any) -> Raw:
     return {"labelSelector": {"matchLabels": labels}, "topologyKey": "kubernetes.io/hostname", **members}
 
 
-async def test_pods_that_stand_keep_others_away_whoever_put_them_there(scene: Scene) -> None:
+async def test_pods_that_stand_keep_others_away_whoever_put_them_there(harness: Harness) -> None:
     """The terms are read as the API server shows them: with `matchLabelKeys` written into the selector."""
-    mine = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": scene.namespace}}}
+    mine = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": harness.namespace}}}
     term = pod_term({"app": "web"}, matchLabelKeys=["rev"], **mine)
     here = {"kubernetes.io/hostname": NAMES[0]}
     lone: Raw = {"schedulerName": "default-scheduler", "affinity": {"podAntiAffinity": {REQUIRED: [term]}}}
-    await scene.create("lone", labels={"rev": "1"}, nodeSelector=here, **lone)
-    await scene.is_on("lone", NAMES[0])
+    await harness.create("lone", labels={"rev": "1"}, nodeSelector=here, **lone)
+    await harness.is_on("lone", NAMES[0])
     for number in range(2):
-        await scene.create(f"web-{number}", labels={"app": "web", "rev": "1"})
-        await scene.is_on(f"web-{number}", NAMES[1])
-    await scene.create("another", labels={"app": "web", "rev": "2"}, nodeSelector=here)
-    await scene.is_on("another", NAMES[0])
-    await scene.create("kept-away", labels={"app": "web", "rev": "1"}, nodeSelector=here)
-    await scene.waits("kept-away", "1 ruled out by the anti-affinity of a pod that is there")
-    await scene.kube.delete(PODS, "lone", scene.namespace)
-    await scene.is_on("kept-away", NAMES[0])
+        await harness.create(f"web-{number}", labels={"app": "web", "rev": "1"})
+        await harness.is_on(f"web-{number}", NAMES[1])
+    await harness.create("another", labels={"app": "web", "rev": "2"}, nodeSelector=here)
+    await harness.is_on("another", NAMES[0])
+    await harness.create("kept-away", labels={"app": "web", "rev": "1"}, nodeSelector=here)
+    await harness.waits("kept-away", "1 ruled out by the anti-affinity of a pod that is there")
+    await harness.kube.delete(PODS, "lone", harness.namespace)
+    await harness.is_on("kept-away", NAMES[0])
 
 
-async def test_pods_avoid_and_join_each_other(scene: Scene) -> None:
+async def test_pods_avoid_and_join_each_other(harness: Harness) -> None:
     apart = {"podAntiAffinity": {REQUIRED: [pod_term({"app": "web"})]}}
     for number in range(3):
-        await scene.create(f"web-{number}", labels={"app": "web"}, affinity=apart)
-    await wait_until(scene.on_nodes, lambda count: count == 2)
-    waits, *others = sorted(await scene.kube.list(PODS, scene.namespace), key=bound)
-    await scene.waits(waits["metadata"]["name"], "2 ruled out by the pod's own anti-affinity")
+        await harness.create(f"web-{number}", labels={"app": "web"}, affinity=apart)
+    await wait_until(harness.on_nodes, lambda count: count == 2)
+    waits, *others = sorted(await harness.kube.list(PODS, harness.namespace), key=bound)
+    await harness.waits(waits["metadata"]["name"], "2 ruled out by the pod's own anti-affinity")
     assert {one["spec"]["nodeName"] for one in others} == set(NAMES)
     beside = {"podAffinity": {REQUIRED: [pod_term({"app": "db"})]}}
-    await scene.create("reader", affinity=beside)
-    await scene.waits("reader", "2 ruled out by the pod's own affinity to pods")
-    await scene.create("db", labels={"app": "db"}, affinity=beside)  # the first of those that join each other
-    node = await scene.is_on("db")
-    await scene.is_on("reader", node)
+    await harness.create("reader", affinity=beside)
+    await harness.waits("reader", "2 ruled out by the pod's own affinity to pods")
+    await harness.create("db", labels={"app": "db"}, affinity=beside)  # the first of those that join each other
+    node = await harness.is_on("db")
+    await harness.is_on("reader", node)
 
 
 def bound(raw: Raw) -> bool:
@@ -314,71 +316,71 @@ def bound(raw: Raw) -> bool:
 
 
 @pytest.mark.defect("S1-8")
-async def test_gated_and_leaving_pods_are_left_alone(scene: Scene) -> None:
-    await scene.create("gated", schedulingGates=[{"name": "example.test/wait"}])
-    await scene.patch_node("bind-0", unschedulable=True)
-    await scene.patch_node("bind-1", unschedulable=True)
-    await scene.create("leaving")
-    await scene.waits("leaving", "2 are cordoned")
+async def test_gated_and_leaving_pods_are_left_alone(harness: Harness) -> None:
+    await harness.create("gated", schedulingGates=[{"name": "example.test/wait"}])
+    await harness.patch_node("bind-0", unschedulable=True)
+    await harness.patch_node("bind-1", unschedulable=True)
+    await harness.create("leaving")
+    await harness.waits("leaving", "2 are cordoned")
     name = {"metadata": {"finalizers": ["example.test/held"]}}
-    await scene.kube.patch(PODS, "leaving", name, scene.namespace)
-    await scene.kube.delete(PODS, "leaving", scene.namespace)
+    await harness.kube.patch(PODS, "leaving", name, harness.namespace)
+    await harness.kube.delete(PODS, "leaving", harness.namespace)
     for node in NAMES:
-        await scene.patch_node(node, unschedulable=None)
-    await scene.create("other")
-    await scene.is_on("other")  # by then the others would be, too
-    assert await scene.node_of("gated") is None
-    assert await scene.node_of("leaving") is None
-    await scene.kube.patch(PODS, "leaving", {"metadata": {"finalizers": None}}, scene.namespace)
-    await scene.kube.patch(PODS, "gated", {"spec": {"schedulingGates": None}}, scene.namespace)
-    await scene.is_on("gated")
-    assert "Binding" not in scene.log()
+        await harness.patch_node(node, unschedulable=None)
+    await harness.create("other")
+    await harness.is_on("other")  # by then the others would be, too
+    assert await harness.node_of("gated") is None
+    assert await harness.node_of("leaving") is None
+    await harness.kube.patch(PODS, "leaving", {"metadata": {"finalizers": None}}, harness.namespace)
+    await harness.kube.patch(PODS, "gated", {"spec": {"schedulingGates": None}}, harness.namespace)
+    await harness.is_on("gated")
+    assert "Binding" not in harness.log()
 
 
 @pytest.mark.defect("S1-7")
-async def test_a_pod_that_is_made_anew_under_its_old_name_is_decided_anew(scene: Scene) -> None:
-    await scene.create("twice", nodeSelector={"kubernetes.io/hostname": "bind-0", "free": "yes"})
-    await scene.waits("twice", "not selected by the pod")
-    await scene.kube.delete(PODS, "twice", scene.namespace)
-    await gone(scene.kube, PODS, "twice", scene.namespace)
-    await scene.create("twice", nodeSelector={"kubernetes.io/hostname": "bind-1"})
-    await scene.kube.patch(NODES, "bind-0", {"metadata": {"labels": {"free": "yes"}}})
-    await scene.is_on("twice", "bind-1")
+async def test_a_pod_that_is_made_anew_under_its_old_name_is_decided_anew(harness: Harness) -> None:
+    await harness.create("twice", nodeSelector={"kubernetes.io/hostname": "bind-0", "free": "yes"})
+    await harness.waits("twice", "not selected by the pod")
+    await harness.kube.delete(PODS, "twice", harness.namespace)
+    await gone(harness.kube, PODS, "twice", harness.namespace)
+    await harness.create("twice", nodeSelector={"kubernetes.io/hostname": "bind-1"})
+    await harness.kube.patch(NODES, "bind-0", {"metadata": {"labels": {"free": "yes"}}})
+    await harness.is_on("twice", "bind-1")
 
 
 @pytest.mark.defect("S1-7")
-async def test_a_binding_is_of_this_very_pod_as_it_was_seen(scene: Scene, cluster: Cluster) -> None:
-    meta = (await scene.create("very", schedulerName="nobody"))["metadata"]
-    very, version = PodIdentity(scene.namespace, "very", meta["uid"]), meta["resourceVersion"]
+async def test_a_binding_is_of_this_very_pod_as_it_was_seen(harness: Harness, cluster: Cluster) -> None:
+    meta = (await harness.create("very", schedulerName="nobody"))["metadata"]
+    very, version = PodIdentity(harness.namespace, "very", meta["uid"]), meta["resourceVersion"]
     async with await connect(Settings(kubeconfig=cluster.kubeconfig)) as api:
         bindings = ApiBindings(api)
         for one, seen in ((evolve(very, uid="of-the-one-before"), version), (very, "1")):
             with pytest.raises(BindingRefusedError) as refused:
                 await bindings.bind(one, "bind-0", seen)
             assert refused.value.is_race
-        assert await scene.node_of("very") is None
+        assert await harness.node_of("very") is None
         await bindings.bind(very, "bind-0", version)
-    assert await scene.node_of("very") == "bind-0"
+    assert await harness.node_of("very") == "bind-0"
 
 
 @pytest.mark.defect("S1-4")
 @pytest.mark.defect("S1-5")
-async def test_a_pod_with_a_map_that_no_review_has_seen_is_put_nowhere_and_told_why(scene: Scene) -> None:
+async def test_a_pod_with_a_map_that_no_review_has_seen_is_put_nowhere_and_told_why(harness: Harness) -> None:
     """Neither by the number at the end of its name, nor by chance."""
     content = pod("app-7c9d-12345", annotations={"gpu-scheduling-map": "12345=bind-0:0"}, schedulerName=OURS)
-    await scene.kube.create(PODS, content, scene.namespace)
-    await scene.waits("app-7c9d-12345", "the pod has no ordinal: no StatefulSet owns it")
+    await harness.kube.create(PODS, content, harness.namespace)
+    await harness.waits("app-7c9d-12345", "the pod has no ordinal: no StatefulSet owns it")
     content = pod("asks", gpus=1, schedulerName=OURS)
-    await scene.kube.create(PODS, content, scene.namespace)
-    await scene.waits("asks", "gpuwarden.io/enabled=true")
+    await harness.kube.create(PODS, content, harness.namespace)
+    await harness.waits("asks", "gpuwarden.io/enabled=true")
 
 
-async def test_a_pod_of_another_scheduler_is_left_to_it(scene: Scene) -> None:
+async def test_a_pod_of_another_scheduler_is_left_to_it(harness: Harness) -> None:
     content = pod("theirs", schedulerName="somebody-elses")
-    await scene.kube.create(PODS, content, scene.namespace)
-    await scene.create("ours")
-    await scene.is_on("ours")
-    assert await scene.node_of("theirs") is None
+    await harness.kube.create(PODS, content, harness.namespace)
+    await harness.create("ours")
+    await harness.is_on("ours")
+    assert await harness.node_of("theirs") is None
 
 
 # With the webhook in front: GPUs are reserved.
@@ -387,7 +389,7 @@ async def test_a_pod_of_another_scheduler_is_left_to_it(scene: Scene) -> None:
 @pytest.fixture
 async def gpu_site(cluster: Cluster, kube: Kube, tmp_path: Path) -> AsyncIterator[Site]:
     async with site(cluster, kube, tmp_path, nodes=2, gpus=4, name="binder", replicas=1) as here:
-        await here.offered()
+        await here.wait_until_offered()
         yield here
 
 
@@ -401,16 +403,16 @@ def set_of(name: str, replicas: int, gpus: int) -> Raw:
 async def test_pods_with_gpus_are_put_where_their_gpus_are(
     gpu_site: Site, kube: Kube, binder: Running, storage: str
 ) -> None:
-    there = Scene(kube, gpu_site.namespace, binder)
+    there = Harness(kube, gpu_site.namespace, binder)
     await pods_wait_for_their_own_node(there)
     await a_pod_with_gpus_has_its_volume_made_where_they_are(there, storage)
     await a_reservation_that_was_taken_away_leads_nowhere(there)
     await gpu_site.reconciler()
     await a_stateful_set_has_all_its_gpus_and_gets_them_back(gpu_site, there)
-    gpu_site.judge.acquit()
+    gpu_site.checker.assert_no_violations()
 
 
-async def pods_wait_for_their_own_node(there: Scene) -> None:
+async def pods_wait_for_their_own_node(there: Harness) -> None:
     made = await there.kube.create(PODS, pod("held", gpus=1), there.namespace, dryRun="All")
     node = made["metadata"]["annotations"][keys.NODE.name]
     gated = pod("held", gpus=1, schedulerName=OURS, schedulingGates=[{"name": "example.test/wait"}])
@@ -423,7 +425,7 @@ async def pods_wait_for_their_own_node(there: Scene) -> None:
     await there.is_on("held", node)
 
 
-async def a_pod_with_gpus_has_its_volume_made_where_they_are(there: Scene, storage: str) -> None:
+async def a_pod_with_gpus_has_its_volume_made_where_they_are(there: Harness, storage: str) -> None:
     kube, namespace = there.kube, there.namespace
     await kube.create(
         CLAIMS, {"metadata": {"name": "data"}, "spec": {**ONE_GI, "storageClassName": storage}}, namespace
@@ -439,7 +441,7 @@ async def a_pod_with_gpus_has_its_volume_made_where_they_are(there: Scene, stora
         await kube.delete(VOLUMES, volume)
 
 
-async def a_reservation_that_was_taken_away_leads_nowhere(there: Scene) -> None:
+async def a_reservation_that_was_taken_away_leads_nowhere(there: Harness) -> None:
     gated = pod("robbed", gpus=1, schedulerName=OURS, schedulingGates=[{"name": "example.test/wait"}])
     made = await there.kube.create(PODS, gated, there.namespace)
     await taken_away(there.kube, made["metadata"]["annotations"])
@@ -447,7 +449,7 @@ async def a_reservation_that_was_taken_away_leads_nowhere(there: Scene) -> None:
     assert "NotReserved" in await there.waits("robbed", "create the pod anew")
 
 
-async def a_stateful_set_has_all_its_gpus_and_gets_them_back(gpu_site: Site, there: Scene) -> None:
+async def a_stateful_set_has_all_its_gpus_and_gets_them_back(gpu_site: Site, there: Harness) -> None:
     kube = there.kube
     await cleared(kube, there.namespace)
     await wait_until(gpu_site.held, lambda held: not held)
@@ -459,7 +461,7 @@ async def a_stateful_set_has_all_its_gpus_and_gets_them_back(gpu_site: Site, the
     found = await wait_until(running, lambda pods: len(pods) == 4)
     for one in found:
         assert one["spec"]["nodeName"] == one["metadata"]["annotations"][keys.NODE.name]
-    assert gpu_site.judge.gpus == gpu_site.gpus
+    assert gpu_site.checker.gpus == gpu_site.gpus
     before = {one["metadata"]["uid"] for one in found}
     await kube.delete(PODS, "train-0", there.namespace)
     again = await wait_until(
@@ -485,9 +487,9 @@ async def taken_away(kube: Kube, annotations: Raw) -> None:
 
 @pytest.mark.defect("S1-11")
 async def test_of_two_one_binds_and_the_other_takes_over_when_it_is_killed(
-    scene: Scene, cluster: Cluster, tmp_path: Path, request: pytest.FixtureRequest
+    harness: Harness, cluster: Cluster, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    kube, namespace = scene.kube, scene.namespace
+    kube, namespace = harness.kube, harness.namespace
     # Of a name of their own, so that the one that serves the other tests leaves their pods alone.
     theirs: Raw = {"schedulerName": "one-of-two"}
     flags = ("--scheduler-name", "one-of-two")
@@ -501,14 +503,14 @@ async def test_of_two_one_binds_and_the_other_takes_over_when_it_is_killed(
         binding(tmp_path / "second", cluster.kubeconfig, namespace, *flags) as second,
     ):
         await wait_until(holder, lambda name: f"-{first.process.pid}_" in name)
-        creating = asyncio.gather(*(scene.create(f"p{number}", **theirs) for number in range(30)))
-        await wait_until(scene.on_nodes, lambda count: count >= 5)
+        creating = asyncio.gather(*(harness.create(f"p{number}", **theirs) for number in range(30)))
+        await wait_until(harness.on_nodes, lambda count: count >= 5)
         first.process.kill()
         started = time.monotonic()
         await creating
-        await asyncio.gather(*(scene.create(f"p{number}", **theirs) for number in range(30, 40)))
-        await wait_until(scene.on_nodes, lambda count: count == 40, seconds=2 * PATIENCE)
-        tell(request, seconds_after_the_kill=time.monotonic() - started)
+        await asyncio.gather(*(harness.create(f"p{number}", **theirs) for number in range(30, 40)))
+        await wait_until(harness.on_nodes, lambda count: count == 40, seconds=2 * PATIENCE)
+        report_figures(request, seconds_after_the_kill=time.monotonic() - started)
         assert f"-{second.process.pid}_" in await holder()
     events = await kube.list(EVENTS, namespace, fieldSelector="reason=Scheduled")
     names = [one["involvedObject"]["name"] for one in events]
@@ -516,8 +518,8 @@ async def test_of_two_one_binds_and_the_other_takes_over_when_it_is_killed(
 
 
 @pytest.mark.defect("S1-10")
-async def test_an_api_server_that_is_gone_or_silent_makes_it_unready(scene: Scene, cluster: Cluster) -> None:
-    async with httpx.AsyncClient(base_url=scene.running.urls["http"], trust_env=False) as client:
+async def test_an_api_server_that_is_gone_or_silent_makes_it_unready(harness: Harness, cluster: Cluster) -> None:
+    async with httpx.AsyncClient(base_url=harness.running.urls["http"], trust_env=False) as client:
 
         async def status(path: str) -> tuple[int, str]:
             got = await client.get(path)
@@ -535,34 +537,34 @@ async def test_an_api_server_that_is_gone_or_silent_makes_it_unready(scene: Scen
         finally:
             cluster.resume(API_SERVER)
         await wait_until(lambda: status("/ready"), lambda got: got == (200, "ready"))
-    await scene.create("after")
-    await scene.is_on("after")
+    await harness.create("after")
+    await harness.is_on("after")
 
 
-async def test_a_pod_waits_for_its_claim_and_goes_where_the_volume_is(scene: Scene) -> None:
+async def test_a_pod_waits_for_its_claim_and_goes_where_the_volume_is(harness: Harness) -> None:
     """The cluster's own controller binds the claim, to a volume that comes later."""
     claim = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "1Gi"}}, "storageClassName": ""}
-    name = f"of-{scene.namespace}"
-    await scene.kube.create(
-        CLAIMS, {"metadata": {"name": "data"}, "spec": claim | {"volumeName": name}}, scene.namespace
+    name = f"of-{harness.namespace}"
+    await harness.kube.create(
+        CLAIMS, {"metadata": {"name": "data"}, "spec": claim | {"volumeName": name}}, harness.namespace
     )
     volume = {"name": "data", "persistentVolumeClaim": {"claimName": "data"}}
-    await scene.create("writer", volumes=[volume])
-    await scene.waits("writer", "the pod's claim data is not bound to a volume")
+    await harness.create("writer", volumes=[volume])
+    await harness.waits("writer", "the pod's claim data is not bound to a volume")
     here = {"key": "kubernetes.io/hostname", "operator": "In", "values": [NAMES[1]]}
     spec = {
         "accessModes": claim["accessModes"],
         "capacity": {"storage": "1Gi"},
         "hostPath": {"path": "/data"},
-        "claimRef": {"namespace": scene.namespace, "name": "data"},
+        "claimRef": {"namespace": harness.namespace, "name": "data"},
         "nodeAffinity": {"required": {"nodeSelectorTerms": [{"matchExpressions": [here]}]}},
     }
-    await scene.kube.create(VOLUMES, {"metadata": {"name": name}, "spec": spec})
+    await harness.kube.create(VOLUMES, {"metadata": {"name": name}, "spec": spec})
     try:
         # The cluster's controller may look again after 15 s only, and we after twice that.
-        await scene.is_on("writer", NAMES[1], seconds=2 * PATIENCE)
+        await harness.is_on("writer", NAMES[1], seconds=2 * PATIENCE)
     finally:
-        await scene.kube.delete(VOLUMES, name)
+        await harness.kube.delete(VOLUMES, name)
 
 
 @pytest.fixture
@@ -610,44 +612,46 @@ DATA: Raw = {"name": "data", "persistentVolumeClaim": {"claimName": "data"}}
 
 
 async def test_a_volume_is_made_for_the_node_of_a_pod_or_for_another_and_blocks_nobody(
-    scene: Scene, storage: str, request: pytest.FixtureRequest
+    harness: Harness, storage: str, request: pytest.FixtureRequest
 ) -> None:
-    kube, namespace = scene.kube, scene.namespace
+    kube, namespace = harness.kube, harness.namespace
     await kube.create(
         CLAIMS, {"metadata": {"name": "data"}, "spec": {**ONE_GI, "storageClassName": storage}}, namespace
     )
-    await scene.create("writer", cpu="3", volumes=[DATA])
+    await harness.create("writer", cpu="3", volumes=[DATA])
     first = await selected(kube, namespace)
-    await scene.create("other", cpu="3")  # which has no room beside the pod that waits
-    await scene.is_on("other", next(name for name in NAMES if name != first))
-    await scene.kube.delete(PODS, "other", namespace)
+    await harness.create("other", cpu="3")  # which has no room beside the pod that waits
+    await harness.is_on("other", next(name for name in NAMES if name != first))
+    await harness.kube.delete(PODS, "other", namespace)
     await gone(kube, PODS, "other", namespace)
     # As a provisioner that has no room there: https://github.com/kubernetes-csi/external-provisioner
     await kube.patch(CLAIMS, "data", {"metadata": {"annotations": {SELECTED_NODE: None}}}, namespace)
     second = await selected(kube, namespace, but=first)
-    assert await scene.node_of("writer") is None
+    assert await harness.node_of("writer") is None
     started = time.monotonic()
     volume = await provisioned(kube, namespace, storage, second)
     try:
-        await scene.is_on("writer", second, seconds=2 * PATIENCE)
-        tell(request, seconds_after_the_volume=time.monotonic() - started)
+        await harness.is_on("writer", second, seconds=2 * PATIENCE)
+        report_figures(request, seconds_after_the_volume=time.monotonic() - started)
         events = await kube.list(EVENTS, namespace, fieldSelector="involvedObject.name=writer,reason=FailedScheduling")
         assert events == []
     finally:
         await kube.delete(VOLUMES, volume)
 
 
-async def test_a_volume_that_nobody_makes_is_said_to_be(scene: Scene, storage: str) -> None:
+async def test_a_volume_that_nobody_makes_is_said_to_be(harness: Harness, storage: str) -> None:
     name = f"{storage}-static"
     made = {"provisioner": "kubernetes.io/no-provisioner", "volumeBindingMode": "WaitForFirstConsumer"}
-    await scene.kube.create(STORAGE_CLASSES, {"metadata": {"name": name}, **made})
+    await harness.kube.create(STORAGE_CLASSES, {"metadata": {"name": name}, **made})
     try:
         spec = {**ONE_GI, "storageClassName": name}
-        await scene.kube.create(CLAIMS, {"metadata": {"name": "data"}, "spec": spec}, scene.namespace)
-        await scene.create("writer", volumes=[DATA])
-        await scene.waits("writer", "the pod's claim data is not bound to a volume, and never is under this scheduler")
+        await harness.kube.create(CLAIMS, {"metadata": {"name": "data"}, "spec": spec}, harness.namespace)
+        await harness.create("writer", volumes=[DATA])
+        await harness.waits(
+            "writer", "the pod's claim data is not bound to a volume, and never is under this scheduler"
+        )
     finally:
-        await scene.kube.delete(STORAGE_CLASSES, name)
+        await harness.kube.delete(STORAGE_CLASSES, name)
 
 
 @pytest.mark.defect("S1-9")
@@ -656,5 +660,5 @@ async def test_nodes_are_listed_once_however_many_pods_are_bound(
 ) -> None:
     """The short form of `bench/bind.py`. The rate is told; on a machine that does other things it proves little."""
     found = await asyncio.to_thread(bind.run, bind.SHORT, tmp_path)
-    tell(request, **{name.replace("-", "_"): rate for name, rate in found["bound_per_s"].items()})
+    report_figures(request, **{name.replace("-", "_"): rate for name, rate in found["bound_per_s"].items()})
     assert found["requests_a_run"]["list nodes"] <= found["requests_a_run"]["watch nodes"]

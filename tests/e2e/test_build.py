@@ -1,4 +1,4 @@
-"""The building of the rig's binaries, with a `go` that only pretends: what is needed, said and made."""
+"""Builds of the control plane's binaries, with a fake `go`."""
 
 import subprocess
 import sys
@@ -10,7 +10,7 @@ import pytest
 from scripts.controlplane.build import read_pins
 from scripts.controlplane.cluster import ROOT
 
-# Makes the files it is asked for, slowly, and keeps count.
+# Creates the requested files slowly and counts its calls.
 GO = """#!/bin/sh
 if [ "$1" = version ]; then echo "{version}"; exit {status}; fi
 echo build >>"{log}"
@@ -48,7 +48,7 @@ class FakeGo:
         return len(self.log.read_text().splitlines()) if self.log.exists() else 0
 
 
-def test_the_binaries_are_built_once_and_found_again(tmp_path: Path) -> None:
+def test_binaries_are_built_once_and_cached(tmp_path: Path) -> None:
     go = FakeGo(tmp_path)
     first = go.build()
     assert first.returncode == 0, first.stderr
@@ -61,7 +61,7 @@ def test_the_binaries_are_built_once_and_found_again(tmp_path: Path) -> None:
     assert go.runs == len(read_pins().modules)
 
 
-def test_what_else_the_tests_run_is_built_by_name(tmp_path: Path) -> None:
+def test_other_binaries_are_built_by_name(tmp_path: Path) -> None:
     go = FakeGo(tmp_path)
     done = go.build("objectstore", "kubeconform")
     assert done.returncode == 0, done.stderr
@@ -72,7 +72,7 @@ def test_what_else_the_tests_run_is_built_by_name(tmp_path: Path) -> None:
     assert go.runs == 2
 
 
-def test_two_at_once_build_once(tmp_path: Path) -> None:
+def test_concurrent_builds_build_once(tmp_path: Path) -> None:
     go = FakeGo(tmp_path)
     both = [
         subprocess.Popen(go.command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
@@ -84,7 +84,7 @@ def test_two_at_once_build_once(tmp_path: Path) -> None:
     assert go.runs == len(read_pins().modules)
 
 
-def test_a_build_that_fails_leaves_nothing_that_looks_like_one(tmp_path: Path) -> None:
+def test_failed_build_leaves_no_binary(tmp_path: Path) -> None:
     go = FakeGo(tmp_path)
     working = (tmp_path / "bin" / "go").read_text()
     (tmp_path / "bin" / "go").write_text(working.replace("sleep 0.3", "exit 1"))
@@ -103,7 +103,7 @@ def test_a_build_that_fails_leaves_nothing_that_looks_like_one(tmp_path: Path) -
     ],
     ids=["older", "told not to fetch a newer one"],
 )
-def test_a_go_that_is_too_old_is_named_with_what_to_install(tmp_path: Path, version: str, status: int) -> None:
+def test_too_old_go_is_reported_with_the_version_to_install(tmp_path: Path, version: str, status: int) -> None:
     done = FakeGo(tmp_path, version, status).build()
     assert (done.returncode, done.stdout) == (3, "")
     assert done.stderr == (
@@ -112,7 +112,7 @@ def test_a_go_that_is_too_old_is_named_with_what_to_install(tmp_path: Path, vers
     )
 
 
-def test_without_go_one_sentence_says_what_to_install(tmp_path: Path) -> None:
+def test_missing_go_is_reported_with_what_to_install(tmp_path: Path) -> None:
     go = FakeGo(tmp_path)
     (tmp_path / "bin" / "go").unlink()
     go.more_path = ""

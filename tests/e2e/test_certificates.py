@@ -1,4 +1,4 @@
-"""Certificates change while pods are reviewed, whoever makes them, and no review is lost."""
+"""No review is lost while certificates change, whether gpuwarden or cert-manager issues them."""
 
 import asyncio
 import base64
@@ -22,11 +22,11 @@ from scripts.certmanager import crds, started
 from scripts.controlplane.cluster import ROOT, Cluster
 from tests.builders import mutating_create
 from tests.e2e.conftest import new_namespace
-from tests.e2e.crew import external_service
-from tests.e2e.figures import tell
-from tests.e2e.hooks import ENABLED, is_reviewed
 from tests.e2e.kube import MUTATING, PODS, SERVICES, VALIDATING, ApiError, Kube, Raw, Resource, pod, wait_until
+from tests.e2e.measurements import report_figures
+from tests.e2e.processes import external_name_service
 from tests.e2e.test_access import apply
+from tests.e2e.webhook_configurations import ENABLED, is_reviewed
 from tests.running import GPUWARDEN, Running, ready_line, serving
 from webhook.commands.certs import replace_files
 from webhook.kube.install.policies import Installation, webhooks
@@ -38,17 +38,17 @@ ISSUERS = Resource("apis/cert-manager.io/v1", "issuers")
 CRDS = Resource("apis/apiextensions.k8s.io/v1", "customresourcedefinitions", is_namespaced=False)
 INVENTORY = {"nodes": [{"name": "node-0", "devices": [{"uuid": f"GPU-0-{n}"} for n in range(8)]}]}
 HOST = f"{OURS}.{OURS}.svc"
-# A certificate is renewed after a second and lasts a minute and a half; a CA is renewed after four.
+# A certificate is renewed after a second and valid for 90 s; a CA is renewed after four seconds.
 QUICK = ("--certs-leaf-life", "90s", "--certs-renew-before", "88900ms", "--certs-ca-life", "183s")
 OFTEN = ("--certs-settle", "500ms", "--certs-look-interval", "200ms")
 SLOW = 120.0
-# Reviews a second, promised of the long form; a machine that does other things meanwhile has fewer in a short one.
+# Reviews per second in the long form; a busy machine has fewer in a short one.
 LONG, PROMISED = 100, 200.0
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """One of its own: with policies, and an account that may do what it may in a real one."""
+    """A cluster with policies, and an account with the shipped rights."""
     with Cluster(tmp_path_factory.mktemp("certificates")) as running:
         subprocess.run([*running.kubectl, "create", "namespace", OURS], check=True, capture_output=True)
         for what in ("rbac", "policies", "certs"):
@@ -58,7 +58,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @contextmanager
 def keeping(cluster: Cluster, directory: Path, *flags: str) -> Iterator[subprocess.Popen[str]]:
-    """A `gpuwarden certs keep` as its own account; killed at the end."""
+    """Runs `gpuwarden certs keep` with its own account; killed at the end."""
     account = str(cluster.service_account_kubeconfig(OURS, "gpuwarden-certs"))
     where = ["--kubeconfig", account, "--ui-port", "0", "--log-level", "debug"]
     directory.mkdir(exist_ok=True)
@@ -73,7 +73,7 @@ def keeping(cluster: Cluster, directory: Path, *flags: str) -> Iterator[subproce
 
 @define
 class Load:
-    """Reviews through the API server, and over connections of their own by what the configuration says is trusted."""
+    """Sends reviews through the API server, and over own connections that trust the CA bundle of the configuration."""
 
     kube: Kube
     namespace: str
@@ -112,7 +112,7 @@ class Load:
                 await self.kube.create(PODS, one, self.namespace, dryRun="All")
             except ApiError as exc:
                 self.failed.append(str(exc))
-            self.reviews += 2  # /mutate and /validate
+            self.reviews += 2  # one call of /mutate and one of /validate
 
     async def _call(self) -> None:
         while True:
@@ -155,10 +155,10 @@ async def loaded(load: Load, workers: int = 4) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def behind_the_service(kube: Kube, running: Running, annotations: Raw) -> AsyncIterator[str]:
-    """The configurations as they are shipped, without a CA bundle; an enabled namespace, once its pods are reviewed."""
+    """The shipped configurations without a CA bundle; yields an enabled namespace once its pods are reviewed."""
     kinds = {"MutatingWebhookConfiguration": MUTATING, "ValidatingWebhookConfiguration": VALIDATING}
     async with AsyncExitStack() as stack:
-        await kube.create(SERVICES, external_service(running.port), OURS)
+        await kube.create(SERVICES, external_name_service(running.port), OURS)
         stack.push_async_callback(kube.delete, SERVICES, "gpuwarden", OURS)
         for manifest in webhooks(Installation(OURS, port=running.port)):
             manifest["metadata"]["annotations"] = annotations
@@ -182,7 +182,7 @@ async def leaf_in(kube: Kube, secret: str) -> int:
 
 
 async def rotated(load: Load, times: int, seconds: float) -> None:
-    """Wait until so many certificates have been seen in handshakes since the first."""
+    """Waits until handshakes have shown `times` further certificates."""
 
     async def seen() -> int:
         return len(load.leaves) - 1
@@ -192,7 +192,7 @@ async def rotated(load: Load, times: int, seconds: float) -> None:
 
 @pytest.mark.parametrize("times", [10, pytest.param(LONG, marks=pytest.mark.long)])
 @pytest.mark.defect("S1-21")
-async def test_our_own_certificates_change_under_load_and_no_review_is_lost(
+async def test_no_review_is_lost_while_own_certificates_change_under_load(
     cluster: Cluster, kube: Kube, tmp_path: Path, request: pytest.FixtureRequest, times: int
 ) -> None:
     files = tmp_path / "files"
@@ -205,7 +205,7 @@ async def test_our_own_certificates_change_under_load_and_no_review_is_lost(
             async with loaded(load):
                 await rotated(load, times, SLOW * 3)
             took = time.monotonic() - begin
-    tell(
+    report_figures(
         request,
         reviews=load.reviews,
         a_second=load.reviews / took,
@@ -214,16 +214,16 @@ async def test_our_own_certificates_change_under_load_and_no_review_is_lost(
     )
     assert load.failed == []
     assert len(load.leaves) > times
-    assert len(load.issuers) >= times / 5  # CAs too were replaced meanwhile
+    assert len(load.issuers) >= times / 5  # CAs were replaced, too
     assert load.reviews > 20 * times
     assert times < LONG or load.reviews / took > PROMISED
     await forgotten(kube)
 
 
-async def test_whoever_is_killed_while_certificates_change_no_review_is_lost(
+async def test_no_review_is_lost_when_a_certificate_keeper_is_killed(
     cluster: Cluster, kube: Kube, tmp_path: Path
 ) -> None:
-    """Two look after them, one of which is killed again and again, at no moment in particular."""
+    """Two processes keep the certificates; one is killed repeatedly at random moments."""
     files, log = tmp_path / "files", tmp_path / "other" / "log"
     with ExitStack() as processes:
         writer = processes.enter_context(keeping(cluster, tmp_path / "keep", *QUICK, *OFTEN, "--certs-dir", str(files)))
@@ -242,7 +242,7 @@ async def test_whoever_is_killed_while_certificates_change_no_review_is_lost(
 
 
 async def acted(log: Path, more: int) -> None:
-    """Wait until it has taken steps since, or was too late for one."""
+    """Waits until the process has taken further steps, or was too late for one."""
 
     async def steps() -> int:
         text = log.read_text() if log.exists() else ""
@@ -256,9 +256,7 @@ async def forgotten(kube: Kube) -> None:
     await kube.delete(SECRETS, "gpuwarden-certs", OURS)
 
 
-async def test_ensure_makes_a_certificate_once_and_changes_nothing_after(
-    cluster: Cluster, kube: Kube, tmp_path: Path
-) -> None:
+async def test_certs_ensure_is_idempotent(cluster: Cluster, kube: Kube, tmp_path: Path) -> None:
     account = cluster.service_account_kubeconfig(OURS, "gpuwarden-certs")
     command = [GPUWARDEN, "certs", "ensure", "--kubeconfig", str(account), "--certs-dir", "files"]
     for manifest in webhooks(Installation(OURS)):
@@ -288,8 +286,9 @@ async def test_ensure_makes_a_certificate_once_and_changes_nothing_after(
         await forgotten(kube)
 
 
-async def test_a_secret_of_another_type_is_left_alone(cluster: Cluster, kube: Kube, tmp_path: Path) -> None:
-    """Such as cert-manager's: without tls.crt the API server would refuse it, and with it there is no first step."""
+async def test_secret_of_another_type_is_not_changed(cluster: Cluster, kube: Kube, tmp_path: Path) -> None:
+    """For example cert-manager's: without tls.crt the API server refuses such a Secret, and with it there is no first
+    step."""
     account = cluster.service_account_kubeconfig(OURS, "gpuwarden-certs")
     data = {"tls.crt": "", "tls.key": ""}
     theirs = {"metadata": {"name": "gpuwarden-certs"}, "type": "kubernetes.io/tls", "data": data}
@@ -304,7 +303,7 @@ async def test_a_secret_of_another_type_is_left_alone(cluster: Cluster, kube: Ku
         await forgotten(kube)
 
 
-async def test_a_right_that_is_missing_is_named(cluster: Cluster, tmp_path: Path) -> None:
+async def test_missing_permission_is_named(cluster: Cluster, tmp_path: Path) -> None:
     nobody = cluster.service_account_kubeconfig(OURS, "default")
     command = [GPUWARDEN, "certs", "ensure", "--kubeconfig", str(nobody)]
     done = await asyncio.to_thread(subprocess.run, command, cwd=tmp_path, capture_output=True, text=True)
@@ -335,7 +334,7 @@ async def is_served(kube: Kube) -> bool:
 
 
 async def shown(kube: Kube, files: Path) -> None:
-    """A Secret as files, as kubelet shows it in a volume."""
+    """Writes a Secret to files, as the kubelet does for a volume."""
     while True:
         found = await kube.find(SECRETS, "gpuwarden-tls", OURS)
         data = (found or {}).get("data", {})
@@ -346,7 +345,7 @@ async def shown(kube: Kube, files: Path) -> None:
 
 
 async def renewed(kube: Kube) -> None:
-    """As `cmctl renew` asks for it; and wait until it is there."""
+    """Requests a renewal as `cmctl renew` does, and waits for the new certificate."""
     before = await leaf_in(kube, "gpuwarden-tls")
     now = datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")  # noqa: TID251 - the API server's time
     condition = {"type": "Issuing", "status": "True", "reason": "ManuallyTriggered", "lastTransitionTime": now}
@@ -355,7 +354,7 @@ async def renewed(kube: Kube) -> None:
         found = await kube.get(CERTIFICATES, "gpuwarden-tls", OURS)
         known = found["status"].get("conditions", [])
         if any(one["type"] == "Issuing" and one["status"] == "True" for one in known):
-            return False  # the last time is not over, and its end would be taken for this one's
+            return False  # the previous renewal is not finished; its end would be mistaken for this one's
         others = [one for one in known if one["type"] != "Issuing"]
         found["status"]["conditions"] = [*others, {**condition, "message": "asked for by a test"}]
         with suppress(ApiError):
@@ -368,7 +367,7 @@ async def renewed(kube: Kube) -> None:
 
 
 @pytest.mark.parametrize("times", [5, pytest.param(LONG, marks=pytest.mark.long)])
-async def test_cert_managers_certificates_change_under_load_and_no_review_is_lost(
+async def test_no_review_is_lost_while_cert_manager_certificates_change_under_load(
     cluster: Cluster, kube: Kube, tmp_path: Path, cert_manager: None, request: pytest.FixtureRequest, times: int
 ) -> None:
     kinds = {"Issuer": ISSUERS, "Certificate": CERTIFICATES}
@@ -393,7 +392,7 @@ async def test_cert_managers_certificates_change_under_load_and_no_review_is_los
         with suppress(asyncio.CancelledError):
             await kubelet
     rate = load.reviews / took
-    tell(request, reviews=load.reviews, a_second=rate, certificates=len(load.leaves), bundles=load.bundles)
+    report_figures(request, reviews=load.reviews, a_second=rate, certificates=len(load.leaves), bundles=load.bundles)
     assert load.failed == []
     assert len(load.leaves) > times
     assert times < LONG or rate > PROMISED

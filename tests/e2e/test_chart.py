@@ -1,4 +1,4 @@
-"""The chart on a real API server, installed by the real helm. The cluster is the module's own, with an audit log."""
+"""The chart on a real API server, installed by the real helm. The module has its own cluster with an audit log."""
 
 import asyncio
 import base64
@@ -23,12 +23,12 @@ from scripts.controlplane.build import binaries
 from scripts.controlplane.cluster import ROOT, Cluster, gpu_node
 from tests.chart.matrix import MATRIX
 from tests.chart.rendering import rendered
-from tests.e2e.charted import Process, Release
+from tests.e2e.chart_release import Process, Release
 from tests.e2e.conftest import new_namespace
-from tests.e2e.figures import tell
-from tests.e2e.hooks import ENABLED
 from tests.e2e.kube import MUTATING, PODS, VALIDATING, ApiError, Kube, Raw, Resource, gone, pod, wait_until
+from tests.e2e.measurements import report_figures
 from tests.e2e.test_access import AUDITED, requests
+from tests.e2e.webhook_configurations import ENABLED
 from webhook.runtime.clock import utc_now
 from webhook.runtime.tls.issuing import BACKDATED, KeyPair, new_ca, new_leaf
 
@@ -40,15 +40,15 @@ NAMESPACES = Resource("api/v1", "namespaces", is_namespaced=False)
 SECRETS = Resource("api/v1", "secrets")
 LEASES = Resource("apis/coordination.k8s.io/v1", "leases")
 PART_OF = "app.kubernetes.io/part-of=gpuwarden"
-# What is promised: a minute from `helm install`.
+# The promise: one minute from `helm install`.
 FIRST_POD_WITHIN = 60.0
-# What `serve` has resident when it is asked nothing, and takes of a core.
+# Memory and CPU of an idle `serve`.
 IDLE_MIB, IDLE_SHARE = 120.0, 0.02
 IDLE_FOR = 10.0
 
 
 def note(*uuids: str) -> Raw:
-    """How nodes tell of their GPUs."""
+    """The node annotation that lists GPUs."""
     return {"fudo.org/gpu.device.labels": base64.b64encode(json.dumps({uuid: [] for uuid in uuids}).encode()).decode()}
 
 
@@ -83,7 +83,7 @@ async def release(cluster: Cluster, kube: Kube, tmp_path: Path) -> AsyncIterator
 
 
 async def everything_away(cluster: Cluster, kube: Kube) -> None:
-    """What docs/how-to/install.md says to do after `helm uninstall`."""
+    """Deletes what docs/how-to/install.md names after `helm uninstall`."""
     for each in await found(kube, GPU_NODES):
         await kube.patch(GPU_NODES, each["metadata"]["name"], {"metadata": {"finalizers": None}})
     for each in await found(kube, CRDS):
@@ -102,9 +102,9 @@ async def found(kube: Kube, of: Resource) -> list[Raw]:
         return []
 
 
-# What the API server, and kubeconform, say of what is rendered.
+# What the API server and kubeconform report about the rendered chart.
 
-# Kinds of others: enough of a definition for helm to find them here. What is in them, their own controllers judge.
+# Third-party kinds: their definitions are just enough for helm to find them. Their controllers validate the content.
 OTHERS = {
     "cert-manager.io": {"Certificate": "certificates", "Issuer": "issuers"},
     "monitoring.coreos.com": {"ServiceMonitor": "servicemonitors", "PrometheusRule": "prometheusrules"},
@@ -134,7 +134,7 @@ async def others(kube: Kube) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def defined(kube: Kube, one: Raw) -> AsyncIterator[None]:
-    """Gone when left: the next to define it would be told that it is being deleted."""
+    """Deleted at the end, completely: otherwise the next definition fails because it is being deleted."""
     await kube.create(CRDS, one)
     try:
         yield
@@ -145,7 +145,7 @@ async def defined(kube: Kube, one: Raw) -> AsyncIterator[None]:
 
 @pytest.fixture(scope="module")
 def manifests() -> list[Raw]:
-    """Every object of every set, once, however many sets have it."""
+    """Every rendered object of every value set, without duplicates."""
     assert len(MATRIX) >= 20
     plain = [*DEPLOY.rglob("manifests/*.yaml")]
     sets = [rendered(values) for values in MATRIX.values()]
@@ -154,7 +154,7 @@ def manifests() -> list[Raw]:
 
 
 async def plurals(kube: Kube) -> dict[tuple[str, str], Resource]:
-    """By apiVersion and kind, where such objects are."""
+    """The API paths by apiVersion and kind."""
     versions = ["v1"]
     for group in (await kube.call("GET", "/apis"))["groups"]:
         versions += [each["groupVersion"] for each in group["versions"]]
@@ -167,8 +167,8 @@ async def plurals(kube: Kube) -> dict[tuple[str, str], Resource]:
     return known
 
 
-async def test_what_is_rendered_is_taken_by_the_api_server(kube: Kube, others: None, manifests: list[Raw]) -> None:
-    """By a dry run with strict fields, policies' expressions compiled."""
+async def test_rendered_chart_is_accepted_by_the_api_server(kube: Kube, others: None, manifests: list[Raw]) -> None:
+    """A dry run with strict fields; policies' expressions are compiled."""
     kinds = {(one["apiVersion"], one["kind"]) for one in manifests}
     known = await wait_until(lambda: plurals(kube), lambda seen: kinds <= seen.keys())
     one_by_one = asyncio.Semaphore(8)
@@ -201,7 +201,7 @@ async def named_namespace(kube: Kube, name: str) -> AsyncIterator[None]:
 
 
 def strict(tree: Any) -> Any:
-    """A schema that names its fields takes no others; and what may be a number or a text may be either."""
+    """Makes a schema strict: no unknown fields, and either a number or a text where both are allowed."""
     if isinstance(tree, list):
         return [strict(one) for one in tree]
     if not isinstance(tree, dict):
@@ -217,7 +217,7 @@ REFERENCE = re.compile(r'"#/definitions/([^"]+)"')
 
 
 def needed(name: str, definitions: Raw, texts: dict[str, str]) -> Raw:
-    """A definition and all that it refers to."""
+    """A definition with everything that it references."""
     known, coming = {name}, [name]
     while coming:
         more = set(REFERENCE.findall(texts[coming.pop()])) - known
@@ -227,7 +227,7 @@ def needed(name: str, definitions: Raw, texts: dict[str, str]) -> Raw:
 
 
 async def schemas(kube: Kube, target: Path, kinds: set[tuple[str, str]]) -> None:
-    """The API server's own description of these kinds, a file each, named as kubeconform looks for it."""
+    """Writes the API server's schemas of these kinds to files, named as kubeconform expects."""
     whole = await kube.call("GET", "/openapi/v2")
     definitions = strict(whole["definitions"]) | {QUANTITY: {"oneOf": [{"type": "string"}, {"type": "number"}]}}
     texts = {name: json.dumps(one) for name, one in definitions.items()}
@@ -241,7 +241,7 @@ async def schemas(kube: Kube, target: Path, kinds: set[tuple[str, str]]) -> None
 
 
 async def judged(kube: Kube, place: Path, manifests: list[Raw]) -> tuple[int, Raw]:
-    """What kubeconform says of these."""
+    """kubeconform's report on these objects."""
     tool = await asyncio.to_thread(binaries, ROOT / "scripts/kubeconform")
     await schemas(kube, place, {(one["apiVersion"], one["kind"]) for one in manifests})
     (place / "rendered.yaml").write_text(yaml.safe_dump_all(manifests))
@@ -257,15 +257,15 @@ async def judged(kube: Kube, place: Path, manifests: list[Raw]) -> tuple[int, Ra
     return done.returncode, json.loads(done.stdout)
 
 
-async def test_what_is_rendered_is_taken_by_kubeconform(kube: Kube, tmp_path: Path, manifests: list[Raw]) -> None:
+async def test_rendered_chart_is_accepted_by_kubeconform(kube: Kube, tmp_path: Path, manifests: list[Raw]) -> None:
     code, said = await judged(kube, tmp_path, manifests)
     assert code == 0, sorted({f"{one['kind']}: {one['msg']}" for one in said["resources"]})[:9]
     assert said["summary"]["valid"] > 100
     assert (said["summary"]["invalid"], said["summary"]["errors"]) == (0, 0)
 
 
-async def test_kubeconform_would_have_told(kube: Kube, tmp_path: Path) -> None:
-    """That what it says counts: a field that is none is not let through."""
+async def test_kubeconform_rejects_an_unknown_field(kube: Kube, tmp_path: Path) -> None:
+    """Proves that kubeconform's result means something: an unknown field is rejected."""
     (deployment,) = [one for one in rendered({}) if one["kind"] == "Deployment" and one["metadata"]["name"] == OURS]
     wrong = json.loads(json.dumps(deployment))
     wrong["spec"]["template"]["spec"]["containers"][0]["imagePolicy"] = "Always"
@@ -274,7 +274,7 @@ async def test_kubeconform_would_have_told(kube: Kube, tmp_path: Path) -> None:
     assert "imagePolicy" in json.dumps(said["resources"])
 
 
-# A release's life.
+# The life of a release.
 
 BASE = {
     "settings.requireEvidence": "asked",
@@ -296,7 +296,7 @@ async def is_dressed(kube: Kube, namespace: str) -> bool:
 
 
 async def own_pods(kube: Kube) -> dict[str, int]:
-    """How many Pods of each component run."""
+    """The number of running Pods of each component."""
     counted: dict[str, int] = {}
     for one in await kube.list(PODS, OURS):
         if one["status"].get("phase") == "Running" and "deletionTimestamp" not in one["metadata"]:
@@ -314,7 +314,7 @@ def denied(log: Path) -> list[object]:
 async def test_from_install_to_uninstall(
     cluster: Cluster, kube: Kube, release: Release, directory: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    # Where the exporter's permission to exec is; an operator of GPUs has it.
+    # The namespace of the exporter's exec permission; a GPU operator creates it.
     async with named_namespace(kube, "gpu-operator"):
         await life(cluster, kube, release, directory, tmp_path, request)
 
@@ -326,7 +326,7 @@ async def life(
     notes = await release.install({**BASE, "networkPolicy.enabled": True})
     installed = time.monotonic() - begun
     assert "kubectl label namespace" in notes
-    # As kubelets would: all at once, and `serve` waits for its certificate.
+    # Like kubelets: all at once; `serve` waits for its certificate.
     _, serve, _ = await asyncio.gather(*map(release.start, ("certs", "serve", "reconcile")))
     async with new_namespace(kube, ENABLED) as namespace:
         await wait_until(lambda: is_dressed(kube, namespace), seconds=FIRST_POD_WITHIN)
@@ -334,7 +334,7 @@ async def life(
         first = time.monotonic() - begun
         assert made["metadata"]["annotations"]["gpuwarden.io/gpu-uuid"].startswith("GPU-node-")
         memory = {name: f"{one.memory_mib():.0f}" for name, one in release.running.items()}
-        tell(request, helm_install_s=installed, to_first_admitted_pod_s=first, MiB=memory)
+        report_figures(request, helm_install_s=installed, to_first_admitted_pod_s=first, MiB=memory)
         assert first < FIRST_POD_WITHIN
         await serve_idles(serve, request)
         await wait_until(lambda: own_pods(kube), lambda seen: seen == EXPECTED)
@@ -351,7 +351,7 @@ async def life(
 
 
 async def serve_idles(serve: Process, request: pytest.FixtureRequest) -> None:
-    """Once a kubelet's probes and a scrape are all that comes. What it has resident does not depend on the machine."""
+    """Measures `serve` under probes and scrapes only. Its memory does not depend on the machine."""
     async with httpx.AsyncClient(base_url=serve.urls["http"], trust_env=False) as client:
         begun, before = time.monotonic(), serve.cpu_seconds()
         while time.monotonic() < begun + IDLE_FOR:
@@ -360,13 +360,13 @@ async def serve_idles(serve: Process, request: pytest.FixtureRequest) -> None:
             await asyncio.sleep(IDLE_FOR / 2)
         share = (serve.cpu_seconds() - before) / (time.monotonic() - begun)
     memory = serve.memory_mib()
-    tell(request, idle_MiB=memory, idle_core_percent=100 * share)
+    report_figures(request, idle_MiB=memory, idle_core_percent=100 * share)
     assert memory < IDLE_MIB
     assert share < IDLE_SHARE
 
 
 async def all_replicas_deleted_come_back(kube: Kube, release: Release, namespace: str) -> None:
-    """And while none answers, a pod that asks for GPUs is refused and another is not."""
+    """Meanwhile a pod that asks for GPUs is refused, and other pods are created."""
     for name, one in release.running.items():
         if name.startswith("serve"):
             await one.kill()
@@ -387,7 +387,7 @@ async def all_replicas_deleted_come_back(kube: Kube, release: Release, namespace
 
 
 async def bundles(kube: Kube) -> set[str]:
-    """What the API server trusts, in all webhooks; none, where there are none."""
+    """The CA bundles of all webhooks; none if there are no webhooks."""
     configurations = [await kube.find(of, OURS) for of in (MUTATING, VALIDATING)]
     return {
         hook["clientConfig"].get("caBundle", "")
@@ -398,7 +398,7 @@ async def bundles(kube: Kube) -> set[str]:
 
 
 async def values_change_and_the_bundle_stays(kube: Kube, release: Release, namespace: str) -> None:
-    """With the old release's webhooks taken off, put on again, and changed."""
+    """Webhooks are removed, added again, and changed."""
     (before,) = await bundles(kube)
     await release.upgrade({**BASE, "webhooks.timeoutSeconds": 7, "serve.replicas": 3})
     assert (await kube.get(MUTATING, OURS))["webhooks"][0]["timeoutSeconds"] == 7
@@ -415,7 +415,7 @@ async def values_change_and_the_bundle_stays(kube: Kube, release: Release, names
 
 
 def newer(directory: Path) -> Path:
-    """A chart whose definition of GPUNodes has one version more."""
+    """A chart with one more version in the CRD of GPUNodes."""
     chart = directory / "newer"
     shutil.copytree(CHART, chart)
     file = chart / "templates/generated/crds.yaml"
@@ -428,13 +428,13 @@ def newer(directory: Path) -> Path:
 
 
 async def served(kube: Kube) -> list[str]:
-    """The versions of our definitions."""
+    """The versions in gpuwarden's CRDs."""
     definition = await kube.get(CRDS, "gpunodes.gpuwarden.io")
     return [each["name"] for each in definition["spec"]["versions"] if each["served"]]
 
 
 async def a_version_is_added_and_taken_back(kube: Kube, release: Release, namespace: str, tmp_path: Path) -> None:
-    """And back, as a rollback would."""
+    """Adds a version to the CRD and removes it again, as a rollback does."""
     await release.upgrade(BASE, newer(tmp_path))
     assert await served(kube) == ["v1alpha1", "v1beta1"]
 
@@ -454,7 +454,7 @@ async def a_version_is_added_and_taken_back(kube: Kube, release: Release, namesp
 
 
 async def nothing_is_left(cluster: Cluster, kube: Kube, release: Release) -> None:
-    """`helm uninstall` removes what it installed but the CRDs; docs/how-to/install.md says what is left to delete."""
+    """`helm uninstall` removes everything except the CRDs; docs/how-to/install.md says what else to delete."""
     done = await asyncio.to_thread(release.helm, "uninstall", release.name, "--wait")
     assert done.returncode == 0, done.stderr
     await release.end()
@@ -462,10 +462,10 @@ async def nothing_is_left(cluster: Cluster, kube: Kube, release: Release) -> Non
         lambda: asyncio.to_thread(ours, cluster),
         lambda names: all(name.startswith("customresourcedefinition.") for name in names),
     )
-    assert await names_of(kube, SECRETS) == set()  # the key of our CA is gone
-    # The processes make these, and docs/how-to/install.md names them.
+    assert await names_of(kube, SECRETS) == set()  # the key of gpuwarden's CA is deleted
+    # The processes create these; docs/how-to/install.md names them.
     assert await names_of(kube, LEASES) == {"gpuwarden-reconcile", "gpuwarden-bind", "gpuid-leader"}
-    # No door of ours stands in anybody's way any more.
+    # No webhook of gpuwarden blocks anything any more.
     async with new_namespace(kube, ENABLED) as namespace:
         await wait_until(lambda: is_taken(kube, namespace))
     await everything_away(cluster, kube)
@@ -474,12 +474,12 @@ async def nothing_is_left(cluster: Cluster, kube: Kube, release: Release) -> Non
 
 
 async def names_of(kube: Kube, of: Resource) -> set[str]:
-    """In the release's namespace, whoever made them."""
+    """The names of all objects of a kind in the release's namespace."""
     return {one["metadata"]["name"] for one in await kube.list(of, OURS)}
 
 
 async def is_taken(kube: Kube, namespace: str) -> bool:
-    """A webhook configuration that was deleted is forgotten a moment later."""
+    """A deleted webhook configuration stays active for a moment."""
     try:
         await kube.create(PODS, pod("plain", gpus=1), namespace, dryRun="All")
     except ApiError:
@@ -488,7 +488,7 @@ async def is_taken(kube: Kube, namespace: str) -> bool:
 
 
 def ours(cluster: Cluster) -> list[str]:
-    """Everything that says it is part of gpuwarden, of every kind that can be listed."""
+    """All objects labelled as part of gpuwarden, of every kind that can be listed."""
     kinds = subprocess.run(
         [*cluster.kubectl, "api-resources", "--verbs=list", "-o", "name"], capture_output=True, text=True, check=True
     ).stdout.split()
@@ -502,7 +502,7 @@ def ours(cluster: Cluster) -> list[str]:
     return done.stdout.split()
 
 
-async def test_what_the_cluster_does_not_have_is_said_before_anything_is_made(
+async def test_missing_cluster_features_are_reported_before_anything_is_created(
     cluster: Cluster, kube: Kube, release: Release
 ) -> None:
     for values, sentence in (
@@ -522,8 +522,8 @@ async def test_what_the_cluster_does_not_have_is_said_before_anything_is_made(
     assert await asyncio.to_thread(ours, cluster) == []
 
 
-async def test_what_the_cluster_has_is_found(kube: Kube, others: None, release: Release) -> None:
-    """By helm's own look at the API server, without being told."""
+async def test_cluster_features_are_detected(kube: Kube, others: None, release: Release) -> None:
+    """helm finds the features of the API server without values."""
     values = {"tls.mode": "certManager", "serviceMonitor.enabled": True, "prometheusRule.enabled": True}
 
     def tried() -> str:
@@ -533,11 +533,11 @@ async def test_what_the_cluster_has_is_found(kube: Kube, others: None, release: 
     await wait_until(lambda: asyncio.to_thread(tried), lambda said: said == "")
 
 
-# From cert-manager's certificate to ours.
+# Change from cert-manager's certificate to gpuwarden's.
 
 
 def as_issued(ca: KeyPair) -> Raw:
-    """The Secret that cert-manager would have made."""
+    """The Secret that cert-manager would have created."""
     now = utc_now()
     names = tuple(f"{OURS}{rest}" for rest in ("", f".{OURS}", f".{OURS}.svc"))
     leaf = new_leaf(ca, OURS, names, (now - BACKDATED, now + timedelta(days=90)))
@@ -546,10 +546,10 @@ def as_issued(ca: KeyPair) -> Raw:
     return {"metadata": {"name": "gpuwarden-tls"}, "type": "kubernetes.io/tls", "data": encoded}
 
 
-async def test_after_cert_manager_both_cas_are_trusted_before_ours_signs(
+async def test_change_from_cert_manager_trusts_both_cas_before_the_own_ca_signs(
     kube: Kube, others: None, release: Release
 ) -> None:
-    """And each mode has its own Secret, of which an upgrade leaves what is in it, and uninstalling ours."""
+    """Each mode has its own Secret. An upgrade leaves its content, and uninstalling deletes gpuwarden's."""
     base = {"settings.requireEvidence": "asked", "settings.certsSettle": "2s", "settings.certsLookInterval": "200ms"}
     await release.install({**base, "tls.mode": "certManager"})
     ca = new_ca("theirs", (utc_now() - BACKDATED, utc_now() + timedelta(days=3650)))
@@ -570,7 +570,7 @@ async def test_after_cert_manager_both_cas_are_trusted_before_ours_signs(
         async def ours() -> Raw:
             return dict((await kube.get(SECRETS, "gpuwarden-certs", OURS)).get("data", {}))
 
-        # Until ours signs, the bundle is of two, and who serves is the old one.
+        # Until gpuwarden's CA signs, the bundle has two CAs, and the old certificate is served.
         await wait_until(ours, lambda data: "tls.crt" in data)
         (bundle,) = await bundles(kube)
         assert base64.b64decode(bundle).count(b"BEGIN CERTIFICATE") == 2
@@ -601,8 +601,10 @@ def test_every_directory_is_a_kustomization(cluster: Cluster) -> None:
         assert "kind: Deployment" in done.stdout
 
 
-async def test_the_filter_answers_after_kubectl_apply(cluster: Cluster, kube: Kube, tmp_path: Path) -> None:
-    """The files in their directory's order, the processes under their accounts, and a scheduler's question."""
+async def test_filter_works_after_kubectl_apply_of_the_extender_directory(
+    cluster: Cluster, kube: Kube, tmp_path: Path
+) -> None:
+    """Applies the files in directory order, runs the processes with their accounts, and sends a scheduler's request."""
     place = "blind-gpu-scheduler"
     release = Release(cluster, kube, tmp_path, namespace=place)
     command = [*cluster.kubectl, "apply", "-f", str(DEPLOY / "extender/manifests")]
@@ -614,7 +616,7 @@ async def test_the_filter_answers_after_kubectl_apply(cluster: Cluster, kube: Ku
             "Pod": {"metadata": {"annotations": {"gpuwarden.io/required-hash": "abc123"}}, "spec": {"containers": []}}
         }
         names = {**question, "Nodes": None, "NodeNames": ["kind-worker", "kind-worker2", "another"]}
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{release.plain_port}", trust_env=False) as client:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{release.http_port}", trust_env=False) as client:
             said = (await client.post("/filter", json=names)).raise_for_status().json()
         assert said["NodeNames"] == ["kind-worker"]
         assert said["FailedAndUnresolvableNodes"].keys() == {"kind-worker2", "another"}

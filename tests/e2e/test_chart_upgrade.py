@@ -1,5 +1,5 @@
-"""An installed chart is changed while pods are created: no review is lost. The cluster is the module's own, with one
-node whose Pods are processes; Deployments, scheduler and helm are real."""
+"""An installed chart is changed while pods are created: no review is lost. The module has its own cluster with one node
+whose Pods are processes; Deployments, scheduler and helm are real."""
 
 import asyncio
 import time
@@ -13,31 +13,31 @@ import pytest
 from attrs import define, field
 
 from scripts.controlplane.cluster import Cluster, gpu_node
-from tests.e2e.charted import Release
+from tests.e2e.chart_release import Release
 from tests.e2e.conftest import new_namespace
-from tests.e2e.figures import tell
-from tests.e2e.hooks import ENABLED
-from tests.e2e.judge import Judge, judging
+from tests.e2e.gpu_checker import GpuChecker, checking_gpus
 from tests.e2e.kube import DEPLOYMENTS, MUTATING, PODS, ApiError, Kube, Raw, pod, wait_until
-from tests.e2e.kubelet import LOOK_EVERY, Kubelet, Proxy
+from tests.e2e.kubelet import POLL_INTERVAL, Kubelet, Proxy
+from tests.e2e.measurements import report_figures
 from tests.e2e.test_chart import OURS, everything_away, is_dressed, newer, note, served
+from tests.e2e.webhook_configurations import ENABLED
 
 NODE_NAMES, GPUS = ("node-0", "node-1"), 64
 SIMULATED = "test/simulated"
 KUBELET = "kubelet"
-# Replicas start one after the other, each with what the probes take; and the machine may be busy.
+# Replicas start one after the other, each for as long as its probes take; the machine may be busy.
 ROLLED_OUT_WITHIN = 240.0
-# Creations a second; each is reviewed twice.
+# Creations per second; each has two reviews.
 RATE = 5.0
-# Of so many one is real, and keeps its GPU.
+# One of so many creations is real and keeps its GPU.
 REAL = 5
 
 VALUES: Mapping[str, Any] = {
     "settings.requireEvidence": "asked",
     "settings.logLevel": "warn",
-    # A machine that stands still for a while is no lost review.
+    # A machine that pauses for a while loses no review.
     "webhooks.timeoutSeconds": 25,
-    # A webhook configuration that comes is heard of, not found by looking now and then.
+    # A new webhook configuration is found by watch, not by polling.
     "settings.certsLookInterval": "1h",
     "reconcile.replicas": 1,
     "nodeSelector": {"kubernetes.io/hostname": KUBELET},
@@ -58,20 +58,20 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 @define(eq=False)
-class House:
-    """A release, the node that it runs on, and a namespace whose pods are reviewed."""
+class Harness:
+    """A release, the node that runs it, and a namespace whose pods are reviewed."""
 
     kube: Kube
     release: Release
     kubelet: Kubelet
     namespace: str
-    judge: Judge
+    checker: GpuChecker
     lost: list[str] = field(factory=list)
     created: int = 0
     real: list[str] = field(factory=list)
 
     async def load(self) -> None:
-        """Pods at a steady rate, for ever, whatever becomes of those before."""
+        """Creates pods at a steady rate until cancelled, independent of earlier results."""
         begun, number, tasks = time.monotonic(), 0, set[asyncio.Task[None]]()
         try:
             while True:
@@ -81,10 +81,10 @@ class House:
                 number += 1
                 await asyncio.sleep(max(0.0, begun + number / RATE - time.monotonic()))
         finally:
-            await asyncio.gather(*tasks)  # what was sent is answered, and counts
+            await asyncio.gather(*tasks)  # requests in flight are answered and counted
 
     async def _one(self, number: int) -> None:
-        """Nobody else writes it."""
+        """A pod that no other client writes."""
         is_real = number % REAL == 0 and len(self.real) < GPUS
         name = f"p-{len(self.real)}-{number}"
         content = pod(name, gpus=1, schedulerName="nobody")
@@ -99,10 +99,10 @@ class House:
         self.created += 1
 
     async def rolled_out(self) -> None:
-        """All Deployments, and no Pod of before is left."""
+        """Waits until all Deployments are rolled out and no old Pod is left."""
 
         async def unfinished() -> Raw:
-            await asyncio.sleep(LOOK_EVERY)
+            await asyncio.sleep(POLL_INTERVAL)
             found = await self.kube.list(DEPLOYMENTS, OURS)
             behind = {one["metadata"]["name"]: one["status"] for one in found if not is_rolled_out(one)}
             if behind:
@@ -125,7 +125,7 @@ def is_rolled_out(deployment: Raw) -> bool:
 
 
 @asynccontextmanager
-async def installed(cluster: Cluster, kube: Kube, directory: Path, values: Mapping[str, Any]) -> AsyncIterator[House]:
+async def installed(cluster: Cluster, kube: Kube, directory: Path, values: Mapping[str, Any]) -> AsyncIterator[Harness]:
     async with AsyncExitStack() as stack:
         stack.push_async_callback(everything_away, cluster, kube)
         balancer = await stack.enter_async_context(Proxy())
@@ -134,10 +134,10 @@ async def installed(cluster: Cluster, kube: Kube, directory: Path, values: Mappi
         stack.push_async_callback(uninstalled, release, kubelet)
         await release.install(values)
         namespace = await stack.enter_async_context(new_namespace(kube, ENABLED))
-        judge = await stack.enter_async_context(judging(kube))
-        house = House(kube, release, kubelet, namespace, judge)
-        await house.rolled_out()
-        yield house
+        checker = await stack.enter_async_context(checking_gpus(kube))
+        harness = Harness(kube, release, kubelet, namespace, checker)
+        await harness.rolled_out()
+        yield harness
 
 
 async def uninstalled(release: Release, kubelet: Kubelet) -> None:
@@ -149,73 +149,73 @@ async def uninstalled(release: Release, kubelet: Kubelet) -> None:
     await wait_until(left, lambda names: names == [], ROLLED_OUT_WITHIN)
 
 
-async def under_load(house: House, change: Callable[[], Awaitable[Any]]) -> int:
-    """How many pods were created meanwhile."""
-    load = asyncio.ensure_future(house.load())
+async def under_load(harness: Harness, change: Callable[[], Awaitable[Any]]) -> int:
+    """The number of pods created during the change."""
+    load = asyncio.ensure_future(harness.load())
     try:
-        await wait_until(lambda: counted(house), lambda seen: seen >= RATE)
-        before = house.created
+        await wait_until(lambda: counted(harness), lambda seen: seen >= RATE)
+        before = harness.created
         await change()
-        return house.created - before
+        return harness.created - before
     finally:
         load.cancel()
         await asyncio.gather(load, return_exceptions=True)
 
 
-async def counted(house: House) -> int:
-    return house.created
+async def counted(harness: Harness) -> int:
+    return harness.created
 
 
-async def webhooks_are_switched_on(house: House) -> float:
-    """Seconds from helm's end until pods are dressed. In between they are refused: never do they pass unseen."""
-    plain = await house.kube.create(PODS, pod("before", gpus=1), house.namespace, dryRun="All")
+async def webhooks_are_switched_on(harness: Harness) -> float:
+    """Seconds from helm's end until pods are dressed. In between they are refused: no pod passes without review."""
+    plain = await harness.kube.create(PODS, pod("before", gpus=1), harness.namespace, dryRun="All")
     assert "annotations" not in plain["metadata"]
-    await house.release.upgrade(VALUES)
+    await harness.release.upgrade(VALUES)
     begun = time.monotonic()
-    await wait_until(lambda: is_dressed(house.kube, house.namespace))
+    await wait_until(lambda: is_dressed(harness.kube, harness.namespace))
     return time.monotonic() - begun
 
 
-async def test_an_upgrade_and_a_rollback_lose_no_review(
+async def test_upgrade_and_rollback_lose_no_review(
     cluster: Cluster, kube: Kube, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """Values and a version of the CRDs; every replica is another one afterwards."""
-    async with installed(cluster, kube, tmp_path, {**VALUES, "webhooks.enabled": False}) as house:
-        switched_on = await webhooks_are_switched_on(house)
-        release, first = house.release, house.serving()
+    """Values and a CRD version change; every replica is replaced."""
+    async with installed(cluster, kube, tmp_path, {**VALUES, "webhooks.enabled": False}) as harness:
+        switched_on = await webhooks_are_switched_on(harness)
+        release, first = harness.release, harness.serving()
         changed = {**VALUES, "settings.logLevel": "info", "webhooks.timeoutSeconds": 24, "serve.replicas": 3}
 
         async def upgrade() -> None:
             await release.upgrade(changed, newer(tmp_path))
-            await house.rolled_out()
+            await harness.rolled_out()
 
         async def back() -> None:
             done = await asyncio.to_thread(release.helm, "rollback", OURS, "2")
             assert done.returncode == 0, done.stderr
-            await house.rolled_out()
+            await harness.rolled_out()
 
         begun = time.monotonic()
-        upgraded = await under_load(house, upgrade)
+        upgraded = await under_load(harness, upgrade)
         took = time.monotonic() - begun
-        second = house.serving()
+        second = harness.serving()
         assert (len(first), len(second), first & second) == (2, 3, set())
         assert (await kube.get(MUTATING, OURS))["webhooks"][0]["timeoutSeconds"] == 24
         assert await served(kube) == ["v1alpha1", "v1beta1"]
 
-        rolled_back = await under_load(house, back)
-        assert (len(house.serving()), house.serving() & second) == (2, set())
+        rolled_back = await under_load(harness, back)
+        assert (len(harness.serving()), harness.serving() & second) == (2, set())
         assert (await kube.get(MUTATING, OURS))["webhooks"][0]["timeoutSeconds"] == 25
         assert await served(kube) == ["v1alpha1"]
 
         creations = upgraded + rolled_back
-        tell(request, creations=creations, lost=len(house.lost), upgrade_s=took, switched_on_s=switched_on)
-        assert house.lost == []
+        report_figures(request, creations=creations, lost=len(harness.lost), upgrade_s=took, switched_on_s=switched_on)
+        assert harness.lost == []
         assert min(upgraded, rolled_back) > RATE
-        assert house.kubelet.wrongs == []
-        assert {*first, *second} <= {*house.kubelet.ended}
-        house.judge.acquit()
-        await wait_until(lambda: judged(house), lambda seen: seen >= len(house.real))
+        assert harness.kubelet.violations == []
+        assert {*first, *second} <= {*harness.kubelet.stopped_pods}
+        harness.checker.assert_no_violations()
+        await wait_until(lambda: judged(harness), lambda seen: seen >= len(harness.real))
 
 
-async def judged(house: House) -> int:
-    return len(house.judge.seen)
+async def judged(harness: Harness) -> int:
+    return len(harness.checker.seen)

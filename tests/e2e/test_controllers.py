@@ -1,4 +1,4 @@
-"""Pods as the real controllers make and end them: each has its own GPU, and what never came to be leaves nothing."""
+"""Pods that real controllers create and end: each has its own GPU, and failed creations leave no reservation."""
 
 import asyncio
 import time
@@ -11,8 +11,6 @@ import pytest
 
 from scripts.controlplane.cluster import Cluster
 from tests.e2e.conftest import new_namespace
-from tests.e2e.crew import OPT_IN, Site, site
-from tests.e2e.figures import tell
 from tests.e2e.kube import (
     DEPLOYMENTS,
     JOBS,
@@ -32,6 +30,8 @@ from tests.e2e.kube import (
     stateful_set,
     wait_until,
 )
+from tests.e2e.measurements import report_figures
+from tests.e2e.processes import OPT_IN, Site, site
 
 DEADLINE, SKEW = 4, 1
 FLAGS = ("--pending-deadline", f"{DEADLINE}s", "--clock-skew", f"{SKEW}s")
@@ -47,9 +47,9 @@ async def here(cluster: Cluster, kube: Kube, tmp_path: Path) -> AsyncIterator[Si
     shape: dict[str, Any] = {"nodes": 2, "gpus": 4, "replicas": 2, "flags": FLAGS, "name": "ctrl"}
     async with site(cluster, kube, tmp_path, **shape) as made:
         await made.reconciler()
-        await made.offered()
+        await made.wait_until_offered()
         yield made
-        made.judge.acquit()
+        made.checker.assert_no_violations()
 
 
 def gpus_of(one: Raw) -> list[str]:
@@ -61,7 +61,7 @@ async def holders(here: Site) -> set[str]:
 
 
 async def made(here: Site, one: Raw) -> bool:
-    """Whether there was room for it by now."""
+    """Whether the pod could be created."""
     try:
         await here.kube.create(PODS, one, here.namespace)
     except ApiError as error:
@@ -72,7 +72,7 @@ async def made(here: Site, one: Raw) -> bool:
 
 
 async def nothing_held(here: Site, seconds: float = LEAK_LIMIT) -> float:
-    """How long it took."""
+    """Waits until no reservation is left; the time that it took."""
     started = time.monotonic()
     await wait_until(here.held, lambda held: not held, seconds)
     return time.monotonic() - started
@@ -98,7 +98,7 @@ async def test_a_deployment_runs_and_is_scaled_down(here: Site) -> None:
     await each_has_its_own(here, await pods_in_phase(here.kube, here.namespace, 2, "Running"))
 
 
-async def test_a_job_runs_to_its_end_and_its_pods_give_back_what_they_had(here: Site) -> None:
+async def test_completed_job_releases_its_gpus(here: Site) -> None:
     await here.kube.create(JOBS, job("train", pods=6, gpus=1), here.namespace)
     await wait_until(
         lambda: here.kube.get(JOBS, "train", here.namespace), lambda one: one["status"].get("succeeded") == 6
@@ -107,7 +107,7 @@ async def test_a_job_runs_to_its_end_and_its_pods_give_back_what_they_had(here: 
     await nothing_held(here)
 
 
-async def test_a_stateful_set_is_ready_and_an_ordinal_comes_back_after_its_pod_has_gone(here: Site) -> None:
+async def test_deleted_pod_of_a_stateful_set_is_replaced(here: Site) -> None:
     await here.kube.create(STATEFUL_SETS, stateful_set("shard", 3, gpus=1), here.namespace)
     await wait_until(
         lambda: here.kube.get(STATEFUL_SETS, "shard", here.namespace),
@@ -123,7 +123,7 @@ async def test_a_stateful_set_is_ready_and_an_ordinal_comes_back_after_its_pod_h
 
 
 async def settled(here: Site) -> dict[str, str]:
-    """The versions of all GPUNodes, once what is new here has been written down."""
+    """The versions of all GPUNodes, once all pending writes are done."""
     while True:
         before = await here.versions()
         await asyncio.sleep(2)
@@ -137,12 +137,12 @@ async def test_a_dry_run_writes_nothing(here: Site) -> None:
         made = await here.kube.create(PODS, content, here.namespace, dryRun="All")
         assert gpus_of(made)
     await here.kube.create(JOBS, job("dry", pods=2, gpus=1), here.namespace, dryRun="All")
-    await asyncio.sleep(1)  # what would be written late
+    await asyncio.sleep(1)  # time for a late write
     assert await here.versions() == before
     assert not await here.kube.list(PODS, here.namespace)
 
 
-async def test_pods_that_a_quota_refuses_leave_nothing_past_the_deadline(
+async def test_pods_refused_by_a_quota_leave_no_reservation_after_the_deadline(
     here: Site, request: pytest.FixtureRequest
 ) -> None:
     quota = {"metadata": {"name": "none"}, "spec": {"hard": {"pods": "0"}}}
@@ -150,17 +150,17 @@ async def test_pods_that_a_quota_refuses_leave_nothing_past_the_deadline(
     await wait_until(
         lambda: here.kube.get(RESOURCE_QUOTAS, "none", here.namespace), lambda one: "hard" in one.get("status", {})
     )
-    for _ in range(4):  # a reconciler that has just started takes them for orphans, for as long as their grace period
+    for _ in range(4):  # a reconciler that has just started treats them as orphans for their grace period
         with pytest.raises(ApiError, match="exceeded quota"):
             await here.kube.create(PODS, pod(None, gpus=1, terminationGracePeriodSeconds=1), here.namespace)
     assert await here.held(), "a pod that a quota refuses was reserved for: the quota is asked last"
-    tell(request, held_s=await nothing_held(here))
+    report_figures(request, held_s=await nothing_held(here))
 
 
-async def test_pods_that_a_policy_refuses_leave_nothing_past_the_deadline(
+async def test_pods_refused_by_a_policy_leave_no_reservation_after_the_deadline(
     here: Site, request: pytest.FixtureRequest
 ) -> None:
-    """It judges after the mutating webhooks and before the validating ones, so no uid is ever learnt."""
+    """The policy runs after the mutating and before the validating webhooks, so gpuwarden never learns a UID."""
     rule = {"apiGroups": [""], "apiVersions": ["v1"], "operations": ["CREATE"], "resources": ["pods"]}
     validation = {"expression": "!object.metadata.?annotations['test/refused'].hasValue()", "message": "not here"}
     spec = {"failurePolicy": "Fail", "matchConstraints": {"resourceRules": [rule]}, "validations": [validation]}
@@ -179,7 +179,7 @@ async def test_pods_that_a_policy_refuses_leave_nothing_past_the_deadline(
             with pytest.raises(ApiError, match="not here"):
                 await here.kube.create(PODS, pod(None, gpus=1, annotations=refused), here.namespace)
         assert await here.held(), "a pod that a policy refuses was reserved for: policies are asked last"
-        tell(request, held_s=await nothing_held(here))
+        report_figures(request, held_s=await nothing_held(here))
     finally:
         await here.kube.delete(POLICY_BINDINGS, "e2e-refused")
         await here.kube.delete(POLICIES, "e2e-refused")
@@ -193,18 +193,18 @@ async def is_refused(here: Site, content: Raw) -> bool:
     return False
 
 
-async def test_an_evicted_pod_gives_back_its_gpu(here: Site, request: pytest.FixtureRequest) -> None:
+async def test_evicted_pod_releases_its_gpu(here: Site, request: pytest.FixtureRequest) -> None:
     await here.kube.create(PODS, pod("evicted", gpus=1), here.namespace)
     await pod_in_phase(here.kube, here.namespace, "evicted", "Running")
     await wait_until(lambda: holders(here), lambda found: len(found) == 1)
     eviction = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": "evicted"}}
     await here.kube.post(PODS, "evicted", "eviction", eviction, here.namespace)
     await gone(here.kube, PODS, "evicted", here.namespace)
-    tell(request, held_s=await nothing_held(here))
+    report_figures(request, held_s=await nothing_held(here))
 
 
 async def test_a_terminating_pod_keeps_its_gpu_until_its_containers_have_ended(here: Site) -> None:
-    """Its finalizer keeps the object, and no GPU."""
+    """A finalizer keeps the object, but not the GPU."""
     whole = pod("stays", gpus=4, annotations={"kubelet.test/stops-after": "1h"})
     whole["metadata"]["finalizers"] = ["example.test/stays"]
     other = pod("other", gpus=4)
@@ -216,7 +216,7 @@ async def test_a_terminating_pod_keeps_its_gpu_until_its_containers_have_ended(h
     await wait_until(
         lambda: here.kube.get(PODS, "stays", here.namespace), lambda one: "deletionTimestamp" in one["metadata"]
     )
-    await asyncio.sleep(DEADLINE + SKEW + 1)  # longer than anything pending would last
+    await asyncio.sleep(DEADLINE + SKEW + 1)  # longer than a pending reservation lasts
     with pytest.raises(ApiError) as refused:
         await here.kube.create(PODS, pod(None, gpus=1), here.namespace)
     assert (refused.value.status, refused.value.reason) == (429, "NoFreeDevice")
@@ -224,12 +224,12 @@ async def test_a_terminating_pod_keeps_its_gpu_until_its_containers_have_ended(h
     await here.kube.patch(PODS, "stays", ends, here.namespace)
     await pod_in_phase(here.kube, here.namespace, "stays", "Failed")
     await wait_until(lambda: holders(here), lambda found: len(found) == 1)
-    await wait_until(lambda: made(here, pod("next", gpus=4)))  # the replica hears of it a moment later
+    await wait_until(lambda: made(here, pod("next", gpus=4)))  # the replica's watch is a moment late
     await here.kube.patch(PODS, "stays", {"metadata": {"finalizers": None}}, here.namespace)
     await gone(here.kube, PODS, "stays", here.namespace)
 
 
-async def test_a_namespace_that_is_deleted_gives_back_what_its_pods_had_and_no_sooner(
+async def test_deleted_namespace_releases_gpus_only_after_its_pods_have_ended(
     here: Site, request: pytest.FixtureRequest
 ) -> None:
     on_each = [{"nodeSelector": {"kubernetes.io/hostname": node}} for node in here.nodes]
@@ -242,7 +242,7 @@ async def test_a_namespace_that_is_deleted_gives_back_what_its_pods_had_and_no_s
         await here.kube.create(PODS, pod("quick", gpus=1, **on_each[1]), doomed)
         await pod_in_phase(here.kube, doomed, "quick", "Running")
         await wait_until(lambda: holders(here), lambda found: len(found) == 3)
-    # The second node is free while the first one is still in use: nobody gets what runs there.
+    # The second node is free while the first one is still in use: GPUs in use are not assigned.
     await wait_until(lambda: here.held_on(here.nodes[1]), lambda held: not held)
     async with asyncio.timeout(60):
         while await here.kube.find(PODS, "slow", doomed) is not None:
@@ -252,7 +252,7 @@ async def test_a_namespace_that_is_deleted_gives_back_what_its_pods_had_and_no_s
     await wait_until(lambda: here.held_on(here.nodes[0]), lambda held: doomed not in namespaces_of(held))
     await wait_until(lambda: made(here, pod(None, gpus=4, **on_each[0])))
     await wait_until(lambda: holders(here), lambda found: len(found) == 2)
-    tell(request, gpus_used_again=len(here.judge.gpus))
+    report_figures(request, gpus_used_again=len(here.checker.gpus))
 
 
 def namespaces_of(held: dict[str, Raw]) -> set[str]:

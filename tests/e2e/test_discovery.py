@@ -1,4 +1,4 @@
-"""Inventory and evidence from their sources to pods: a real reconciler writes them, a real server goes by them."""
+"""Inventory and evidence from their sources to pods: a real reconciler writes them, and a real server uses them."""
 
 import asyncio
 import base64
@@ -14,7 +14,6 @@ from attrs import frozen
 from scripts.controlplane.cluster import Cluster
 from scripts.controlplane.cluster import gpu_node as node_object
 from tests.e2e.conftest import new_namespace
-from tests.e2e.hooks import ENABLED, at_url, reviewed
 from tests.e2e.kube import (
     EVENTS,
     NODES,
@@ -30,6 +29,7 @@ from tests.e2e.kube import (
     wait_until,
 )
 from tests.e2e.test_ledger import GPU_NODES, installed
+from tests.e2e.webhook_configurations import ENABLED, at_url, reviewed
 from tests.ledger.fake_store import gpu_node
 from tests.running import GPUWARDEN, WITHOUT_EVIDENCE, serving, taken_by
 from webhook.evidence.node_evidence import new_node_evidence
@@ -47,8 +47,8 @@ def said(*uuids: str, **labels: Sequence[str]) -> str:
 
 
 @frozen(eq=False)
-class Scene:
-    """A server and a reconciler, and nodes that come and go."""
+class Harness:
+    """A server and a reconciler, and nodes that are created and deleted."""
 
     cluster: Cluster
     kube: Kube
@@ -56,17 +56,17 @@ class Scene:
     inventory: Path
 
     async def node(self, name: str, annotation: str | None = None) -> None:
-        """As kubelet registers it, with what a labeller has written."""
+        """Creates a Node as the kubelet registers it, with a labeller's annotation."""
         one = node_object(name)
         if annotation is not None:
             one["metadata"]["annotations"] = {ANNOTATION: annotation}
         await asyncio.to_thread(self.cluster.add_nodes, [one])
 
-    async def says(self, name: str, annotation: str | None) -> None:
+    async def annotate_node(self, name: str, annotation: str | None) -> None:
         await self.kube.patch(NODES, name, {"metadata": {"annotations": {ANNOTATION: annotation}}})
 
-    async def has(self, name: str, **healthy: bool) -> Raw:
-        """Wait until the GPUNode names these devices and no others."""
+    async def wait_for_devices(self, name: str, **healthy: bool) -> Raw:
+        """Waits until the GPUNode lists exactly these devices."""
         expected = {uuid.replace("_", "-"): is_healthy for uuid, is_healthy in healthy.items()}
 
         async def look() -> Raw | None:
@@ -78,21 +78,21 @@ class Scene:
 
     def asking(self, node: str, name: str = "probe", annotations: Mapping[str, str] | None = None) -> Raw:
         where = {"kubernetes.io/hostname": node}
-        # No container runs here: a pod that goes with its node needs no longer.
+        # No container runs here, so a pod that is deleted with its node needs no longer grace period.
         return pod(name, 1, annotations, nodeSelector=where, terminationGracePeriodSeconds=1)
 
     async def has_gpu(self, node: str, name: str, *, labels: Mapping[str, str] | None = None) -> str:
-        """Create the pod as soon as it can have a GPU there; which."""
+        """Creates the pod as soon as it can get a GPU there; returns the GPU."""
         asked = self.asking(node, name)
         asked["metadata"]["labels"] = dict(labels or {})
         await wait_until(
-            lambda: self.answer({**asked, "metadata": {**asked["metadata"], "name": "probe"}}), is_admitted
+            lambda: self.gpu_or_reason({**asked, "metadata": {**asked["metadata"], "name": "probe"}}), is_admitted
         )
         made = await self.kube.create(PODS, asked, self.namespace)
         return str(made["metadata"]["annotations"]["gpuwarden.io/gpu-uuid"])
 
-    async def answer(self, asked: Raw) -> str:
-        """The GPU that it would have, or the reason why it has none."""
+    async def gpu_or_reason(self, asked: Raw) -> str:
+        """The GPU that a dry run assigns, or the reason of the denial."""
         try:
             made = await self.kube.create(PODS, asked, self.namespace, dryRun="All")
         except ApiError as exc:
@@ -100,7 +100,7 @@ class Scene:
         return str(made["metadata"]["annotations"].get("gpuwarden.io/gpu-uuid", "admitted"))
 
     async def is_answered(self, asked: Raw, expected: str) -> None:
-        await wait_until(lambda: self.answer(asked), lambda answer: answer == expected)
+        await wait_until(lambda: self.gpu_or_reason(asked), lambda gpu_or_reason: gpu_or_reason == expected)
 
     async def is_held(self, node: str, uuid: str) -> None:
         await wait_until(lambda: self.phase(node, uuid), lambda phase: phase == "finalized")
@@ -110,8 +110,8 @@ class Scene:
         phase: str | None = held.get(f"{uuid}/0", {}).get("phase")
         return phase
 
-    async def told(self, node: str, reason: str) -> str:
-        """Wait for that event on the node; what it says."""
+    async def wait_for_event(self, node: str, reason: str) -> str:
+        """Waits for the event on the node and returns its message."""
         found = await wait_until(lambda: self.events(node, reason))
         assert len(found) == 1
         return found[0]
@@ -129,18 +129,18 @@ def devices_in(raw: Raw) -> dict[str, bool]:
     return {one["uuid"]: one.get("healthy", True) for one in raw["spec"].get("devices", ())}
 
 
-def is_admitted(answer: str) -> bool:
-    return not answer.startswith("denied")
+def is_admitted(gpu_or_reason: str) -> bool:
+    return not gpu_or_reason.startswith("denied")
 
 
 @pytest.fixture
 def flags() -> list[str]:
-    """What the reconciler is started with beside what it always is."""
+    """Additional flags of the reconciler."""
     return []
 
 
 @pytest.fixture
-async def scene(cluster: Cluster, kube: Kube, tmp_path: Path, flags: list[str]) -> AsyncIterator[Scene]:
+async def harness(cluster: Cluster, kube: Kube, tmp_path: Path, flags: list[str]) -> AsyncIterator[Harness]:
     await installed(kube)
     where = ["--kubeconfig", str(cluster.kubeconfig)]
     async with AsyncExitStack() as stack:
@@ -155,12 +155,12 @@ async def scene(cluster: Cluster, kube: Kube, tmp_path: Path, flags: list[str]) 
         server = stack.enter_context(serving(tmp_path, None, ["--ledger", "cluster", *where]))
         ca = server.directory / "certs/dev/ca.crt"
         await stack.enter_async_context(reviewed(kube, namespace, at_url(server.urls["https"]), ca))
-        yield Scene(cluster, kube, namespace, inventory)
+        yield Harness(cluster, kube, namespace, inventory)
 
 
 @contextmanager
 def reconciling(directory: Path, *flags: str) -> Iterator[None]:
-    """A reconciler of its own; it is elected at once where nobody else stands."""
+    """Starts a reconciler; without another one it is elected immediately."""
     command = [GPUWARDEN, "reconcile", "--ui-port", "0", *WITHOUT_EVIDENCE, *taken_by("reconcile", flags)]
     log = (directory / "reconcile.log").open("wb")
     with log, subprocess.Popen(command, stdout=log, stderr=log) as process:
@@ -171,7 +171,7 @@ def reconciling(directory: Path, *flags: str) -> Iterator[None]:
 
 
 async def cleared(kube: Kube, namespace: str) -> None:
-    """Nothing of one test is there in the next, the events told included."""
+    """Deletes all objects of a test, including its Events."""
     for one in await kube.list(PODS, namespace):
         with suppress(ApiError):
             await kube.delete(PODS, one["metadata"]["name"], namespace, grace=0)
@@ -185,130 +185,136 @@ async def cleared(kube: Kube, namespace: str) -> None:
                 await kube.delete(EVENTS, one["metadata"]["name"], "default")
 
 
-async def test_what_a_node_says_it_has_a_pod_gets(scene: Scene) -> None:
-    await scene.node(A, said("GPU-1", "GPU-2", GPU_2=["fudo.org/gpu.memory-80g"]))
-    made = await scene.has(A, GPU_1=True, GPU_2=True)
+async def test_pod_gets_a_gpu_that_a_node_annotation_lists(harness: Harness) -> None:
+    await harness.node(A, said("GPU-1", "GPU-2", GPU_2=["fudo.org/gpu.memory-80g"]))
+    made = await harness.wait_for_devices(A, GPU_1=True, GPU_2=True)
     assert made["metadata"]["labels"]["app.kubernetes.io/managed-by"] == "gpuwarden"
     assert made["metadata"]["finalizers"] == ["gpuwarden.io/held"]
-    assert await scene.has_gpu(A, "train", labels={"fudo.org/gpu.memory-80g": ""}) == "GPU-2"
-    running = await pod_in_phase(scene.kube, scene.namespace, "train", "Running")
+    assert await harness.has_gpu(A, "train", labels={"fudo.org/gpu.memory-80g": ""}) == "GPU-2"
+    running = await pod_in_phase(harness.kube, harness.namespace, "train", "Running")
     assert running["spec"]["nodeName"] == A
 
 
 @pytest.mark.defect("S4-14")
-async def test_one_bad_annotation_is_told_on_its_node_and_the_others_are_served(scene: Scene) -> None:
-    await scene.node(A, said("GPU-a"))
-    await scene.has(A, GPU_a=True)
-    await scene.says(A, "not base64!")
-    await scene.node(B, said("GPU-b"))
-    await scene.has(B, GPU_b=True)
-    assert "it is not base64" in await scene.told(A, "DevicesUnreadable")
-    assert await scene.has_gpu(B, "train-b") == "GPU-b"
-    assert await scene.has_gpu(A, "train-a") == "GPU-a"  # what was known stays
+async def test_invalid_annotation_is_reported_on_its_node_and_affects_no_other_node(harness: Harness) -> None:
+    await harness.node(A, said("GPU-a"))
+    await harness.wait_for_devices(A, GPU_a=True)
+    await harness.annotate_node(A, "not base64!")
+    await harness.node(B, said("GPU-b"))
+    await harness.wait_for_devices(B, GPU_b=True)
+    assert "it is not base64" in await harness.wait_for_event(A, "DevicesUnreadable")
+    assert await harness.has_gpu(B, "train-b") == "GPU-b"
+    assert await harness.has_gpu(A, "train-a") == "GPU-a"  # known devices stay
 
 
-async def test_a_gpu_node_that_a_hand_made_unreadable_holds_nobody_up_until_it_is_mended(scene: Scene) -> None:
-    """Nothing of what is held is lost, and everybody else is served at once."""
-    await scene.node(A, said("GPU-a", "GPU-a2"))
-    had = await scene.has_gpu(A, "first")
+async def test_unreadable_gpunode_affects_no_other_node_and_recovers_when_repaired(harness: Harness) -> None:
+    """No reservation is lost, and other nodes are served without delay."""
+    await harness.node(A, said("GPU-a", "GPU-a2"))
+    had = await harness.has_gpu(A, "first")
     (left,) = {"GPU-a", "GPU-a2"} - {had}
-    await scene.is_held(A, had)
-    await scene.node(B, said("GPU-b"))
-    await scene.is_answered(scene.asking(B), "GPU-b")
-    entry = {"reservation": "x", "phase": "pending", "namespace": scene.namespace, "digest": "d"}
-    held = {"status": {"held": {"GPU-x/0": {**entry, "since": "0000-01-01T00:00:00Z"}}}}  # in no calendar of Python's
-    await scene.kube.patch(GPU_NODES, A, held, subresource="status")
-    assert "GPUNode cannot be read" in await scene.told(A, "DevicesUnreadable")
-    await wait_until(lambda: scene.answer(scene.asking(A)), lambda answer: not is_admitted(answer))
+    await harness.is_held(A, had)
+    await harness.node(B, said("GPU-b"))
+    await harness.is_answered(harness.asking(B), "GPU-b")
+    entry = {"reservation": "x", "phase": "pending", "namespace": harness.namespace, "digest": "d"}
+    # a date that Python cannot represent
+    held = {"status": {"held": {"GPU-x/0": {**entry, "since": "0000-01-01T00:00:00Z"}}}}
+    await harness.kube.patch(GPU_NODES, A, held, subresource="status")
+    assert "GPUNode cannot be read" in await harness.wait_for_event(A, "DevicesUnreadable")
+    await wait_until(
+        lambda: harness.gpu_or_reason(harness.asking(A)), lambda gpu_or_reason: not is_admitted(gpu_or_reason)
+    )
     either = {"key": "kubernetes.io/hostname", "operator": "In", "values": [A, B]}
     terms = {"nodeSelectorTerms": [{"matchExpressions": [either]}]}
     affinity = {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": terms}}
-    second = await scene.kube.create(PODS, pod("second", 1, affinity=affinity), scene.namespace)
+    second = await harness.kube.create(PODS, pod("second", 1, affinity=affinity), harness.namespace)
     assert second["metadata"]["annotations"]["gpuwarden.io/gpu-uuid"] == "GPU-b"
-    assert await scene.phase(A, had) == "finalized"
-    await scene.kube.patch(
+    assert await harness.phase(A, had) == "finalized"
+    await harness.kube.patch(
         GPU_NODES, A, {"status": {"held": {"GPU-x/0": {"phase": "releasing"}}}}, subresource="status"
     )
-    await scene.kube.patch(GPU_NODES, A, {"status": {"held": {"GPU-x/0": None}}}, subresource="status")
-    await scene.is_answered(scene.asking(A), left)
-    await scene.kube.delete(PODS, "first", scene.namespace)
-    await wait_until(lambda: scene.phase(A, had), lambda phase: phase is None)
+    await harness.kube.patch(GPU_NODES, A, {"status": {"held": {"GPU-x/0": None}}}, subresource="status")
+    await harness.is_answered(harness.asking(A), left)
+    await harness.kube.delete(PODS, "first", harness.namespace)
+    await wait_until(lambda: harness.phase(A, had), lambda phase: phase is None)
 
 
-async def test_a_gpu_that_changes_its_uuid_while_held_is_quarantined_until_its_pod_ends(scene: Scene) -> None:
-    await scene.node(A, said("GPU-old"))
-    assert await scene.has_gpu(A, "first") == "GPU-old"
-    await scene.is_held(A, "GPU-old")
-    await scene.says(A, said("GPU-new"))
-    await scene.has(A, GPU_old=False, GPU_new=True)
-    assert (await scene.told(A, "DeviceVanished")).startswith("GPU-old")
-    assert await scene.has_gpu(A, "second") == "GPU-new"
-    assert await scene.answer(scene.asking(A)) == "denied NoFreeDevice"
-    await scene.kube.delete(PODS, "first", scene.namespace)
-    await scene.has(A, GPU_new=True)
-    assert await scene.answer(scene.asking(A)) == "denied NoFreeDevice"
+async def test_a_gpu_that_changes_its_uuid_while_held_is_quarantined_until_its_pod_ends(harness: Harness) -> None:
+    await harness.node(A, said("GPU-old"))
+    assert await harness.has_gpu(A, "first") == "GPU-old"
+    await harness.is_held(A, "GPU-old")
+    await harness.annotate_node(A, said("GPU-new"))
+    await harness.wait_for_devices(A, GPU_old=False, GPU_new=True)
+    assert (await harness.wait_for_event(A, "DeviceVanished")).startswith("GPU-old")
+    assert await harness.has_gpu(A, "second") == "GPU-new"
+    assert await harness.gpu_or_reason(harness.asking(A)) == "denied NoFreeDevice"
+    await harness.kube.delete(PODS, "first", harness.namespace)
+    await harness.wait_for_devices(A, GPU_new=True)
+    assert await harness.gpu_or_reason(harness.asking(A)) == "denied NoFreeDevice"
 
 
-async def test_a_gpu_that_comes_back_is_had_again_and_one_that_nobody_holds_goes_at_once(scene: Scene) -> None:
-    await scene.node(A, said("GPU-1", "GPU-2"))
-    held = await scene.has_gpu(A, "first")
-    await scene.is_held(A, held)
+async def test_gpu_that_returns_is_available_and_a_free_gpu_is_removed_at_once(harness: Harness) -> None:
+    await harness.node(A, said("GPU-1", "GPU-2"))
+    held = await harness.has_gpu(A, "first")
+    await harness.is_held(A, held)
     (free,) = {"GPU-1", "GPU-2"} - {held}
-    await scene.says(A, None)
-    await scene.has(A, **{held: False})
-    await scene.says(A, said("GPU-1", "GPU-2"))
-    await scene.has(A, GPU_1=True, GPU_2=True)
-    assert await scene.has_gpu(A, "second") == free
+    await harness.annotate_node(A, None)
+    await harness.wait_for_devices(A, **{held: False})
+    await harness.annotate_node(A, said("GPU-1", "GPU-2"))
+    await harness.wait_for_devices(A, GPU_1=True, GPU_2=True)
+    assert await harness.has_gpu(A, "second") == free
 
 
-async def test_a_gpu_on_two_nodes_is_nobodys_until_one_of_them_is_left(scene: Scene) -> None:
-    await scene.node(A, said("GPU-twin"))
-    await scene.node(B, said("GPU-twin"))
-    assert f"GPU-twin is also on {B}" in await scene.told(A, "DeviceDisputed")
-    assert f"GPU-twin is also on {A}" in await scene.told(B, "DeviceDisputed")
+async def test_gpu_listed_by_two_nodes_is_unavailable_until_one_node_is_gone(harness: Harness) -> None:
+    await harness.node(A, said("GPU-twin"))
+    await harness.node(B, said("GPU-twin"))
+    assert f"GPU-twin is also on {B}" in await harness.wait_for_event(A, "DeviceDisputed")
+    assert f"GPU-twin is also on {A}" in await harness.wait_for_event(B, "DeviceDisputed")
     for name in NAMES:
-        await wait_until(lambda name=name: scene.answer(scene.asking(name)), lambda one: not is_admitted(one))  # type: ignore[misc]  # bound now
-    await scene.kube.delete(NODES, B)
-    assert await scene.has_gpu(A, "train") == "GPU-twin"
-    await gone(scene.kube, GPU_NODES, B)
+        await wait_until(
+            lambda name=name: harness.gpu_or_reason(harness.asking(name)),  # type: ignore[misc]  # bound now
+            lambda one: not is_admitted(one),
+        )
+    await harness.kube.delete(NODES, B)
+    assert await harness.has_gpu(A, "train") == "GPU-twin"
+    await gone(harness.kube, GPU_NODES, B)
 
 
-async def test_a_node_that_goes_and_comes_back_gives_nobodys_gpu_away(scene: Scene) -> None:
-    await scene.node(A, said("GPU-1", "GPU-2"))
-    held = await scene.has_gpu(A, "first")
+async def test_node_that_is_deleted_and_recreated_keeps_its_reservations(harness: Harness) -> None:
+    await harness.node(A, said("GPU-1", "GPU-2"))
+    held = await harness.has_gpu(A, "first")
     (free,) = {"GPU-1", "GPU-2"} - {held}
-    await scene.is_held(A, held)
-    before = (await scene.kube.get(GPU_NODES, A))["metadata"]["uid"]
-    await scene.kube.delete(NODES, A)
-    await scene.told(A, "NodeGone")
-    await scene.node(A, said("GPU-1", "GPU-2"))
-    assert await scene.has_gpu(A, "second") == free
-    after = await scene.has(A, GPU_1=True, GPU_2=True)
+    await harness.is_held(A, held)
+    before = (await harness.kube.get(GPU_NODES, A))["metadata"]["uid"]
+    await harness.kube.delete(NODES, A)
+    await harness.wait_for_event(A, "NodeGone")
+    await harness.node(A, said("GPU-1", "GPU-2"))
+    assert await harness.has_gpu(A, "second") == free
+    after = await harness.wait_for_devices(A, GPU_1=True, GPU_2=True)
     assert after["metadata"]["uid"] == before
 
 
-async def test_a_gpu_node_goes_with_its_node_when_the_last_pod_has_gone(scene: Scene) -> None:
-    await scene.node(A, said("GPU-1"))
-    await scene.has_gpu(A, "train")
-    await scene.is_held(A, "GPU-1")
-    await scene.kube.delete(NODES, A)
-    await scene.told(A, "NodeGone")
-    assert await scene.phase(A, "GPU-1") == "finalized"
-    await scene.kube.delete(PODS, "train", scene.namespace, grace=0)
-    await gone(scene.kube, GPU_NODES, A)
-    await scene.node(A, said("GPU-1"))
-    assert await scene.has_gpu(A, "again") == "GPU-1"
+async def test_gpunode_is_deleted_after_its_node_and_its_last_pod(harness: Harness) -> None:
+    await harness.node(A, said("GPU-1"))
+    await harness.has_gpu(A, "train")
+    await harness.is_held(A, "GPU-1")
+    await harness.kube.delete(NODES, A)
+    await harness.wait_for_event(A, "NodeGone")
+    assert await harness.phase(A, "GPU-1") == "finalized"
+    await harness.kube.delete(PODS, "train", harness.namespace, grace=0)
+    await gone(harness.kube, GPU_NODES, A)
+    await harness.node(A, said("GPU-1"))
+    assert await harness.has_gpu(A, "again") == "GPU-1"
 
 
-async def test_what_somebody_made_by_hand_is_left_alone(scene: Scene) -> None:
-    await scene.kube.create(GPU_NODES, gpu_node(A, "GPU-hand"))
-    await scene.node(A)
-    assert await scene.has_gpu(A, "train") == "GPU-hand"
-    await scene.kube.delete(PODS, "train", scene.namespace)
-    await scene.kube.delete(NODES, A)
-    await scene.node(B, said("GPU-b"))  # seen to after the other
-    await scene.has(B, GPU_b=True)
-    assert "deletionTimestamp" not in (await scene.kube.get(GPU_NODES, A))["metadata"]
+async def test_manually_created_gpunode_is_not_changed(harness: Harness) -> None:
+    await harness.kube.create(GPU_NODES, gpu_node(A, "GPU-hand"))
+    await harness.node(A)
+    assert await harness.has_gpu(A, "train") == "GPU-hand"
+    await harness.kube.delete(PODS, "train", harness.namespace)
+    await harness.kube.delete(NODES, A)
+    await harness.node(B, said("GPU-b"))  # processed after the other object
+    await harness.wait_for_devices(B, GPU_b=True)
+    assert "deletionTimestamp" not in (await harness.kube.get(GPU_NODES, A))["metadata"]
 
 
 class TestWithAnInventoryFile:
@@ -321,39 +327,39 @@ class TestWithAnInventoryFile:
             json.dumps({A: HASH}).replace("{", "{{").replace("}", "}}"),
         ]
 
-    async def test_evidence_reaches_the_pods_that_ask_for_it(self, scene: Scene) -> None:
-        await scene.node(A, said("GPU-a"))
-        scene.inventory.write_text(
+    async def test_evidence_of_an_inventory_file_is_used_for_pods(self, harness: Harness) -> None:
+        await harness.node(A, said("GPU-a"))
+        harness.inventory.write_text(
             json.dumps({"nodes": [{"name": B, "evidence": {"hash": OTHER_HASH}, "devices": [{"uuid": "GPU-b"}]}]})
         )
-        await scene.node(B)
+        await harness.node(B)
         hashes = {A: HASH, B: OTHER_HASH}
         for name, one in hashes.items():
             asked = pod("probe", 1, {"gpuwarden.io/required-hash": one})
-            await scene.is_answered(asked, f"GPU-{name[-1]}")
-        assert await scene.sources(A) == {"static": {"hash": HASH, "banned": False, "conflict": False}}
-        scene.inventory.write_text(json.dumps({"nodes": [{"name": A, "evidence": {"hash": OTHER_HASH}}]}))
-        await wait_until(lambda: scene.sources(B), lambda sources: sources == {})
-        for one in hashes.values():  # nobody speaks for the one node, and two things are said of the other
-            await scene.is_answered(pod("probe", 1, {"gpuwarden.io/required-hash": one}), "denied NoProvenNode")
+            await harness.is_answered(asked, f"GPU-{name[-1]}")
+        assert await harness.sources(A) == {"static": {"hash": HASH, "banned": False, "conflict": False}}
+        harness.inventory.write_text(json.dumps({"nodes": [{"name": A, "evidence": {"hash": OTHER_HASH}}]}))
+        await wait_until(lambda: harness.sources(B), lambda sources: sources == {})
+        for one in hashes.values():  # one node has no evidence, the other has conflicting evidence
+            await harness.is_answered(pod("probe", 1, {"gpuwarden.io/required-hash": one}), "denied NoProvenNode")
         for name in hashes:
-            await scene.kube.delete(NODES, name)
-        await gone(scene.kube, NODE_EVIDENCES, B)
-        assert await scene.sources(A)  # the file still speaks of it
+            await harness.kube.delete(NODES, name)
+        await gone(harness.kube, NODE_EVIDENCES, B)
+        assert await harness.sources(A)  # the file still lists it
 
-    async def test_a_node_with_2000_gpus_is_one_object_and_holds_nobody_up(self, scene: Scene) -> None:
+    async def test_node_with_2000_gpus_is_one_object_and_delays_no_other_node(self, harness: Harness) -> None:
         devices = [
             {"uuid": f"GPU-{k:08x}-0000-4000-8000-000000000000", "index": k, "model": "H100", "memory": "80Gi"}
             | {"serial": f"16503{k:08}", "labels": ["fudo.org/gpu.memory-80g", "model=h100", "zone=a"]}
             for k in range(2000)
         ]
-        scene.inventory.write_text(json.dumps({"nodes": [{"name": A, "devices": devices}]}))
-        await scene.node(A)
-        await scene.node(B, said("GPU-b"))
-        assert await scene.has_gpu(B, "train-b") == "GPU-b"
-        uuid = await scene.has_gpu(A, "train-a")
-        await scene.is_held(A, uuid)
-        found = await scene.kube.get(GPU_NODES, A)
+        harness.inventory.write_text(json.dumps({"nodes": [{"name": A, "devices": devices}]}))
+        await harness.node(A)
+        await harness.node(B, said("GPU-b"))
+        assert await harness.has_gpu(B, "train-b") == "GPU-b"
+        uuid = await harness.has_gpu(A, "train-a")
+        await harness.is_held(A, uuid)
+        found = await harness.kube.get(GPU_NODES, A)
         assert len(devices_in(found)) == 2000
         assert len(json.dumps(found)) < 1.5 * 1024 * 1024
 
@@ -364,7 +370,7 @@ SINCE, UNTIL = "2026-03-02T12:00:00Z", "2026-03-02T13:00:00Z"
 
 @pytest.fixture
 async def proven(kube: Kube) -> AsyncIterator[Kube]:
-    """A node with a proof from twelve to one."""
+    """A node with evidence from 12:00 to 13:00."""
     await installed(kube)
     await kube.create(NODE_EVIDENCES, new_node_evidence(A))
     await kube.patch(NODE_EVIDENCES, A, sources({**PROOF, "since": SINCE, "until": UNTIL}), subresource="status")
@@ -390,7 +396,7 @@ def sources(entry: Raw | None, source: str = "jwt-svid") -> Raw:
         pytest.param({"banned": False, "conflict": False}, "static", id="without a hash"),
     ],
 )
-async def test_the_api_server_refuses_evidence_that_cannot_be(proven: Kube, changes: Raw, source: str) -> None:
+async def test_api_server_refuses_inconsistent_evidence(proven: Kube, changes: Raw, source: str) -> None:
     with pytest.raises(ApiError) as refused:
         await proven.patch(NODE_EVIDENCES, A, sources(changes, source), subresource="status")
     assert refused.value.status == 422
@@ -405,7 +411,7 @@ async def test_the_api_server_refuses_evidence_that_cannot_be(proven: Kube, chan
         pytest.param({"hash": HASH, "banned": False, "conflict": False}, "static", id="another source"),
     ],
 )
-async def test_the_api_server_takes_evidence_that_can_be(proven: Kube, changes: Raw, source: str) -> None:
+async def test_api_server_accepts_consistent_evidence(proven: Kube, changes: Raw, source: str) -> None:
     await proven.patch(NODE_EVIDENCES, A, sources(changes, source), subresource="status")
     await proven.patch(NODE_EVIDENCES, A, sources(None, source), subresource="status")
 
@@ -416,7 +422,7 @@ AGAIN = {"nonceDigest": "n3", "since": "2026-03-02T12:30:00Z", "until": UNTIL}
 
 @pytest.fixture
 async def answered(proven: Kube) -> Kube:
-    """Its proof is told of by a version that says when it was challenged."""
+    """Its evidence was written by a version that records the time of the challenge."""
     await proven.patch(NODE_EVIDENCES, A, sources({"challenged": CHALLENGED}), subresource="status")
     return proven
 
@@ -431,15 +437,13 @@ async def answered(proven: Kube) -> Kube:
         pytest.param({"challenged": "2026-03-02T12:00:00Z"}, id="the same nonce, written as issued later, and again"),
     ],
 )
-async def test_the_api_server_refuses_the_answer_to_a_challenge_that_is_not_a_later_one(
-    answered: Kube, changes: Raw
-) -> None:
+async def test_api_server_refuses_an_answer_to_an_older_challenge(answered: Kube, changes: Raw) -> None:
     with pytest.raises(ApiError) as refused:
         await answered.patch(NODE_EVIDENCES, A, sources(changes), subresource="status")
     assert refused.value.status == 422
 
 
 @pytest.mark.parametrize("challenged", ["2026-03-02T11:59:59.501Z", "2026-03-02T12:29:59+00:00"])
-async def test_the_api_server_takes_the_answer_to_a_later_challenge(answered: Kube, challenged: str) -> None:
+async def test_api_server_accepts_an_answer_to_a_later_challenge(answered: Kube, challenged: str) -> None:
     await answered.patch(NODE_EVIDENCES, A, sources({**AGAIN, "challenged": challenged}), subresource="status")
     await answered.patch(NODE_EVIDENCES, A, sources({"until": "2026-03-02T12:45:00Z"}), subresource="status")

@@ -1,4 +1,4 @@
-"""`gpuwarden explain` asks the running system: its verdict is what the API server would be told."""
+"""`gpuwarden explain` asks the running system: it prints the verdict that the API server would get."""
 
 import asyncio
 import json
@@ -14,20 +14,20 @@ from attrs import frozen
 from scripts.controlplane.cluster import Cluster
 from tests import builders
 from tests.builders import HASH, OTHER_HASH, Raw, raw_container, raw_pod
-from tests.e2e.crew import Site, site
 from tests.e2e.kube import PODS, RESOURCE_QUOTAS, SERVICE_ACCOUNTS, ApiError, Kube, pod, wait_until
+from tests.e2e.processes import Site, site
 from tests.e2e.test_ledger import GPU_NODES
 from tests.generated_pods import generated_pods
 from tests.running import GPUWARDEN
 
 GENERATED = 40
-# Verdict and reason.
+# (verdict, reason)
 Found = tuple[str, str]
 
 
 @frozen
-class Said:
-    """What the command said."""
+class CommandOutput:
+    """The output of the command."""
 
     status: int
     out: str
@@ -40,8 +40,8 @@ class Said:
 
 
 @frozen
-class ExplainSetup:
-    """Where somebody sits and asks."""
+class Harness:
+    """A working directory with credentials from which `explain` is run."""
 
     here: Site
     directory: Path
@@ -56,7 +56,7 @@ class ExplainSetup:
     def to_server(self) -> list[str]:
         return ["--server", self.url, "--ca", str(self.ca), "--token-file", str(self.token)]
 
-    async def explain(self, *words: str, stdin: str = "", env: Mapping[str, str] | None = None) -> Said:
+    async def explain(self, *words: str, stdin: str = "", env: Mapping[str, str] | None = None) -> CommandOutput:
         process = await asyncio.create_subprocess_exec(
             GPUWARDEN,
             "explain",
@@ -68,10 +68,10 @@ class ExplainSetup:
             env={"PATH": "/usr/bin:/bin", "HOME": str(self.directory), **(env or {})},
         )
         out, err = await process.communicate(stdin.encode())
-        return Said(process.returncode or 0, out.decode(), err.decode())
+        return CommandOutput(process.returncode or 0, out.decode(), err.decode())
 
     async def dry_run(self, client: httpx.AsyncClient, raw: Raw) -> tuple[str, str]:
-        """Verdict and reason of the webhooks for a dry run."""
+        """The webhooks' verdict and reason for a dry run."""
         answer = await client.post("/mutate", json=builders.mutating_create(raw, dry_run=True))
         response = answer.raise_for_status().json()["response"]
         if not response["allowed"]:
@@ -83,21 +83,21 @@ UNUSUAL = ("--require-evidence", "asked", "--injection", "cuda")
 
 
 @pytest.fixture
-async def explainer(
+async def harness(
     request: pytest.FixtureRequest, cluster: Cluster, kube: Kube, tmp_path: Path
-) -> AsyncIterator[ExplainSetup]:
+) -> AsyncIterator[Harness]:
     proven = json.dumps({"expl-0": HASH, "expl-1": OTHER_HASH})
     flags = ("--node-hash-map", proven, *getattr(request, "param", ()))
     async with site(cluster, kube, tmp_path, nodes=2, gpus=2, name="expl", flags=flags) as here:
         (tmp_path / "token").write_text(cluster.admin_token)
         await here.replica(serves=True)
-        directory = tmp_path / "explainer"
+        directory = tmp_path / "harness"
         directory.mkdir()
-        yield ExplainSetup(here, directory, tmp_path / "ca.crt", tmp_path / "token")
+        yield Harness(here, directory, tmp_path / "ca.crt", tmp_path / "token")
 
 
 def labelled(label: str, *uuids: str) -> Raw:
-    """A change of a GPUNode: these are its devices."""
+    """A change of a GPUNode that sets the labels of its devices."""
     return {"spec": {"devices": [{"uuid": uuid, "labels": [label]} for uuid in uuids]}}
 
 
@@ -106,23 +106,21 @@ def manifest(directory: Path, *pods: Raw) -> str:
     return "pods.yaml"
 
 
-async def test_explain_denies_what_the_server_denies_whatever_an_inventory_file_here_says(
-    explainer: ExplainSetup,
-) -> None:
-    """In the working directory there is an example inventory, in which the pod would be admitted."""
-    examples = explainer.directory / "examples"
+async def test_explain_uses_the_server_and_not_a_local_inventory_file(harness: Harness) -> None:
+    """The working directory has an example inventory that would admit the pod."""
+    examples = harness.directory / "examples"
     examples.mkdir()
     node = {"name": "node-a", "evidence": {"hash": "sha256:cc33"}, "devices": [{"uuid": "GPU-a0"}]}
     (examples / "inventory.yaml").write_text(yaml.safe_dump({"nodes": [node]}))
     annotations = {"gpuwarden.io/required-hash": "sha256:cc33"}
-    raw = raw_pod(raw_container(gpus=1), namespace=explainer.here.namespace, annotations=annotations)
-    file = manifest(explainer.directory, raw)
-    said = await explainer.explain(file, *explainer.to_server)
+    raw = raw_pod(raw_container(gpus=1), namespace=harness.here.namespace, annotations=annotations)
+    file = manifest(harness.directory, raw)
+    said = await harness.explain(file, *harness.to_server)
     assert (said.status, "deny" in said.out, "NoProvenNode" in said.out) == (1, True, True), said
-    assert f"answered by server {explainer.url}" in said.err
-    assert f"hint: proven now: {HASH} by 1 node, {OTHER_HASH} by 1 node" in said.out
-    assert f"- expl-0: a different hash: {HASH}" in said.out
-    assert (await explainer.explain(file)).status == 0, "the file alone says otherwise"
+    assert f"answered by server {harness.url}" in said.err
+    assert f"hint: proven at this moment: {HASH} by 1 node, {OTHER_HASH} by 1 node" in said.out
+    assert f"- expl-0: other hash: {HASH}" in said.out
+    assert (await harness.explain(file)).status == 0, "the file alone says otherwise"
 
 
 def generated(namespace: str) -> list[Raw]:
@@ -130,18 +128,20 @@ def generated(namespace: str) -> list[Raw]:
     return [{**raw, "metadata": {**raw["metadata"], "namespace": namespace}} for raw in pods][:GENERATED]
 
 
-async def verdicts(explainer: ExplainSetup, pods: list[Raw]) -> list[tuple[str, str]]:
-    """Of the server, for dry runs."""
-    trust = ssl.create_default_context(cafile=str(explainer.ca))
-    async with httpx.AsyncClient(base_url=explainer.url, verify=trust, trust_env=False) as client:
-        return [await explainer.dry_run(client, raw) for raw in pods]
+async def verdicts(harness: Harness, pods: list[Raw]) -> list[tuple[str, str]]:
+    """The server's verdicts on dry runs."""
+    trust = ssl.create_default_context(cafile=str(harness.ca))
+    async with httpx.AsyncClient(base_url=harness.url, verify=trust, trust_env=False) as client:
+        return [await harness.dry_run(client, raw) for raw in pods]
 
 
-def apart(pods: list[Raw], said: Said, expected: list[tuple[str, str]]) -> list[tuple[Raw, Found, Found]]:
-    """Where the command says something else than `/mutate`."""
+def disagreements(
+    pods: list[Raw], said: CommandOutput, expected: list[tuple[str, str]]
+) -> list[tuple[Raw, Found, Found]]:
+    """The pods for which the command and `/mutate` disagree."""
     found = [(one["verdict"], one["reason"]) for one in said.answers]
     assert len(found) == len(pods)
-    # What only the validating webhook refuses `/mutate` lets through, and the creation ends there.
+    # `/mutate` allows what only the validating webhook denies; the creation is denied then.
     is_refused_later = [one == ("deny", "GpuWithoutClaim") or one == ("deny", "Forged") for one in found]
     return [
         (raw, one, want)
@@ -150,152 +150,146 @@ def apart(pods: list[Raw], said: Said, expected: list[tuple[str, str]]) -> list[
     ]
 
 
-async def test_of_generated_pods_explain_and_a_dry_run_agree(explainer: ExplainSetup) -> None:
-    pods = generated(explainer.here.namespace)
-    expected = await verdicts(explainer, pods)
-    said = await explainer.explain("-", "-o", "json", *explainer.to_server, stdin=yaml.safe_dump_all(pods))
-    assert not (found := apart(pods, said, expected)), found[:2]
+async def test_explain_and_a_dry_run_agree_on_generated_pods(harness: Harness) -> None:
+    pods = generated(harness.here.namespace)
+    expected = await verdicts(harness, pods)
+    said = await harness.explain("-", "-o", "json", *harness.to_server, stdin=yaml.safe_dump_all(pods))
+    assert not (found := disagreements(pods, said, expected)), found[:2]
     assert said.status == 1
     assert len(set(expected)) >= 6, "the pods are of many kinds"
-    assert await explainer.here.held() == {}
+    assert await harness.here.held() == {}
 
 
-@pytest.mark.parametrize("explainer", [UNUSUAL], indirect=True, ids=["a server with unusual settings"])
-async def test_of_generated_pods_a_kubeconfig_alone_leads_to_what_the_server_says(explainer: ExplainSetup) -> None:
-    """The command is given no setting of the server. What the API server itself takes for no pod it refuses first."""
-    await explainer.here.reviewed()
-    pods = generated(explainer.here.namespace)
-    expected = await verdicts(explainer, pods)
-    env = {"KUBECONFIG": str(explainer.here.kubeconfig)}
+@pytest.mark.parametrize("harness", [UNUSUAL], indirect=True, ids=["a server with unusual settings"])
+async def test_explain_with_only_a_kubeconfig_agrees_with_the_server_on_generated_pods(harness: Harness) -> None:
+    """The command gets no settings of the server. The API server itself rejects invalid pods first."""
+    await harness.here.wait_until_reviewed()
+    pods = generated(harness.here.namespace)
+    expected = await verdicts(harness, pods)
+    env = {"KUBECONFIG": str(harness.here.kubeconfig)}
     text = yaml.safe_dump_all(pods)
-    for flags in (["--kubeconfig", str(explainer.here.kubeconfig)], []):
-        said = await explainer.explain("-", "-o", "json", *flags, stdin=text, env=env)
-        found = apart(pods, said, expected)
+    for flags in (["--kubeconfig", str(harness.here.kubeconfig)], []):
+        said = await harness.explain("-", "-o", "json", *flags, stdin=text, env=env)
+        found = disagreements(pods, said, expected)
         by_api_server = [one for _, one, _ in found if one in (("deny", "BadRequest"), ("deny", "Invalid"))]
         assert len(by_api_server) == len(found) < GENERATED // 4, [one for one in found if one[1] not in by_api_server]
         assert said.status == 1
         assert {"admit", "deny"} == {one["verdict"] for one in said.answers}
     assert len(set(expected)) >= 5, expected
-    assert await explainer.here.held() == {}
+    assert await harness.here.held() == {}
 
 
-async def test_a_kubeconfig_leads_to_hints_and_warnings_and_the_pod(explainer: ExplainSetup, kube: Kube) -> None:
-    here = explainer.here
+async def test_explain_with_a_kubeconfig_prints_hints_warnings_and_the_pod(harness: Harness, kube: Kube) -> None:
+    here = harness.here
     await here.reconciler()
-    await here.reviewed()
+    await here.wait_until_reviewed()
     by = ["-n", here.namespace, "--kubeconfig", str(here.kubeconfig)]
     await kube.patch(GPU_NODES, "expl-0", labelled("model=h100", "GPU-expl-0-0", "GPU-expl-0-1"))
     raw = pod("train", gpus=1)
     raw["metadata"]["labels"] = {"gpuwarden.io/gpu.modle": "h100"}
-    said = await explainer.explain("-", *by, stdin=json.dumps(raw))
+    said = await harness.explain("-", *by, stdin=json.dumps(raw))
     assert (said.status, "hint: no GPU has the label modle=h100: did you mean model=h100?" in said.out) == (1, True), (
         said
     )
     raw = pod("train", gpus=1, annotations={"gpuwarden.io/required-hash": HASH.upper()})
-    said = await explainer.explain("-", *by, stdin=json.dumps(raw))
+    said = await harness.explain("-", *by, stdin=json.dumps(raw))
     assert (said.status, "NoProvenNode" in said.out) == (1, True), said
     assert f"no node has proven {HASH.upper()}: did you mean {HASH}?" in said.out
     raw = pod("train", gpus=2, annotations={"gpuwarden.io/required-hash": HASH}, nothing="like this")
-    said = await explainer.explain("-", *by, stdin=json.dumps(raw))
+    said = await harness.explain("-", *by, stdin=json.dumps(raw))
     assert (said.status, "2 GPUs on a node attested as" in said.out, "unknown field" in said.out) == (0, True, True), (
         said
     )
-    shown = await explainer.explain("-", *by, "--show", "pod", stdin=json.dumps(raw))
+    shown = await harness.explain("-", *by, "--show", "pod", stdin=json.dumps(raw))
     made = yaml.safe_load(shown.out)
     assert made["metadata"]["annotations"]["gpuwarden.io/gpu-uuid"] == "GPU-expl-0-0,GPU-expl-0-1"
     assert made["spec"]["serviceAccountName"] == "default", "what other admission plugins make of it"
-    patch = json.loads((await explainer.explain("-", *by, "--show", "patch", stdin=json.dumps(raw))).out)
+    patch = json.loads((await harness.explain("-", *by, "--show", "patch", stdin=json.dumps(raw))).out)
     assert {one["op"] for one in patch} >= {"add"}
     assert await here.held() == {}
 
 
-async def test_what_is_not_told_to_a_caller_is_no_verdict(explainer: ExplainSetup, kube: Kube) -> None:
-    """Without the right to create pods, without the namespace, and while our webhooks do not answer."""
-    here = explainer.here
-    await here.reviewed()
+async def test_explain_gives_no_verdict_without_permission_namespace_or_webhooks(harness: Harness, kube: Kube) -> None:
+    """Three cases: no permission to create pods, no such namespace, and webhooks that do not answer."""
+    here = harness.here
+    await here.wait_until_reviewed()
     await kube.create(SERVICE_ACCOUNTS, {"metadata": {"name": "guest"}}, here.namespace)
     token = await kube.post(SERVICE_ACCOUNTS, "guest", "token", {"spec": {}}, here.namespace)
     content = json.loads(here.kubeconfig.read_text())
     content["users"][0]["user"] = {"token": token["status"]["token"]}
     content["contexts"][0]["context"]["namespace"] = here.namespace
-    (explainer.directory / "guest").write_text(json.dumps(content))
-    file = manifest(explainer.directory, pod("train", gpus=1))
-    forbidden = await explainer.explain(file, "--kubeconfig", "guest")
+    (harness.directory / "guest").write_text(json.dumps(content))
+    file = manifest(harness.directory, pod("train", gpus=1))
+    forbidden = await harness.explain(file, "--kubeconfig", "guest")
     assert (forbidden.status, f'in the namespace "{here.namespace}"' in forbidden.out) == (2, True), forbidden
-    nowhere = await explainer.explain(file, "-n", "not-there", "--kubeconfig", str(here.kubeconfig))
+    nowhere = await harness.explain(file, "-n", "not-there", "--kubeconfig", str(here.kubeconfig))
     assert (nowhere.status, "not-there" in nowhere.out) == (2, True), nowhere
     quota = {"metadata": {"name": "none"}, "spec": {"hard": {"pods": "0"}}}
     await kube.create(RESOURCE_QUOTAS, quota, here.namespace)
     by = ["-n", here.namespace, "--kubeconfig", str(here.kubeconfig)]
 
-    async def full() -> Said:
-        return await explainer.explain(file, *by)
+    async def full() -> CommandOutput:
+        return await harness.explain(file, *by)
 
     said = await wait_until(full, lambda said: said.status == 1)
     assert "exceeded quota" in said.out, said
     await kube.delete(RESOURCE_QUOTAS, "none", here.namespace)
     await here.balancer.only()
-    down = await explainer.explain(file, *by)
+    down = await harness.explain(file, *by)
     assert (down.status, "failed calling webhook" in down.out) == (2, True), down
 
 
-async def test_what_only_the_second_webhook_refuses_is_refused_by_the_api_server_too(
-    explainer: ExplainSetup, kube: Kube
-) -> None:
-    here = explainer.here
+async def test_explain_reports_a_denial_of_the_validating_webhook(harness: Harness, kube: Kube) -> None:
+    here = harness.here
     raw = {**pod("cheat", annotations={"cdi.k8s.io/gpu": "nvidia.com/gpu=all"})}
-    said = await explainer.explain("-", "-n", here.namespace, *explainer.to_server, stdin=json.dumps(raw))
+    said = await harness.explain("-", "-n", here.namespace, *harness.to_server, stdin=json.dumps(raw))
     assert (said.status, "GpuWithoutClaim" in said.out) == (1, True), said
     with pytest.raises(ApiError):
         await kube.create(PODS, raw, here.namespace, dryRun="All")
 
 
-async def test_nobody_who_can_answer_is_no_verdict(explainer: ExplainSetup) -> None:
-    file = manifest(explainer.directory, raw_pod(raw_container(gpus=1)))
-    server = ["--server", explainer.url, "--ca", str(explainer.ca)]
-    without_token = await explainer.explain(file, *server)
+async def test_explain_gives_no_verdict_if_no_server_answers(harness: Harness) -> None:
+    file = manifest(harness.directory, raw_pod(raw_container(gpus=1)))
+    server = ["--server", harness.url, "--ca", str(harness.ca)]
+    without_token = await harness.explain(file, *server)
     assert (without_token.status, "answered 401" in without_token.out) == (2, True), without_token
-    by_other_ca = await explainer.explain(file, "--server", explainer.url, "--token-file", str(explainer.token))
+    by_other_ca = await harness.explain(file, "--server", harness.url, "--token-file", str(harness.token))
     assert (by_other_ca.status, "CERTIFICATE_VERIFY_FAILED" in by_other_ca.out) == (2, True), by_other_ca
-    nowhere = await explainer.explain(file, "--server", "https://localhost:1")
+    nowhere = await harness.explain(file, "--server", "https://localhost:1")
     assert (nowhere.status, "unknown" in nowhere.out) == (2, True), nowhere
-    one_is_lost = await explainer.explain(file, "nowhere.yaml", *explainer.to_server)
+    one_is_lost = await harness.explain(file, "nowhere.yaml", *harness.to_server)
     assert (one_is_lost.status, "admit" in one_is_lost.out) == (2, True), one_is_lost
 
 
-async def test_a_kubeconfig_shows_the_server_who_asks(explainer: ExplainSetup) -> None:
-    file = manifest(explainer.directory, raw_pod(raw_container(gpus=1), namespace=explainer.here.namespace))
-    content = json.loads(explainer.here.kubeconfig.read_text())
-    content["users"][0]["user"] = {"token": explainer.token.read_text()}
-    own = explainer.directory / "kubeconfig"
+async def test_explain_sends_the_credentials_of_the_kubeconfig(harness: Harness) -> None:
+    file = manifest(harness.directory, raw_pod(raw_container(gpus=1), namespace=harness.here.namespace))
+    content = json.loads(harness.here.kubeconfig.read_text())
+    content["users"][0]["user"] = {"token": harness.token.read_text()}
+    own = harness.directory / "kubeconfig"
     own.write_text(json.dumps(content))
-    said = await explainer.explain(file, "--server", explainer.url, "--ca", str(explainer.ca), "--kubeconfig", str(own))
-    assert (said.status, f"answered by server {explainer.url}" in said.err) == (0, True), said
+    said = await harness.explain(file, "--server", harness.url, "--ca", str(harness.ca), "--kubeconfig", str(own))
+    assert (said.status, f"answered by server {harness.url}" in said.err) == (0, True), said
 
 
-async def test_a_pod_of_the_cluster_is_told_what_it_has(explainer: ExplainSetup, kube: Kube) -> None:
-    here = explainer.here
+async def test_explain_shows_the_gpus_of_an_existing_pod(harness: Harness, kube: Kube) -> None:
+    here = harness.here
     await here.reconciler()
-    await here.reviewed()
+    await here.wait_until_reviewed()
     await kube.create(PODS, pod("train", gpus=1), here.namespace)
     await wait_until(lambda: kube.get(PODS, "train", here.namespace), lambda seen: seen["spec"].get("nodeName"))
     env = {"KUBECONFIG": str(here.kubeconfig)}
-    for flags in (explainer.to_server, []):
-        said = await explainer.explain("pod", f"{here.namespace}/train", *flags, env=env)
+    for flags in (harness.to_server, []):
+        said = await harness.explain("pod", f"{here.namespace}/train", *flags, env=env)
         assert (said.status, "the pod has GPU-expl-" in said.out) == (0, True), said
-    said = await explainer.explain("pod", f"{here.namespace}/nobody", env=env)
+    said = await harness.explain("pod", f"{here.namespace}/nobody", env=env)
     assert (said.status, "answered 404" in said.err) == (2, True), said
 
 
-async def test_the_pod_that_is_shown_is_the_one_that_the_api_server_would_store(
-    explainer: ExplainSetup, kube: Kube
-) -> None:
-    here = explainer.here
-    await here.reviewed()
+async def test_explain_shows_the_pod_as_the_api_server_would_store_it(harness: Harness, kube: Kube) -> None:
+    here = harness.here
+    await here.wait_until_reviewed()
     raw = pod("train", gpus=2, annotations={"gpuwarden.io/required-hash": HASH})
-    shown = await explainer.explain(
-        "-", "-n", here.namespace, "--show", "pod", *explainer.to_server, stdin=json.dumps(raw)
-    )
+    shown = await harness.explain("-", "-n", here.namespace, "--show", "pod", *harness.to_server, stdin=json.dumps(raw))
     stored = await kube.create(PODS, raw, here.namespace, dryRun="All")
     told = yaml.safe_load(shown.out)
     ours = {"gpuwarden.io/gpu-uuid", "gpuwarden.io/node", "gpuwarden.io/claim"}

@@ -1,4 +1,4 @@
-"""The whole of `gpuwarden export`: exec through a real API server into a stand-in for nvidia-smi, to a real store."""
+"""`gpuwarden export` as a whole: exec through a real API server into a fake nvidia-smi, to a real store."""
 
 import asyncio
 import json
@@ -45,7 +45,7 @@ ACCESS_REVIEWS = Resource("apis/authorization.k8s.io/v1", "selfsubjectaccessrevi
 LEASES = Resource("apis/coordination.k8s.io/v1", "leases")
 NODE_NAMES = ("gpu-a", "gpu-b")
 LABEL = {"app": "nvidia-device-plugin-daemonset"}
-# What our own test does, and no environment of the machine.
+# Only the test's own variables, none of the machine.
 CLEAN = {name: text for name, text in os.environ.items() if name in ("PATH", "HOME", "LANG")}  # noqa: TID251
 
 
@@ -58,16 +58,16 @@ AUDITED: Raw = {
 
 
 @frozen
-class StandIn:
-    """What runs in the containers instead of nvidia-smi: a line of shell, which tests change."""
+class FakeNvidiaSmi:
+    """The script that runs in containers instead of nvidia-smi; tests change it."""
 
     directory: Path
 
-    def says(self, content: bytes) -> None:
+    def prints(self, content: bytes) -> None:
         (self.directory / "content.xml").write_bytes(content)
-        self.does('cat "$STANDIN/content.xml"')
+        self.runs_shell('cat "$STANDIN/content.xml"')
 
-    def does(self, line: str) -> None:
+    def runs_shell(self, line: str) -> None:
         new = self.directory / "behaviour.new"
         new.write_text(f'echo . >> "$STANDIN/calls"\n{line}\n')
         new.rename(self.directory / "behaviour")
@@ -79,26 +79,28 @@ class StandIn:
 
 
 @pytest.fixture(scope="module")
-def stand_in(tmp_path_factory: pytest.TempPathFactory) -> StandIn:
+def fake_nvidia_smi(tmp_path_factory: pytest.TempPathFactory) -> FakeNvidiaSmi:
     directory = tmp_path_factory.mktemp("stand-in")
     program = directory / "nvidia-smi"
     program.write_text('#!/bin/sh\n[ "$*" = "-q -x" ] || exit 64\n. "$STANDIN/behaviour"\n')
     program.chmod(0o755)
-    found = StandIn(directory)
-    found.says(document(gb200_tray()))
+    found = FakeNvidiaSmi(directory)
+    found.prints(document(gb200_tray()))
     return found
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory, stand_in: StandIn) -> Iterator[Cluster]:
-    """A control plane whose kubelets run commands."""
+def cluster(tmp_path_factory: pytest.TempPathFactory, fake_nvidia_smi: FakeNvidiaSmi) -> Iterator[Cluster]:
+    """A control plane whose simulated kubelets run commands."""
     directory = tmp_path_factory.mktemp("export")
     (port,) = free_ports(1)
     envs = [
-        {"name": "PATH", "value": f"{stand_in.directory}:/usr/bin:/bin"},
-        {"name": "STANDIN", "value": str(stand_in.directory)},
+        {"name": "PATH", "value": f"{fake_nvidia_smi.directory}:/usr/bin:/bin"},
+        {"name": "STANDIN", "value": str(fake_nvidia_smi.directory)},
     ]
-    execs = [{"containers": ["nvidia-device-plugin"], "local": {"workDir": str(stand_in.directory), "envs": envs}}]
+    execs = [
+        {"containers": ["nvidia-device-plugin"], "local": {"workDir": str(fake_nvidia_smi.directory), "envs": envs}}
+    ]
     content = {
         "apiVersion": "kwok.x-k8s.io/v1alpha1",
         "kind": "ClusterExec",
@@ -123,9 +125,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, stand_in: StandIn) -> Iter
 
 
 @pytest.fixture(autouse=True)
-async def nothing_left(cluster: Cluster, kube: Kube, stand_in: StandIn) -> AsyncIterator[None]:
+async def nothing_left(cluster: Cluster, kube: Kube, fake_nvidia_smi: FakeNvidiaSmi) -> AsyncIterator[None]:
     await wait_until(lambda: kube.find(SERVICE_ACCOUNTS, "default", PLUGINS))
-    stand_in.says(document(gb200_tray()))
+    fake_nvidia_smi.prints(document(gb200_tray()))
     yield
     for pod in await kube.list(PODS, PLUGINS):
         await kube.delete(PODS, pod["metadata"]["name"], PLUGINS, grace=0)
@@ -150,7 +152,7 @@ def plugin_pod(name: str, node: str = NODE_NAMES[0]) -> Raw:
 
 @frozen
 class Exporting:
-    """A running process, its two streams in files."""
+    """A running process with stdout and stderr in files."""
 
     process: subprocess.Popen[bytes]
     directory: Path
@@ -223,8 +225,8 @@ def account(cluster: Cluster) -> Path:
     return cluster.service_account_kubeconfig(OURS, "gpuwarden-export")
 
 
-async def test_what_nvidia_smi_says_arrives_and_labels_the_node(
-    kube: Kube, account: Path, tmp_path: Path, stand_in: StandIn
+async def test_nvidia_smi_output_is_exported_and_labels_the_node(
+    kube: Kube, account: Path, tmp_path: Path, fake_nvidia_smi: FakeNvidiaSmi
 ) -> None:
     with exporting(account, tmp_path / "export") as running:
         await kube.create(PODS, plugin_pod("plugin-a"), PLUGINS)
@@ -262,21 +264,21 @@ async def test_a_node_without_a_provider_is_exported_once(kube: Kube, account: P
     assert len(running.records()) == 4
 
 
-async def test_a_failure_is_told_with_its_reason_counted_once_and_tried_again(
-    kube: Kube, account: Path, tmp_path: Path, stand_in: StandIn
+async def test_failure_is_logged_with_its_reason_counted_once_and_retried(
+    kube: Kube, account: Path, tmp_path: Path, fake_nvidia_smi: FakeNvidiaSmi
 ) -> None:
-    stand_in.does('echo "NVIDIA-SMI has failed"; exit 9')
+    fake_nvidia_smi.runs_shell('echo "NVIDIA-SMI has failed"; exit 9')
     with exporting(account, tmp_path / "export") as running:
         await kube.create(PODS, plugin_pod("plugin-a"), PLUGINS)
         told = await eventually(lambda: running.logged("node not read"), running)
-        # The kubelets of this control plane say the exit code in words only.
+        # These kubelets report the exit code in the message only.
         assert told[0]["reason"] == "unavailable"
         assert "exit status 9" in told[0]["problem"]
         assert told[0]["problem"].endswith("NVIDIA-SMI has failed")
         await eventually(lambda: len(running.logged("node not read")) > 1, running)
         counted = await running.count('gpuid_export_failure_total{exporter="",reason="unavailable"}')
         assert 2 <= counted <= len(running.logged("node not read"))
-        stand_in.says(document([*h100_host()[:7], dead(h100_host()[7])]))
+        fake_nvidia_smi.prints(document([*h100_host()[:7], dead(h100_host()[7])]))
         records = await eventually(running.records, running, lambda found: len(found) == 7)
         assert await running.count("gpuid_export_success_total") == 1
         assert running.stop() == 0
@@ -285,18 +287,18 @@ async def test_a_failure_is_told_with_its_reason_counted_once_and_tried_again(
     assert "gpuid.github.com/chassis" not in labels
 
 
-async def test_words_on_stderr_are_no_failure_and_half_an_answer_is(
-    kube: Kube, account: Path, tmp_path: Path, stand_in: StandIn
+async def test_truncated_output_is_a_failure_and_stderr_output_is_not(
+    kube: Kube, account: Path, tmp_path: Path, fake_nvidia_smi: FakeNvidiaSmi
 ) -> None:
-    stand_in.does('head -c 20000 "$STANDIN/content.xml"')
+    fake_nvidia_smi.runs_shell('head -c 20000 "$STANDIN/content.xml"')
     with exporting(account, tmp_path / "export") as running:
         await kube.create(PODS, plugin_pod("plugin-a"), PLUGINS)
         told = await eventually(lambda: running.logged("node not read"), running)
         assert told[0]["reason"] == "unreadable"
         assert "ends in the middle" in told[0]["problem"]
-        stand_in.does("head -c 30000000 /dev/zero")
+        fake_nvidia_smi.runs_shell("head -c 30000000 /dev/zero")
         await eventually(lambda: "too_large" in {one["reason"] for one in running.logged("node not read")}, running)
-        stand_in.does('echo "a warning" >&2; cat "$STANDIN/content.xml"')
+        fake_nvidia_smi.runs_shell('echo "a warning" >&2; cat "$STANDIN/content.xml"')
         await eventually(running.records, running, lambda found: len(found) == 4)
 
 
@@ -326,10 +328,10 @@ async def test_exec_is_allowed_in_the_watched_namespace_only(
 
 
 @pytest.mark.defect("S2-17")
-async def test_after_a_kill_the_same_records_come_again_and_no_others(
-    kube: Kube, account: Path, tmp_path: Path, stand_in: StandIn
+async def test_killed_exporter_repeats_the_same_records_and_no_others(
+    kube: Kube, account: Path, tmp_path: Path, fake_nvidia_smi: FakeNvidiaSmi
 ) -> None:
-    before = stand_in.calls
+    before = fake_nvidia_smi.calls
     with exporting(account, tmp_path / "first") as running:
         await kube.create(PODS, plugin_pod("plugin-a"), PLUGINS)
         first = await eventually(running.records, running, lambda found: len(found) == 4)
@@ -337,42 +339,42 @@ async def test_after_a_kill_the_same_records_come_again_and_no_others(
     with exporting(account, tmp_path / "second") as running:
         second = await eventually(running.records, running, lambda found: len(found) == 4)
     assert [kept(one) for one in second] == [kept(one) for one in first]
-    assert stand_in.calls - before == 1
+    assert fake_nvidia_smi.calls - before == 1
 
 
 def kept(record: Raw) -> Raw:
-    """What is stored of it."""
+    """The stored part of a record."""
     return {name: value for name, value in record.items() if name not in ("level", "msg", "service")}
 
 
-async def test_what_was_read_from_a_pod_that_is_replaced_meanwhile_is_dropped(
-    kube: Kube, account: Path, tmp_path: Path, stand_in: StandIn
+async def test_reading_from_a_pod_that_was_replaced_is_dropped(
+    kube: Kube, account: Path, tmp_path: Path, fake_nvidia_smi: FakeNvidiaSmi
 ) -> None:
-    before = stand_in.calls
-    stand_in.does('while [ ! -e "$STANDIN/go" ]; do sleep 0.1; done; cat "$STANDIN/content.xml"')
+    before = fake_nvidia_smi.calls
+    fake_nvidia_smi.runs_shell('while [ ! -e "$STANDIN/go" ]; do sleep 0.1; done; cat "$STANDIN/content.xml"')
     with exporting(account, tmp_path / "export") as running:
         await kube.create(PODS, plugin_pod("plugin-a"), PLUGINS)
-        await eventually(lambda: stand_in.calls - before, running, lambda calls: calls == 1)
+        await eventually(lambda: fake_nvidia_smi.calls - before, running, lambda calls: calls == 1)
         await kube.delete(PODS, "plugin-a", PLUGINS, grace=0)
         await gone(kube, PODS, "plugin-a", PLUGINS)
         made = await kube.create(PODS, plugin_pod("plugin-a"), PLUGINS)
-        (stand_in.directory / "go").touch()
+        (fake_nvidia_smi.directory / "go").touch()
         await eventually(running.records, running, lambda found: len(found) == 4)
         assert running.stop() == 0
-    (stand_in.directory / "go").unlink()
+    (fake_nvidia_smi.directory / "go").unlink()
     node = await kube.get(NODES, NODE_NAMES[0])
     assert json.loads(node["metadata"]["annotations"]["gpuwarden.io/gpus"])["pod"] == made["metadata"]["uid"]
     assert len(running.records()) == 4
 
 
 @pytest.mark.defect("S2-12")
-async def test_a_watch_outlives_the_time_that_a_pod_has(kube: Kube, account: Path, tmp_path: Path) -> None:
+async def test_watch_lasts_longer_than_the_timeout_of_a_pod(kube: Kube, account: Path, tmp_path: Path) -> None:
     await held_for(3.0, kube, account, tmp_path)
 
 
 @pytest.mark.long
 @pytest.mark.defect("S2-12")
-async def test_a_watch_is_held_for_two_minutes(kube: Kube, account: Path, tmp_path: Path) -> None:
+async def test_watch_lasts_two_minutes(kube: Kube, account: Path, tmp_path: Path) -> None:
     await held_for(120.0, kube, account, tmp_path)
 
 
@@ -400,10 +402,10 @@ ELECTING = {
 
 
 @pytest.mark.defect("S2-16")
-async def test_one_of_two_works_and_the_other_after_it(
-    kube: Kube, account: Path, tmp_path: Path, stand_in: StandIn
+async def test_second_exporter_takes_over_when_the_leader_stops(
+    kube: Kube, account: Path, tmp_path: Path, fake_nvidia_smi: FakeNvidiaSmi
 ) -> None:
-    before = stand_in.calls
+    before = fake_nvidia_smi.calls
     await kube.create(PODS, plugin_pod("plugin-a"), PLUGINS)
     with exporting(account, tmp_path / "first", environ={**ELECTING, "POD_NAME": "first"}) as first:
         own = await eventually(first.records, first, lambda found: len(found) == 4)
@@ -417,7 +419,7 @@ async def test_one_of_two_works_and_the_other_after_it(
             assert told.index("drained") < told.index("the Lease is released")
             found = await eventually(second.records, second, lambda found: len(found) == 4)
             assert [kept(one) for one in found] == [kept(one) for one in own]
-            assert stand_in.calls - before == 1
+            assert fake_nvidia_smi.calls - before == 1
             lease = await kube.get(LEASES, "gpuid-leader", OURS)
             assert lease["spec"]["holderIdentity"].startswith("second_")
             await kube.patch(LEASES, "gpuid-leader", {"spec": {"holderIdentity": "a thief"}}, OURS)
@@ -426,9 +428,7 @@ async def test_one_of_two_works_and_the_other_after_it(
 
 
 @pytest.mark.defect("S2-16")
-async def test_nothing_is_written_after_the_lease_is_lost_in_mid_export(
-    kube: Kube, account: Path, tmp_path: Path
-) -> None:
+async def test_nothing_is_exported_after_the_lease_is_lost(kube: Kube, account: Path, tmp_path: Path) -> None:
     with Hanging() as store:
         environ = {**ELECTING, "POD_NAME": "first", "EXPORTER_TYPE": "http", "HTTP_ENDPOINT": store.url}
         with exporting(account, tmp_path / "export", environ=environ) as running:
@@ -443,7 +443,7 @@ async def test_nothing_is_written_after_the_lease_is_lost_in_mid_export(
 
 
 class Hanging:
-    """A store that takes a request and does not answer before it is told to."""
+    """A store that accepts a request and answers only when the test allows it."""
 
     def __init__(self) -> None:
         self.begun = 0
@@ -458,7 +458,7 @@ class Hanging:
                 self.end_headers()
 
             def log_message(self, *_: object) -> None:
-                """Nobody reads it."""
+                """Discards the log."""
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._server.handle_error = lambda *_: None  # type: ignore[method-assign]  # the client has hung up
@@ -483,7 +483,7 @@ async def answers(client: httpx.AsyncClient, url: str) -> bool:
 
 
 @pytest.mark.defect("S2-19")
-async def test_who_used_which_gpu_from_when_until_when_also_over_a_kill(
+async def test_gpu_uses_are_exported_with_start_and_end_across_a_kill(
     kube: Kube, account: Path, tmp_path: Path
 ) -> None:
     uuid = gb200_tray()[2].uuid
@@ -536,7 +536,7 @@ def uses(running: Exporting) -> list[Raw]:
 
 
 @pytest.mark.defect("S2-19")
-async def test_one_reading_gives_the_gpu_node_index_uuid_and_serial(
+async def test_one_reading_gives_gpu_node_index_uuid_and_serial(
     cluster: Cluster, kube: Kube, account: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "reconcile").mkdir()
@@ -551,7 +551,7 @@ async def test_one_reading_gives_the_gpu_node_index_uuid_and_serial(
 
 @pytest.mark.defect("S2-15")
 @pytest.mark.defect("S2-17")
-async def test_killed_while_the_database_is_down_and_after_each_record_is_there_once(
+async def test_each_record_is_stored_once_if_the_exporter_is_killed_during_a_database_outage(
     kube: Kube,
     account: Path,
     tmp_path: Path,
@@ -603,7 +603,7 @@ SPARE = {("", "pods/exec", "create"): "asked for beside the GET, by the API serv
 
 
 @pytest.mark.defect("S2-20")
-async def test_the_account_may_do_what_it_does_and_no_more(
+async def test_exporter_account_has_exactly_the_permissions_it_uses(
     cluster: Cluster, kube: Kube, account: Path, tmp_path: Path
 ) -> None:
     with exporting(account, tmp_path / "export", environ={**ELECTING, "POD_NAME": "first"}) as running:

@@ -1,5 +1,5 @@
-"""The object stores of Google and Azure, as what speaks like them takes objects. They are named by URL alone; all else
-comes from the variables that each of them has."""
+"""Fakes of the object stores of Google and Azure. The target is a URL; everything else comes from each store's
+environment variables."""
 
 import base64
 import hashlib
@@ -27,7 +27,7 @@ from webhook.export.targets import ObjectTarget
 from webhook.runtime.clock import utc_now
 
 BUCKET = "gpuids"
-# Of its development account, which everybody knows.
+# The publicly known development account.
 ACCOUNT = "devstoreaccount1"
 KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
 WANTED = {
@@ -49,7 +49,7 @@ def exporter(url: str) -> ObjectExporter:
 
 @pytest.fixture
 async def azure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[str]:
-    """Its address, with a container."""
+    """The address of the fake, with a container."""
     try:
         command = azurite()
     except BuildError as exc:
@@ -67,7 +67,7 @@ async def azure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
 
 
 def signed(container: str) -> dict[str, str]:
-    """To make one: obstore makes none."""
+    """A signed request that creates a container, which obstore cannot do."""
     own = {"x-ms-date": format_datetime(utc_now(), usegmt=True), "x-ms-version": "2021-08-06"}
     named = "".join(f"{name}:{own[name]}\n" for name in sorted(own))
     text = "PUT" + "\n" * 12 + named + f"/{ACCOUNT}/{ACCOUNT}/{container}\nrestype:container"
@@ -75,7 +75,7 @@ def signed(container: str) -> dict[str, str]:
     return {**own, "Authorization": f"SharedKey {ACCOUNT}:{base64.b64encode(digest).decode()}", "Content-Length": "0"}
 
 
-async def test_azure_takes_objects_once(azure: str) -> None:
+async def test_azure_stores_objects_once(azure: str) -> None:
     store = exporter(f"az://{BUCKET}")
     await store.check()
     for _ in range(2):
@@ -95,7 +95,7 @@ async def test_azure_takes_objects_once(azure: str) -> None:
         assert [line.split(",")[5] for line in lines] == ["1760000000011", "1760000000012"]
 
 
-async def test_azure_names_what_is_missing(azure: str) -> None:
+async def test_azure_errors_name_what_is_missing(azure: str) -> None:
     store = exporter("az://nowhere")
     for tried in (store.check(), store.export(batch())):
         with pytest.raises(ExportError, match=r"^ContainerNotFound"):
@@ -103,7 +103,7 @@ async def test_azure_names_what_is_missing(azure: str) -> None:
 
 
 class Front:
-    """Google takes a PUT by its token; the fake only one whose URL is signed, so it is told so of each."""
+    """Google authorizes a PUT by token; the fake only by signed URL, so this proxy signs each request."""
 
     def __init__(self, behind: str) -> None:
         self._behind = behind
@@ -120,14 +120,14 @@ class Front:
                 data=await request.read(),
             ) as answer,
         ):
-            # Google's answers have one, and who stores looks for it.
+            # Google's answers have this header, and the exporter's client requires it.
             headers = {"ETag": '"1"', "Content-Type": answer.headers.get("Content-Type", "")}
             return web.Response(status=answer.status, body=await answer.read(), headers=headers)
 
 
 @pytest.fixture
 async def google(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[str]:
-    """Its JSON interface, with a bucket."""
+    """The URL of the JSON API of the fake, with a bucket."""
     try:
         program = fake_gcs_server()
     except BuildError as exc:
@@ -154,7 +154,7 @@ async def google(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
             await runner.cleanup()
 
 
-async def test_google_takes_objects_once(google: str) -> None:
+async def test_google_stores_objects_once(google: str) -> None:
     store = exporter(f"gs://{BUCKET}")
     await store.check()
     for _ in range(2):
@@ -172,6 +172,6 @@ async def test_google_takes_objects_once(google: str) -> None:
         assert [line.split(",")[5] for line in text.splitlines()] == ["1760000000011", "1760000000012"]
 
 
-async def test_google_names_what_is_missing(google: str) -> None:
+async def test_google_errors_name_what_is_missing(google: str) -> None:
     with pytest.raises(ExportError, match=r"404|not found"):
         await exporter("gs://nowhere").export(batch())

@@ -1,4 +1,4 @@
-"""Stores that are real: Postgres, and an S3 server. What they hold is read by their own means."""
+"""Real stores: Postgres and an S3 server. Tests read them by their own means."""
 
 import asyncio
 import csv
@@ -46,12 +46,12 @@ from webhook.export.uses import OpenUses, UseRecorder
 from webhook.runtime.backoff import Backoff
 from webhook.runtime.clock import utc_now
 
-# A space, a quote and a backslash: each breaks a connection string that is pasted together.
+# A space, a quote and a backslash: each breaks a naively concatenated connection string.
 PASSWORD = "a b'c\\"
 QUICK = Backoff(timedelta(milliseconds=10), timedelta(milliseconds=200))
 PATIENCE = timedelta(seconds=120)
 
-# What an exporter before us has made.
+# A table that the older exporter created.
 S2_TABLE = """
 CREATE TABLE {name} (
     id BIGSERIAL PRIMARY KEY,
@@ -65,7 +65,7 @@ CREATE TABLE {name} (
 
 @pytest.fixture(scope="module")
 def postgres() -> Iterator[Postgres]:
-    """Not in pytest's directory: Postgres is another user, and may not go there."""
+    """Not in pytest's directory: Postgres runs as another user without access to it."""
     try:
         binaries()
     except PostgresMissingError as exc:
@@ -81,7 +81,7 @@ def postgres() -> Iterator[Postgres]:
 
 @pytest.fixture
 def table(request: pytest.FixtureRequest) -> str:
-    """One for each test, of a name that has to be quoted."""
+    """A table per test, with a name that needs quoting."""
     return f"T {abs(hash(request.node.nodeid)):x}"
 
 
@@ -120,7 +120,7 @@ async def until(is_so: Callable[[], bool]) -> None:
 
 class TestPostgres:
     @pytest.mark.defect("S2-11")
-    async def test_a_password_may_be_any_text(self, postgres: Postgres, table: str) -> None:
+    async def test_password_can_be_any_text(self, postgres: Postgres, table: str) -> None:
         async with exporting(target_of(postgres, table)) as exporter:
             await exporter.export(batch())
         async with exporting(target_of(postgres, table, password="wrong")) as exporter:
@@ -128,9 +128,7 @@ class TestPostgres:
                 await exporter.export(batch())
         assert not caught.value.is_permanent
 
-    async def test_a_password_whose_file_has_changed_is_the_new_one(
-        self, postgres: Postgres, table: str, tmp_path: Path
-    ) -> None:
+    async def test_changed_password_file_is_read_again(self, postgres: Postgres, table: str, tmp_path: Path) -> None:
         file = tmp_path / "password"
         file.write_text("wrong\n")
         async with exporting(target_of(postgres, table, password="wrong", password_file=file)) as exporter:
@@ -157,7 +155,7 @@ class TestPostgres:
             "ünï",
         ],
     )
-    async def test_a_table_may_have_any_name(self, postgres: Postgres, name: str) -> None:
+    async def test_table_can_have_any_name(self, postgres: Postgres, name: str) -> None:
         postgres.run_sql("CREATE SCHEMA IF NOT EXISTS other")
         for _ in range(2):
             async with exporting(target_of(postgres, name)) as exporter:
@@ -168,7 +166,7 @@ class TestPostgres:
         found = await find_uses(target_of(postgres, name), UseQuery.from_flags(serial="1760000000011"))
         assert [one.reservation for one in found] == ["reservation-0"]
 
-    async def test_a_new_table_has_s2s_columns_and_indexes_and_ours(self, postgres: Postgres) -> None:
+    async def test_new_table_has_the_older_systems_columns_and_new_ones(self, postgres: Postgres) -> None:
         async with exporting(target_of(postgres, "fresh")) as exporter:
             await exporter.export(batch())
         columns = postgres.run_sql(
@@ -183,7 +181,7 @@ class TestPostgres:
         assert {f"idx_fresh_{name}" for name in ("cluster", "node", "read_time", "created_at")} <= set(indexes)
 
     @pytest.mark.defect("S2-8")
-    async def test_a_batch_that_comes_again_changes_nothing(self, postgres: Postgres, table: str) -> None:
+    async def test_repeated_batch_changes_nothing(self, postgres: Postgres, table: str) -> None:
         whole = batch(uses=(use(), use(1, until=later(60))))
         for _ in range(3):
             async with exporting(target_of(postgres, table)) as exporter:
@@ -199,9 +197,7 @@ class TestPostgres:
         assert rows(postgres, table, "string_agg(uuid || ' ' || minor, ',' ORDER BY uuid)") == "GPU-0 0,GPU-1 1"
 
     @pytest.mark.defect("S2-9")
-    async def test_a_row_that_is_bad_or_was_there_before_does_not_keep_its_neighbours_out(
-        self, postgres: Postgres, table: str
-    ) -> None:
+    async def test_invalid_or_existing_row_does_not_block_other_rows(self, postgres: Postgres, table: str) -> None:
         bad = (reading(1, index=2**40), reading(2, gpu=None), reading(3, node="nul\0"))
         async with exporting(target_of(postgres, table)) as exporter:
             await exporter.export(batch(gpus=1))
@@ -220,16 +216,14 @@ class TestPostgres:
             await exporter.export(batch(source=source))
         assert rows(postgres, table, "DISTINCT source") == source
 
-    async def test_a_text_beyond_what_an_index_takes_is_clipped(self, postgres: Postgres, table: str) -> None:
-        """Of random bytes, so that the database cannot make it smaller."""
+    async def test_text_too_long_for_an_index_is_truncated(self, postgres: Postgres, table: str) -> None:
+        """The text is random, so that the database cannot compress it."""
         long = "".join(chr(0x4E00 + byte) for byte in os.urandom(9000))
         async with exporting(target_of(postgres, table)) as exporter:
             await exporter.export(batch(cluster=long, node=long, machine=long, source=long, chassis=long))
         assert rows(postgres, table) == "2"
 
-    async def test_a_statement_that_waits_too_long_is_given_up_and_tried_again(
-        self, postgres: Postgres, table: str
-    ) -> None:
+    async def test_statement_that_waits_too_long_is_cancelled_and_retried(self, postgres: Postgres, table: str) -> None:
         quick = target_of(postgres, table, statement_timeout=timedelta(milliseconds=200))
         async with exporting(quick) as exporter:
             await exporter.export(batch("first"))
@@ -238,18 +232,14 @@ class TestPostgres:
             await exporter.export(batch("second", time=later(1)))
         assert rows(postgres, table) == "4"
 
-    async def test_processes_that_migrate_at_once_do_not_disturb_each_other(
-        self, postgres: Postgres, table: str
-    ) -> None:
+    async def test_concurrent_migrations_succeed(self, postgres: Postgres, table: str) -> None:
         exporters = [PostgresExporter(target_of(postgres, table)) for _ in range(4)]
         await asyncio.gather(*(one.export(batch()) for one in exporters))
         for one in exporters:
             await one.close()
         assert rows(postgres, table) == "2"
 
-    async def test_a_table_that_is_missing_is_named_before_anything_is_read(
-        self, postgres: Postgres, table: str
-    ) -> None:
+    async def test_missing_table_is_reported_before_anything_is_read(self, postgres: Postgres, table: str) -> None:
         async with exporting(target_of(postgres, table, auto_migrate=False)) as exporter:
             for tried in (exporter.check(), exporter.export(batch())):
                 with pytest.raises(
@@ -257,7 +247,7 @@ class TestPostgres:
                 ):
                     await tried
 
-    async def test_uses_without_an_end_are_told_of_one_cluster_and_none_where_there_is_no_table(
+    async def test_open_uses_are_returned_per_cluster_and_empty_without_a_table(
         self, postgres: Postgres, table: str
     ) -> None:
         uses = (
@@ -275,7 +265,7 @@ class TestPostgres:
 
 @contextmanager
 def locked_table(postgres: Postgres, table: str) -> Iterator[None]:
-    """Somebody holds it, and lets go at the end."""
+    """Locks the table while the block runs."""
     name = Tables.named(table).readings.as_string()
     with holding(postgres, f"LOCK TABLE {name} IN ACCESS EXCLUSIVE MODE"):
         yield
@@ -283,7 +273,7 @@ def locked_table(postgres: Postgres, table: str) -> Iterator[None]:
 
 @contextmanager
 def holding(postgres: Postgres, statement: str) -> Iterator[None]:
-    """What the statement takes, until the end."""
+    """Holds the locks of the statement while the block runs."""
     text = f"BEGIN; {statement}; SELECT 'locked'; "
     with postgres.session() as session:
         assert session.stdin is not None
@@ -302,7 +292,7 @@ class TestATableOfS2:
         return name
 
     @pytest.mark.defect("S2-9")
-    async def test_without_migration_the_right_to_insert_is_enough(self, postgres: Postgres, name: str) -> None:
+    async def test_insert_permission_is_enough_without_migration(self, postgres: Postgres, name: str) -> None:
         postgres.run_sql(
             f"CREATE ROLE w_{name} LOGIN PASSWORD 'w'; GRANT INSERT ON {name} TO w_{name};"
             f"GRANT USAGE ON SEQUENCE {name}_id_seq TO w_{name}"
@@ -322,14 +312,14 @@ class TestATableOfS2:
             "text shortened to fit its column",
         ]
 
-    async def test_who_may_not_insert_is_not_ready(self, postgres: Postgres, name: str) -> None:
+    async def test_exporter_without_insert_permission_is_not_ready(self, postgres: Postgres, name: str) -> None:
         postgres.run_sql(f"CREATE ROLE r_{name} LOGIN PASSWORD 'r'")
         target = target_of(postgres, name, user=f"r_{name}", password="r", auto_migrate=False)
         async with exporting(target) as exporter:
             with pytest.raises(ExportError, match="may not insert into"):
                 await exporter.check()
 
-    async def test_with_migration_it_gets_our_columns_and_keeps_its_rows(self, postgres: Postgres, name: str) -> None:
+    async def test_migration_adds_columns_and_keeps_rows(self, postgres: Postgres, name: str) -> None:
         async with exporting(target_of(postgres, name, auto_migrate=False)) as exporter:
             await exporter.export(batch())
         dies = tuple(reading(number, gpu="1760000000011", time=later(1)) for number in range(2))
@@ -339,7 +329,7 @@ class TestATableOfS2:
         assert rows(postgres, name, "string_agg(uuid, ',' ORDER BY id)") == ",,GPU-0,GPU-1"
         assert rows(postgres, name, suffix="_use") == "1"
 
-    async def test_a_migration_may_take_longer_than_any_try(
+    async def test_migration_may_take_longer_than_a_write_timeout(
         self, postgres: Postgres, name: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("webhook.export.delivery.EXPORT_TIMEOUT", timedelta(seconds=2))
@@ -355,10 +345,10 @@ class TestATableOfS2:
         await running
         assert rows(postgres, name) == "2"
 
-    async def test_a_migration_gives_way_and_what_it_has_made_stays(
+    async def test_blocked_migration_gives_up_and_keeps_finished_steps(
         self, postgres: Postgres, name: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Somebody works with a table for long: whoever else would write to it waits no longer than we do."""
+        """Another client locks the table for long: further writers wait only as long as the exporter does."""
         monkeypatch.setattr("webhook.export.postgres.LOCK_TIMEOUT", timedelta(milliseconds=200))
         async with exporting(target_of(postgres, name)) as exporter:
             with (
@@ -387,7 +377,7 @@ class TestHistory:
 
     @pytest.fixture
     async def past(self, postgres: Postgres, table: str) -> str:
-        """GPU-0 was used twice, and moved in between; GPU-1 is in use."""
+        """GPU-0 was used twice and moved in between; GPU-1 is in use."""
         moved = batch("moved", 2, node="gpu-b", time=later(7200), index=5)
         uses = (
             use(0),
@@ -403,7 +393,7 @@ class TestHistory:
                 await exporter.export(Batch(f"use {one.reservation} {one.until}", uses=(one,)))
         return table
 
-    async def test_a_serial_leads_to_all_its_uses_the_newest_first(self, postgres: Postgres, past: str) -> None:
+    async def test_history_of_a_serial_lists_all_uses_newest_first(self, postgres: Postgres, past: str) -> None:
         found = await self.asked(postgres, past, serial="1760000000011")
         assert [(one.node, one.pod, one.since, one.until, one.index) for one in found] == [
             ("gpu-b", "job-1", later(7300), later(7400), 5),
@@ -411,16 +401,16 @@ class TestHistory:
         ]
         assert {one.chassis for one in found} == {"1820000000042"}
 
-    async def test_a_pod_leads_to_its_gpus_serials(self, postgres: Postgres, past: str) -> None:
+    async def test_history_of_a_pod_lists_its_gpu_serials(self, postgres: Postgres, past: str) -> None:
         (one,) = await self.asked(postgres, past, pod="train/job-2")
         assert (one.serial, one.gpu_uuid, one.until) == ("1760000000012", "GPU-1", None)
 
-    async def test_a_hash_leads_to_who_ran_on_it(self, postgres: Postgres, past: str) -> None:
+    async def test_history_of_a_hash_lists_the_pods_that_ran_on_it(self, postgres: Postgres, past: str) -> None:
         assert [one.pod for one in await self.asked(postgres, past, hash="sha256:new")] == ["job-1"]
         assert len(await self.asked(postgres, past, hash="sha256:abc")) == 2
         assert [one.pod for one in await self.asked(postgres, past, hash="sha256:abc", uuid="GPU-1")] == ["job-2"]
 
-    async def test_a_use_is_known_before_its_gpu_was_ever_read(self, postgres: Postgres, past: str) -> None:
+    async def test_use_is_listed_before_its_gpu_was_read(self, postgres: Postgres, past: str) -> None:
         async with exporting(target_of(postgres, past)) as exporter:
             await exporter.export(Batch("early", uses=(use(9, gpu_uuid="GPU-9", serial="99"),)))
         (one,) = await self.asked(postgres, past, serial="99")
@@ -431,7 +421,7 @@ class TestHistory:
             for one in batches:
                 await exporter.export(one)
 
-    async def test_two_that_share_a_gpu_at_once_are_two_uses_with_their_own_times(
+    async def test_concurrent_uses_of_one_gpu_are_listed_with_their_own_times(
         self, postgres: Postgres, table: str
     ) -> None:
         uses = (
@@ -456,9 +446,9 @@ class TestHistory:
         assert [(one.gpu_uuid, one.index, one.pod) for one in found] == [("GPU-0", 0, "job-0"), ("GPU-1", 1, "job-1")]
 
     @pytest.mark.defect("S2-2")
-    async def test_a_use_is_called_as_its_gpu_was_where_it_was(self, postgres: Postgres, table: str) -> None:
-        """The GPU moves from one node to another, in another chassis, and is read there alone; a cluster beside it has
-        a node of the same name."""
+    async def test_use_shows_the_gpu_index_and_node_of_its_time(self, postgres: Postgres, table: str) -> None:
+        """The GPU moves to another node and chassis and is read only there; another cluster has a node of the same
+        name."""
         await self.stored(
             postgres,
             table,
@@ -474,14 +464,14 @@ class TestHistory:
         assert {one.serial for one in found} == {"1760000000011"}
 
     @pytest.mark.defect("S2-2")
-    async def test_a_chassis_that_is_learnt_later_is_kept(self, postgres: Postgres, table: str) -> None:
+    async def test_chassis_that_is_known_later_is_stored(self, postgres: Postgres, table: str) -> None:
         for one in (use(), use(chassis="C-1"), use(until=later(9))):
             await self.stored(postgres, table, Batch(f"{one}", uses=(one,)))
         assert rows(postgres, table, "string_agg(chassis, ',')", suffix="_use") == "C-1"
         await self.stored(postgres, table, Batch("other", uses=(use(1),)))
         assert rows(postgres, table, "string_agg(chassis, ',' ORDER BY pod)", suffix="_use") == "C-1,unknown"
 
-    async def test_the_command_answers_from_the_database(self, postgres: Postgres, past: str) -> None:
+    async def test_history_command_reads_the_database(self, postgres: Postgres, past: str) -> None:
         done = history(postgres, past, "--serial", "1760000000012", "-o", "json")
         assert done.returncode == 0, done.stderr
         assert [one["pod"] for one in json.loads(done.stdout)] == ["job-2"]
@@ -490,14 +480,14 @@ class TestHistory:
         assert header.split()[:3] == ["SINCE", "UNTIL", "CLUSTER"]
         assert line.split()[-3:] == ["train/job-0", "Job/train", "sha256:abc"]
 
-    async def test_a_serial_that_is_not_known_is_none(self, postgres: Postgres, table: str) -> None:
+    async def test_history_of_an_unknown_serial_is_empty(self, postgres: Postgres, table: str) -> None:
         async with exporting(target_of(postgres, table)) as exporter:
             await exporter.export(batch(gpus=1, gpu="unknown", uses=(use(serial=None),)))
             assert [one.serial for one in await self.asked(postgres, table, uuid="GPU-0")] == [None]
             await exporter.export(batch(gpus=1, gpu="1", node="another", time=later(-60)))
         assert [one.serial for one in await self.asked(postgres, table, uuid="GPU-0")] == ["1"]
 
-    async def test_the_command_says_what_is_wrong(self, postgres: Postgres, table: str) -> None:
+    async def test_history_command_reports_errors(self, postgres: Postgres, table: str) -> None:
         done = history(postgres, table, "--serial", "1")
         assert done.returncode == 1
         assert "there is no history in" in done.stderr
@@ -507,7 +497,7 @@ class TestHistory:
 
 
 def asked_in_docs(postgres: Postgres, table: str, after: datetime, before: datetime) -> set[str]:
-    """The pods, by the question in docs/how-to/history.md, of that time."""
+    """The pods of a period, by the query in docs/how-to/history.md."""
     page = ROOT / "docs" / "how-to" / "history.md"
     (question,) = re.findall(r"^SELECT .*?;$", page.read_text(), re.DOTALL | re.MULTILINE)
     for old, new in (
@@ -538,7 +528,7 @@ def history(postgres: Postgres, table: str, *arguments: str) -> subprocess.Compl
 
 class TestADatabaseThatGoesAway:
     async def away(self, postgres: Postgres, table: str, outbox: Path | None, seconds: float) -> None:
-        """Batches keep coming while the database crashes, stays away and comes back."""
+        """Delivers batches while the database crashes, stays down and returns."""
         exporter = PostgresExporter(target_of(postgres, table))
         delivery = Delivery([exporter], opener(outbox), utc_now, backoff=QUICK)
         running = asyncio.create_task(delivery.run())
@@ -561,21 +551,21 @@ class TestADatabaseThatGoesAway:
         assert (rows(postgres, table), rows(postgres, table, suffix="_use")) == (str(100 * GPUS), "100")
 
     @pytest.mark.defect("S2-15")
-    async def test_everything_is_there_once_when_it_is_back(
+    async def test_every_batch_is_stored_once_after_a_database_outage(
         self, postgres: Postgres, table: str, tmp_path: Path
     ) -> None:
         await self.away(postgres, table, tmp_path, 0)
 
     @pytest.mark.long
-    async def test_so_it_is_after_ten_minutes(self, postgres: Postgres, table: str, tmp_path: Path) -> None:
+    async def test_every_batch_is_stored_once_after_a_ten_minute_outage(
+        self, postgres: Postgres, table: str, tmp_path: Path
+    ) -> None:
         await self.away(postgres, table, tmp_path, 600)
 
 
 @pytest.mark.defect("S2-16")
-async def test_what_was_on_its_way_at_the_end_is_not_written_after_it(
-    postgres: Postgres, table: str, tmp_path: Path
-) -> None:
-    """Whoever gives its lease back after `drain` has written its last; the next process writes the rest."""
+async def test_no_write_in_flight_completes_after_drain(postgres: Postgres, table: str, tmp_path: Path) -> None:
+    """A process that releases its Lease after `drain` has finished its writes; the next process writes the rest."""
     async with exporting(target_of(postgres, table)) as exporter:
         await exporter.export(numbered(0))
     delivery = Delivery([PostgresExporter(target_of(postgres, table))], opener(tmp_path), utc_now, backoff=QUICK)
@@ -593,10 +583,10 @@ async def test_what_was_on_its_way_at_the_end_is_not_written_after_it(
 
 
 @pytest.mark.defect("S2-19")
-async def test_a_use_that_ended_while_nobody_led_is_closed_by_whoever_is_elected_next(
+async def test_use_that_ended_without_a_leader_is_closed_by_the_next_leader(
     postgres: Postgres, table: str, tmp_path: Path
 ) -> None:
-    """Each with a disk of its own."""
+    """Each process has its own disk."""
     other = {"GPU-1/0": {**HELD, "reservation": "r-2", "uid": "u-2"}}
     for number, held in enumerate(({"GPU-1/0": HELD}, other)):
         exporter = PostgresExporter(target_of(postgres, table))
@@ -618,7 +608,7 @@ async def test_a_use_that_ended_while_nobody_led_is_closed_by_whoever_is_elected
 
 
 def waiting_for_locks(postgres: Postgres) -> int:
-    """How many statements of ours do; none while none is at work."""
+    """The number of the exporter's statements that wait for locks, or none."""
     return int(
         postgres.run_sql(
             "SELECT count(*) FROM pg_stat_activity WHERE application_name = 'gpuwarden' AND wait_event_type = 'Lock'"
@@ -627,10 +617,9 @@ def waiting_for_locks(postgres: Postgres) -> int:
 
 
 @pytest.mark.defect("S2-8")
-def test_a_process_killed_at_any_point_loses_nothing_and_stores_nothing_twice(
-    postgres: Postgres, table: str, tmp_path: Path
-) -> None:
-    """What one has taken no other is given again: the next finds it in the outbox or in the database."""
+def test_process_killed_at_any_point_stores_every_batch_once(postgres: Postgres, table: str, tmp_path: Path) -> None:
+    """A batch that one process has taken is not given to another: the next process finds it in the outbox or in the
+    database."""
     count, first = 200, 0
     for stop_after in (1, 20, 60, 61, 110, 170):
         with child(postgres, table, tmp_path, first, count) as process:
@@ -641,7 +630,7 @@ def test_a_process_killed_at_any_point_loses_nothing_and_stores_nothing_twice(
                     break
             process.send_signal(signal.SIGKILL)
             assert process.wait() == -signal.SIGKILL
-            # What it had taken and said before the signal came.
+            # The batches that it reported before the signal.
             first = max([first, *(int(line) + 1 for line in process.stdout)])
     with child(postgres, table, tmp_path, first, count) as process:
         said, errors = process.communicate(timeout=PATIENCE.total_seconds())
@@ -692,7 +681,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["/usr/bin/env", "umount", str(disk)], check=True)
 
 
-async def test_a_disk_that_is_full_is_a_reason_and_what_was_taken_before_is_stored(
+async def test_full_disk_is_reported_and_earlier_batches_are_stored(
     postgres: Postgres, table: str, small_disk: Path
 ) -> None:
     exporter = PostgresExporter(target_of(postgres, table))
@@ -757,9 +746,7 @@ class TestObjectStore:
         )
         return {one["path"]: obstore.get(client, one["path"]) for page in obstore.list(client) for one in page}
 
-    async def test_an_object_arrives_whole_with_what_is_said_of_it(
-        self, object_store: ObjectStore, bucket: str
-    ) -> None:
+    async def test_object_is_stored_with_its_content_and_metadata(self, object_store: ObjectStore, bucket: str) -> None:
         exporter: Exporter = ObjectExporter(self.target(object_store, bucket))
         await exporter.check()
         await exporter.export(batch(uses=(use(),)))
@@ -779,7 +766,7 @@ class TestObjectStore:
         assert [line[5] for line in lines] == ["1760000000011", "1760000000012"]
 
     @pytest.mark.defect("S2-7")
-    async def test_batches_of_one_clock_value_do_not_overwrite_each_other_and_a_repeat_does(
+    async def test_batches_of_the_same_time_get_their_own_objects_and_a_repeat_overwrites(
         self, object_store: ObjectStore, bucket: str
     ) -> None:
         exporter = ObjectExporter(self.target(object_store, bucket))
@@ -787,9 +774,7 @@ class TestObjectStore:
         await asyncio.gather(*(exporter.export(batch(f"{number}")) for number in range(10)))
         assert len(self.objects(object_store, bucket)) == 10
 
-    async def test_a_bucket_that_is_missing_and_a_wrong_key_are_named(
-        self, object_store: ObjectStore, bucket: str
-    ) -> None:
+    async def test_missing_bucket_and_wrong_key_are_reported(self, object_store: ObjectStore, bucket: str) -> None:
         for target, reason in (
             (self.target(object_store, "nowhere"), "NoSuchBucket"),
             (
@@ -807,7 +792,7 @@ class TestObjectStore:
                     await tried
 
     @pytest.mark.defect("S2-15")
-    async def test_a_server_that_goes_away_and_comes_back_has_every_object_once(
+    async def test_every_object_is_stored_once_after_a_server_outage(
         self, object_store: ObjectStore, bucket: str
     ) -> None:
         exporter = ObjectExporter(self.target(object_store, bucket))
@@ -829,7 +814,7 @@ class TestObjectStore:
         assert len(self.objects(object_store, bucket)) == 6
 
 
-async def test_a_dead_database_does_not_hold_up_the_objects(object_store: ObjectStore, tmp_path: Path) -> None:
+async def test_database_outage_does_not_delay_the_object_store(object_store: ObjectStore, tmp_path: Path) -> None:
     object_store.make_bucket("alone")
     options = {
         "endpoint": object_store.url,

@@ -1,4 +1,4 @@
-"""The real kube-scheduler asks us: a scheduler of this module's own, a real server, a real reconciler."""
+"""The extender with the real kube-scheduler: a scheduler of this module, a real server, a real reconciler."""
 
 import asyncio
 import json
@@ -26,8 +26,6 @@ from scripts.controlplane.cluster import gpu_node as node_object
 from scripts.controlplane.components import SCHEDULERS
 from scripts.controlplane.credentials import SCHEDULER
 from tests.e2e.conftest import new_namespace
-from tests.e2e.crew import registered
-from tests.e2e.hooks import ENABLED, at_url, is_reviewed, reviewed
 from tests.e2e.kube import (
     EVENTS,
     NAMESPACES,
@@ -41,7 +39,9 @@ from tests.e2e.kube import (
     pod,
     wait_until,
 )
+from tests.e2e.processes import registered
 from tests.e2e.test_ledger import GPU_NODES, installed
+from tests.e2e.webhook_configurations import ENABLED, at_url, is_reviewed, reviewed
 from tests.ledger.fake_store import gpu_node as gpu_node_object
 from tests.running import GPUWARDEN, Running, challenging, reconciling, serving
 from webhook.admission.binding_ends import NAME
@@ -64,13 +64,13 @@ BINDING_ENDS = Resource("apis/gpuwarden.io/v1alpha1", "bindingends", is_namespac
 WITH_WEBHOOKS = ROOT / "examples/scheduler/scheduler-config.yaml"
 WITHOUT_WEBHOOKS = ROOT / "deploy/extender/scheduler/scheduler-config.yaml"
 SHIPPED = [*sorted((ROOT / "examples/scheduler").glob("*config.yaml")), WITHOUT_WEBHOOKS]
-# What is promised of evidence that arrives: the pod is on its node within this.
+# The promise: a waiting pod is on its node within this time after evidence arrives.
 SOON = 5.0
 
 
 @define(eq=False)
-class Scene:
-    """A namespace that has not asked for webhooks: the scheduler alone stands between its pods and nodes."""
+class Harness:
+    """A namespace without webhooks: only the scheduler keeps its pods off nodes."""
 
     cluster: Cluster
     kube: Kube
@@ -81,7 +81,7 @@ class Scene:
     evidence: dict[str, str] = field(factory=dict)
 
     async def prove(self, name: str, digest: str | None) -> None:
-        """As a provider's writer would; None takes its word back."""
+        """Writes evidence as a provider does; None removes it."""
         now = utc_now().astimezone(UTC)
         word = digest and Evidence(name, digest, SOURCE, now, now + timedelta(hours=1))
         if await self.kube.find(NODE_EVIDENCES, name) is None:
@@ -90,13 +90,13 @@ class Scene:
         await self.kube.replace(NODE_EVIDENCES, with_entries(raw, {SOURCE: word or None}), subresource="status")
 
     def client(self) -> httpx.AsyncClient:
-        """Shows what the scheduler shows."""
+        """A client with the scheduler's credentials."""
         trust = self.running.trust
         self.identity.issue_cert("scheduler").configure_cert(trust)
         return httpx.AsyncClient(base_url=self.running.urls["extender"], verify=trust, trust_env=False)
 
     async def said_of(self, name: str) -> str:
-        """What the extender has against the node for a pod with the hash; nothing if it passes."""
+        """Why the extender refuses the node for a pod with the hash; empty if it passes."""
         content = pod("probe", annotations=ASKING)
         async with self.client() as client:
             asked = {"Pod": content, "Nodes": None, "NodeNames": [name]}
@@ -121,7 +121,7 @@ class Scene:
         return found
 
     async def waits(self, name: str, *words: str) -> str:
-        """Until its events say so, and its condition."""
+        """Waits until the pod's Events and its condition contain the words."""
 
         async def said() -> str:
             selector = f"involvedObject.name={name},reason=FailedScheduling"
@@ -141,12 +141,12 @@ class Scene:
         return await wait_until(said, is_right)
 
     async def ends(self) -> dict[str, str]:
-        """Until when pods are bound on which node without us."""
+        """The end times of the nodes in BindingEnds."""
         nodes: dict[str, str] = (await self.kube.get(BINDING_ENDS, NAME))["spec"]["nodes"]
         return nodes
 
     async def is_refused(self, name: str) -> None:
-        """Until its scheduler has said that the API server refuses to bind it."""
+        """Waits until the scheduler reports that the API server refused the binding."""
 
         async def said() -> str:
             return (self.directory / "scheduler.log").read_text()
@@ -158,7 +158,7 @@ class Scene:
 
     @contextmanager
     def scheduler(self, *after: Raw, **members: Any) -> Iterator[None]:
-        """A kube-scheduler that asks us, as shipped; and others after us."""
+        """Runs a kube-scheduler with the shipped extender configuration, and with further extenders after it."""
         own = {
             "urlPrefix": self.running.urls["extender"],
             "filterVerb": "filter",
@@ -199,7 +199,7 @@ class Scene:
 
 @pytest.fixture(scope="module")
 def accounts(cluster: Cluster) -> Iterator[tuple[Path, Path]]:
-    """Who `serve` and `reconcile` are: they may do what is shipped for them, and what is shipped beside a scheduler."""
+    """The accounts of `serve` and `reconcile`, with the shipped rights, also those for a scheduler."""
     printed = subprocess.run([GPUWARDEN, "manifests", "rbac"], check=True, capture_output=True, text=True).stdout
     wanted = printed + "---\n" + (ROOT / "examples/scheduler/rbac.yaml").read_text()
 
@@ -217,7 +217,7 @@ def accounts(cluster: Cluster) -> Iterator[tuple[Path, Path]]:
 
 
 @pytest.fixture
-async def scene(cluster: Cluster, kube: Kube, accounts: tuple[Path, Path], tmp_path: Path) -> AsyncIterator[Scene]:
+async def harness(cluster: Cluster, kube: Kube, accounts: tuple[Path, Path], tmp_path: Path) -> AsyncIterator[Harness]:
     await installed(kube)
     identity = trustme.CA()
     identity.cert_pem.write_to_path(tmp_path / "schedulers.crt")
@@ -235,11 +235,11 @@ async def scene(cluster: Cluster, kube: Kube, accounts: tuple[Path, Path], tmp_p
         flags += challenging(tmp_path)
         running = stack.enter_context(serving(tmp_path / "serve", None, flags))
         (tmp_path / "reconcile").mkdir()
-        # Killed as it is in the end, it would be waited for by the next.
+        # It is killed at the end; the next test would wait for its Lease.
         stack.push_async_callback(kube.delete, LEASES, "gpuwarden-reconcile", OURS)
         own = ["--kubeconfig", str(reconcile), "--lease-namespace", OURS, *challenging(tmp_path)]
         stack.enter_context(reconciling(tmp_path / "reconcile", own))
-        yield Scene(cluster, kube, namespace, tmp_path, running, identity)
+        yield Harness(cluster, kube, namespace, tmp_path, running, identity)
 
 
 async def removed(kube: Kube) -> None:
@@ -261,90 +261,90 @@ async def cleared(kube: Kube, namespace: str) -> None:
 @pytest.mark.defect("S0-3")
 @pytest.mark.defect("S0-4")
 @pytest.mark.parametrize("capable", [True, False], ids=["names", "objects"])
-async def test_a_pod_with_a_hash_lands_on_proven_nodes_only_and_others_anywhere(scene: Scene, *, capable: bool) -> None:
-    await scene.prove("ext-0", OTHER_HASH)
-    await scene.prove("ext-1", HASH)
-    await scene.is_known("ext-1", proven=True)
-    with scene.scheduler(nodeCacheCapable=capable):
+async def test_pod_with_a_required_hash_is_bound_to_proven_nodes_only(harness: Harness, *, capable: bool) -> None:
+    await harness.prove("ext-0", OTHER_HASH)
+    await harness.prove("ext-1", HASH)
+    await harness.is_known("ext-1", proven=True)
+    with harness.scheduler(nodeCacheCapable=capable):
         for number in range(4):
-            await scene.create(f"secure-{number}", ASKING)
-        await scene.create("plain")
+            await harness.create(f"secure-{number}", ASKING)
+        await harness.create("plain")
         for number in range(4):
-            await scene.is_on(f"secure-{number}", "ext-1")
-        await scene.is_on("plain")
+            await harness.is_on(f"secure-{number}", "ext-1")
+        await harness.is_on("plain")
 
 
-async def test_a_pod_waits_with_the_reason_in_its_events_until_evidence_arrives(scene: Scene) -> None:
-    await scene.prove("ext-0", OTHER_HASH)
-    await wait_until(lambda: scene.said_of("ext-0"), lambda said: said.endswith("differs from the required one"))
-    with scene.scheduler():
-        await scene.create("secure", ASKING)
-        said = await scene.waits("secure", "1 attestation hash differs", "no attestation evidence for this node")
+async def test_pod_waits_with_an_event_until_evidence_arrives(harness: Harness) -> None:
+    await harness.prove("ext-0", OTHER_HASH)
+    await wait_until(lambda: harness.said_of("ext-0"), lambda said: said.endswith("differs from the required one"))
+    with harness.scheduler():
+        await harness.create("secure", ASKING)
+        said = await harness.waits("secure", "1 attestation hash differs", "no attestation evidence for this node")
         assert "Preemption is not helpful" in said
         assert not any(name in said for name in NAMES)
         started = time.monotonic()
-        await scene.prove("ext-2", HASH)
-        await scene.is_on("secure", "ext-2")
+        await harness.prove("ext-2", HASH)
+        await harness.is_on("secure", "ext-2")
         assert time.monotonic() - started < SOON
-    woken = (await scene.kube.get(PODS, "secure", scene.namespace))["metadata"]["annotations"]
+    woken = (await harness.kube.get(PODS, "secure", harness.namespace))["metadata"]["annotations"]
     assert "gpuwarden.io/woken-at" in woken
 
 
-async def test_a_gpu_that_comes_back_wakes_who_waited_for_it(scene: Scene) -> None:
-    """No scheduler sees which of a node's GPUs are well."""
+async def test_pod_is_scheduled_when_a_gpu_becomes_healthy_again(harness: Harness) -> None:
+    """The scheduler does not know which GPUs of a node are healthy."""
 
     def devices(*, healthy: bool) -> Raw:
         return {"spec": {"devices": [{"uuid": "GPU-ext-0", "healthy": healthy}]}}
 
-    await scene.kube.create(GPU_NODES, {**gpu_node_object("ext-0", "GPU-ext-0"), **devices(healthy=False)})
-    await scene.prove("ext-0", HASH)
-    await scene.is_known("ext-0", proven=True)
+    await harness.kube.create(GPU_NODES, {**gpu_node_object("ext-0", "GPU-ext-0"), **devices(healthy=False)})
+    await harness.prove("ext-0", HASH)
+    await harness.is_known("ext-0", proven=True)
     limits = {"limits": {"nvidia.com/gpu": "1"}}
-    with scene.scheduler():
+    with harness.scheduler():
         container = {"name": "main", "image": "example.test/main:1", "resources": limits}
-        await scene.create("secure", ASKING, containers=[container])
-        await scene.waits("secure", "1 too few free GPUs")
+        await harness.create("secure", ASKING, containers=[container])
+        await harness.waits("secure", "1 too few free GPUs")
         started = time.monotonic()
-        await scene.kube.patch(GPU_NODES, "ext-0", devices(healthy=True))
-        await scene.is_on("secure", "ext-0")
+        await harness.kube.patch(GPU_NODES, "ext-0", devices(healthy=True))
+        await harness.is_on("secure", "ext-0")
         assert time.monotonic() - started < SOON
 
 
 @pytest.mark.defect("S0-5")
-async def test_nobody_is_evicted_for_a_pod_that_the_node_could_never_have(scene: Scene) -> None:
-    """The node is full: its scheduler would make room before it asks anybody about evidence."""
+async def test_no_pod_is_preempted_for_a_pod_that_the_node_can_never_serve(harness: Harness) -> None:
+    """The node is full: the scheduler would preempt before it asks the extender about evidence."""
     classes = {"ext-low": 1, "ext-high": 1_000_000}
     for name, value in classes.items():
-        await scene.kube.create(PRIORITIES, {"metadata": {"name": name}, "value": value})
+        await harness.kube.create(PRIORITIES, {"metadata": {"name": name}, "value": value})
     try:
         whole = {"resources": {"requests": {"cpu": "60"}, "limits": {"cpu": "60"}}}
         container: list[Raw] = [{"name": "main", "image": "example.test/main:1", **whole}]
         for node in ("ext-0", "ext-1"):
             here: Raw = {"nodeSelector": {"kubernetes.io/hostname": node}, "containers": container}
-            with scene.scheduler():
-                await scene.create(f"low-{node}", priorityClassName="ext-low", **here)
-                await scene.is_on(f"low-{node}", node)
-        await scene.prove("ext-1", HASH)
-        await scene.is_known("ext-1", proven=True)
-        with scene.scheduler():
+            with harness.scheduler():
+                await harness.create(f"low-{node}", priorityClassName="ext-low", **here)
+                await harness.is_on(f"low-{node}", node)
+        await harness.prove("ext-1", HASH)
+        await harness.is_known("ext-1", proven=True)
+        with harness.scheduler():
             for node in ("ext-0", "ext-1"):
                 here = {"nodeSelector": {"kubernetes.io/hostname": node}, "containers": container}
-                await scene.create(f"high-{node}", ASKING, priorityClassName="ext-high", **here)
-            # Where the evidence is right, room is made; then the other one has long been looked at too.
-            await scene.is_on("high-ext-1", "ext-1")
-            await scene.waits("high-ext-0", "Insufficient cpu")
-        survivor = await scene.kube.get(PODS, "low-ext-0", scene.namespace)
+                await harness.create(f"high-{node}", ASKING, priorityClassName="ext-high", **here)
+            # On a node with valid evidence it preempts; by then the other node has been considered, too.
+            await harness.is_on("high-ext-1", "ext-1")
+            await harness.waits("high-ext-0", "Insufficient cpu")
+        survivor = await harness.kube.get(PODS, "low-ext-0", harness.namespace)
         assert "deletionTimestamp" not in survivor["metadata"]
-        assert await scene.kube.find(PODS, "low-ext-1", scene.namespace) is None
+        assert await harness.kube.find(PODS, "low-ext-1", harness.namespace) is None
     finally:
         for name in classes:
-            await scene.kube.delete(PRIORITIES, name)
+            await harness.kube.delete(PRIORITIES, name)
 
 
 @pytest.mark.defect("S0-7")
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: str(path.relative_to(ROOT)))
-def test_a_scheduler_takes_the_configurations_that_are_shipped(cluster: Cluster, path: Path, tmp_path: Path) -> None:
-    """With the files where this machine has them; it writes down what it has read."""
+def test_kube_scheduler_accepts_the_shipped_configurations(cluster: Cluster, path: Path, tmp_path: Path) -> None:
+    """The paths are those of this machine; the scheduler writes down what it has read."""
     identity = trustme.CA()
     shown = identity.issue_cert("kube-scheduler")
     identity.cert_pem.write_to_path(tmp_path / "ca.crt")
@@ -357,12 +357,12 @@ def test_a_scheduler_takes_the_configurations_that_are_shipped(cluster: Cluster,
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 0, done.stderr
     (extender,) = yaml.safe_load((tmp_path / "read").read_text())["extenders"]
-    extender.setdefault("ignorable", False)  # a no is left out
+    extender.setdefault("ignorable", False)  # false is omitted
     assert extender | here["extenders"][0] == extender
 
 
 def shipped(path: Path) -> Raw:
-    """What is said there of what is asked about, and when nobody answers."""
+    """What the configuration sets for filtered pods, and for a server that does not answer."""
     (extender,) = yaml.safe_load(path.read_text())["extenders"]
     return {name: extender[name] for name in ("ignorable", "httpTimeout", "managedResources") if name in extender}
 
@@ -372,45 +372,46 @@ WITH_A_GPU: Raw = {
 }
 
 
-async def test_while_nobody_answers_other_pods_are_placed_and_a_dressed_one_is_not_without_evidence(
-    scene: Scene,
+async def test_during_an_outage_other_pods_are_bound_and_no_pod_with_a_claim_without_evidence(
+    harness: Harness,
 ) -> None:
-    """The scheduler goes on without us; the API server goes by what the reconciler has written."""
+    """The scheduler continues without the extender; the API server uses the end times that the reconciler has
+    written."""
     for name in NAMES:
-        await scene.kube.create(GPU_NODES, gpu_node_object(name, f"GPU-{name}"))
-    await scene.prove("ext-1", HASH)
-    await scene.is_known("ext-1", proven=True)
-    await scene.kube.patch(NAMESPACES, scene.namespace, {"metadata": {"labels": ENABLED}})
+        await harness.kube.create(GPU_NODES, gpu_node_object(name, f"GPU-{name}"))
+    await harness.prove("ext-1", HASH)
+    await harness.is_known("ext-1", proven=True)
+    await harness.kube.patch(NAMESPACES, harness.namespace, {"metadata": {"labels": ENABLED}})
     async with AsyncExitStack() as stack:
-        others = await stack.enter_async_context(new_namespace(scene.kube))
-        ca = (scene.running.directory / "certs/dev/ca.crt").read_bytes()
-        installation = Installation(OURS, url=scene.running.urls["https"], ca_bundle=ca)
-        await stack.enter_async_context(registered(scene.kube, installation))
-        await wait_until(lambda: is_reviewed(scene.kube, scene.namespace))
-        made = await scene.create("dressed", ASKING, **WITH_A_GPU)
+        others = await stack.enter_async_context(new_namespace(harness.kube))
+        ca = (harness.running.directory / "certs/dev/ca.crt").read_bytes()
+        installation = Installation(OURS, url=harness.running.urls["https"], ca_bundle=ca)
+        await stack.enter_async_context(registered(harness.kube, installation))
+        await wait_until(lambda: is_reviewed(harness.kube, harness.namespace))
+        made = await harness.create("dressed", ASKING, **WITH_A_GPU)
         assert made["metadata"]["annotations"]["gpuwarden.io/node"] == "ext-1"
-        scene.running.process.kill()
-        await scene.prove("ext-1", None)
-        await wait_until(scene.ends, lambda nodes: nodes["ext-1"].startswith("1970"))
-        with scene.scheduler(**shipped(WITH_WEBHOOKS)):
-            await scene.kube.create(PODS, pod("plain", schedulerName=SCHEDULER_NAME), others)
-            await placed(scene.kube, others, "plain")
-            await scene.is_refused("dressed")
-            assert await scene.node_of("dressed") is None
-            await scene.prove("ext-1", HASH)
-            await scene.is_on("dressed", "ext-1")
+        harness.running.process.kill()
+        await harness.prove("ext-1", None)
+        await wait_until(harness.ends, lambda nodes: nodes["ext-1"].startswith("1970"))
+        with harness.scheduler(**shipped(WITH_WEBHOOKS)):
+            await harness.kube.create(PODS, pod("plain", schedulerName=SCHEDULER_NAME), others)
+            await placed(harness.kube, others, "plain")
+            await harness.is_refused("dressed")
+            assert await harness.node_of("dressed") is None
+            await harness.prove("ext-1", HASH)
+            await harness.is_on("dressed", "ext-1")
 
 
-async def test_without_webhooks_pods_that_ask_for_gpus_wait_for_us_and_no_others(scene: Scene) -> None:
-    await scene.prove("ext-1", HASH)
-    await scene.is_known("ext-1", proven=True)
-    scene.running.process.kill()
-    with scene.scheduler(**shipped(WITHOUT_WEBHOOKS)):
-        await scene.create("secure", ASKING, **WITH_A_GPU)
-        await scene.create("plain")
-        await scene.is_on("plain")
-        await scene.waits("secure", "connection refused")
-        assert await scene.node_of("secure") is None
+async def test_without_webhooks_only_pods_that_ask_for_gpus_wait_during_an_outage(harness: Harness) -> None:
+    await harness.prove("ext-1", HASH)
+    await harness.is_known("ext-1", proven=True)
+    harness.running.process.kill()
+    with harness.scheduler(**shipped(WITHOUT_WEBHOOKS)):
+        await harness.create("secure", ASKING, **WITH_A_GPU)
+        await harness.create("plain")
+        await harness.is_on("plain")
+        await harness.waits("secure", "connection refused")
+        assert await harness.node_of("secure") is None
 
 
 async def placed(kube: Kube, namespace: str, name: str) -> None:
@@ -421,7 +422,7 @@ async def placed(kube: Kube, namespace: str, name: str) -> None:
 
 
 class Meddler:
-    """An extender that is asked after us, and does something in between; it lets all nodes pass."""
+    """An extender that is called after gpuwarden's, performs an action in between, and accepts all nodes."""
 
     def __init__(self, meddle: Callable[[], Awaitable[None]]) -> None:
         self._meddle = meddle
@@ -436,79 +437,82 @@ class Meddler:
 
 
 @pytest.mark.defect("S0-6")
-async def test_evidence_that_goes_between_filter_and_bind_ends_the_binding(scene: Scene) -> None:
+async def test_binding_is_denied_if_evidence_is_lost_between_filter_and_bind(harness: Harness) -> None:
     async def withdraw() -> None:
-        await scene.prove("ext-1", None)
-        await scene.is_known("ext-1", proven=False)
+        await harness.prove("ext-1", None)
+        await harness.is_known("ext-1", proven=False)
 
-    await scene.prove("ext-1", HASH)
-    await scene.is_known("ext-1", proven=True)
+    await harness.prove("ext-1", HASH)
+    await harness.is_known("ext-1", proven=True)
     meddler = Meddler(withdraw)
     app = Starlette(routes=[Route("/filter", meddler.filter, methods=["POST"])])
     listener = Listener(app, host="127.0.0.1", port=0)
     await listener.start()
     try:
         other = {"urlPrefix": listener.url, "filterVerb": "filter", "nodeCacheCapable": True, "httpTimeout": "60s"}
-        with scene.scheduler(other, bindVerb="bind"):
-            await scene.create("secure", ASKING)
-            await scene.waits("secure", "node ext-1: no evidence")
-            assert await scene.node_of("secure") is None
-            await scene.prove("ext-1", HASH)
-            await scene.is_on("secure", "ext-1")
+        with harness.scheduler(other, bindVerb="bind"):
+            await harness.create("secure", ASKING)
+            await harness.waits("secure", "node ext-1: no evidence")
+            assert await harness.node_of("secure") is None
+            await harness.prove("ext-1", HASH)
+            await harness.is_on("secure", "ext-1")
     finally:
         await listener.stop(0)
 
 
-async def test_a_dressed_pod_lands_on_its_node_and_is_not_bound_there_without_evidence(scene: Scene) -> None:
-    """Its GPU is set aside, so it can be on one node only; evidence that goes after all filters keeps it from there."""
+async def test_dressed_pod_is_bound_to_its_reserved_node_only_with_evidence(harness: Harness) -> None:
+    """Its GPU is reserved, so it can run on one node only; evidence that is lost after all filters keeps it from
+    there."""
 
     async def withdraw() -> None:
-        await scene.prove("ext-1", None)
-        await scene.is_known("ext-1", proven=False)
+        await harness.prove("ext-1", None)
+        await harness.is_known("ext-1", proven=False)
 
     for name in NAMES:
-        await scene.kube.create(GPU_NODES, gpu_node_object(name, f"GPU-{name}"))
-    await scene.prove("ext-1", HASH)
-    await scene.is_known("ext-1", proven=True)
+        await harness.kube.create(GPU_NODES, gpu_node_object(name, f"GPU-{name}"))
+    await harness.prove("ext-1", HASH)
+    await harness.is_known("ext-1", proven=True)
     meddler = Meddler(withdraw)
     app = Starlette(routes=[Route("/filter", meddler.filter, methods=["POST"])])
     listener = Listener(app, host="127.0.0.1", port=0)
     async with AsyncExitStack() as stack:
         await listener.start()
         stack.push_async_callback(listener.stop, 0)
-        await scene.kube.patch(NAMESPACES, scene.namespace, {"metadata": {"labels": ENABLED}})
-        ca = scene.running.directory / "certs/dev/ca.crt"
-        await stack.enter_async_context(reviewed(scene.kube, scene.namespace, at_url(scene.running.urls["https"]), ca))
+        await harness.kube.patch(NAMESPACES, harness.namespace, {"metadata": {"labels": ENABLED}})
+        ca = harness.running.directory / "certs/dev/ca.crt"
+        await stack.enter_async_context(
+            reviewed(harness.kube, harness.namespace, at_url(harness.running.urls["https"]), ca)
+        )
         container = {"name": "main", "image": "example.test/main:1", "resources": {"limits": {"nvidia.com/gpu": "1"}}}
-        made = await scene.create("dressed", ASKING, containers=[container])
+        made = await harness.create("dressed", ASKING, containers=[container])
         assert made["metadata"]["annotations"]["gpuwarden.io/node"] == "ext-1"
         other = {"urlPrefix": listener.url, "filterVerb": "filter", "nodeCacheCapable": True, "httpTimeout": "60s"}
-        with scene.scheduler(other, bindVerb="bind"):
-            await scene.waits("dressed", "node ext-1: no evidence")
-            assert await scene.node_of("dressed") is None
-            await scene.prove("ext-1", HASH)
-            await scene.is_on("dressed", "ext-1")
-        found = await scene.kube.get(PODS, "dressed", scene.namespace)
+        with harness.scheduler(other, bindVerb="bind"):
+            await harness.waits("dressed", "node ext-1: no evidence")
+            assert await harness.node_of("dressed") is None
+            await harness.prove("ext-1", HASH)
+            await harness.is_on("dressed", "ext-1")
+        found = await harness.kube.get(PODS, "dressed", harness.namespace)
         assert found["metadata"]["annotations"]["gpuwarden.io/gpu-uuid"] == "GPU-ext-1"
-        held = (await scene.kube.get(GPU_NODES, "ext-1"))["status"]["held"]
+        held = (await harness.kube.get(GPU_NODES, "ext-1"))["status"]["held"]
         assert [one["uid"] for one in held.values()] == [found["metadata"]["uid"]]
 
 
 @pytest.mark.defect("S0-6")
-async def test_a_binding_is_made_once_and_only_of_the_pod_that_is_meant(scene: Scene) -> None:
-    await scene.prove("ext-1", HASH)
-    await scene.is_known("ext-1", proven=True)
-    made = await scene.create("secure", ASKING)
-    wish = {"PodName": "secure", "PodNamespace": scene.namespace, "PodUID": made["metadata"]["uid"], "Node": "ext-1"}
-    async with scene.client() as client:
+async def test_binding_is_created_once_and_only_for_the_pod_with_the_given_uid(harness: Harness) -> None:
+    await harness.prove("ext-1", HASH)
+    await harness.is_known("ext-1", proven=True)
+    made = await harness.create("secure", ASKING)
+    wish = {"PodName": "secure", "PodNamespace": harness.namespace, "PodUID": made["metadata"]["uid"], "Node": "ext-1"}
+    async with harness.client() as client:
 
         async def bound(**members: str) -> str:
             return str((await client.post("/bind", json={**wish, **members})).raise_for_status().json()["Error"])
 
         assert "no pod" in await bound(PodUID="another")
         assert "no evidence" in await bound(Node="ext-0")
-        assert await scene.node_of("secure") is None
+        assert await harness.node_of("secure") is None
         assert await bound() == ""
-        assert await scene.node_of("secure") == "ext-1"
+        assert await harness.node_of("secure") == "ext-1"
         assert await bound() == ""
         assert await bound(Node="ext-0") == "the pod is on ext-1 already"

@@ -1,4 +1,5 @@
-"""An API server that refuses, loses answers or is away: a creation is denied clearly or succeeds, and nothing leaks."""
+"""An API server that refuses, drops answers or is down: a creation is denied clearly or succeeds, and no reservation
+leaks."""
 
 import asyncio
 import time
@@ -10,7 +11,6 @@ import pytest
 from attrs import frozen
 
 from scripts.controlplane.cluster import Cluster
-from tests.e2e.crew import Site, site
 from tests.e2e.faults import (
     Fault,
     Match,
@@ -18,27 +18,28 @@ from tests.e2e.faults import (
     answering,
     cut,
     delayed,
-    expired,
-    expired_inside,
+    drop_response,
+    forward_unchanged,
     is_ledger_call,
     is_list,
     is_reservation_write,
     is_watch,
-    lost,
-    passed_on,
-    swallowed,
+    never_answer,
+    watch_expired,
+    watch_expired_in_stream,
 )
-from tests.e2e.figures import percentile, tell
 from tests.e2e.kube import PODS, Kube, pod, wait_until
+from tests.e2e.measurements import percentile, report_figures
+from tests.e2e.processes import Site, site
 from tests.e2e.storm import Storm, plain
 from tests.e2e.test_watch import everybody_is_back
 from webhook.core.reasons import Reason
 
 DEADLINE, SKEW = 4, 1
 FLAGS = ("--pending-deadline", f"{DEADLINE}s", "--clock-skew", f"{SKEW}s")
-# The faults go on while things are put in order: each write may need several tries.
+# Faults continue while the reconciler corrects the state: each write may need several tries.
 LEAK_LIMIT = DEADLINE + SKEW + 25.0
-# The API server gives a review 10 s; mutating and validating are two of them.
+# The API server waits 10 s for a review; a creation has a mutating and a validating one.
 ANSWER_LIMIT = 20.0
 SHAPE: dict[str, Any] = {"nodes": 2, "gpus": 8, "flags": FLAGS, "name": "fault"}
 PODS_OF = pytest.mark.parametrize("pods", [40, pytest.param(400, marks=pytest.mark.long)])
@@ -57,9 +58,9 @@ KINDS = {
     "429": Kind(is_ledger_call, answering(429)),
     "500": Kind(is_ledger_call, answering(500)),
     "503": Kind(is_ledger_call, answering(503)),
-    "answer lost": Kind(is_reservation_write, lost),
+    "answer lost": Kind(is_reservation_write, drop_response),
     "connection cut": Kind(is_ledger_call, cut),
-    "answer swallowed": Kind(is_reservation_write, swallowed, 0.1),
+    "answer swallowed": Kind(is_reservation_write, never_answer, 0.1),
     "answer late": Kind(is_ledger_call, delayed(0.5)),
 }
 
@@ -69,23 +70,23 @@ async def true(look: Callable[[], object]) -> bool:
 
 
 async def confirmed(here: Site) -> bool:
-    """Each pod that lives is held for, finalized, and nothing else is."""
+    """Whether exactly the live pods have reservations, all finalized."""
     held = await here.held()
     return {(entry.get("uid"), entry["phase"]) for entry in held.values()} == {
-        (uid, "finalized") for uid in here.judge.living
-    } and {slot.partition("/")[0] for slot in held} == here.judge.gpus
+        (uid, "finalized") for uid in here.checker.live_pods
+    } and {slot.partition("/")[0] for slot in held} == here.checker.gpus
 
 
 async def emptied(here: Site, seconds: float = LEAK_LIMIT) -> float:
-    """How long after the last pod has gone until nothing is held."""
+    """Seconds from the end of the last pod until no reservation is left."""
     await here.free_all()
-    await wait_until(lambda: true(lambda: not here.judge.living), seconds=60)
+    await wait_until(lambda: true(lambda: not here.checker.live_pods), seconds=60)
     started = time.monotonic()
     await wait_until(here.held, lambda held: not held, seconds)
     return time.monotonic() - started
 
 
-# The short form has one of each sort; `make chaos` has all.
+# The short form has one of each kind; `make chaos` has all.
 SHORT = ("409", "500", "answer lost", "answer swallowed")
 
 
@@ -99,84 +100,86 @@ async def test_a_creation_is_denied_clearly_or_succeeds(
         through = proxy.kubeconfig(tmp_path)
         for _ in range(2):
             await here.replica(through)
-        await here.reviewed()
+        await here.wait_until_reviewed()
         await here.reconciler(through)
-        await here.offered()
+        await here.wait_until_offered()
         proxy.on(kind, chosen.match, chosen.fault, chosen.share)
         storm = Storm(here, clients=16)
         await asyncio.gather(*(once_each(storm, pods // 16 + 1) for _ in range(16)))
-        alive = len(here.judge.living)
+        alive = len(here.checker.live_pods)
         await wait_until(lambda: confirmed(here), seconds=LEAK_LIMIT)
         free_after = await emptied(here)
         answers = storm.tally.made + storm.tally.denied
-        tell(
+        report_figures(
             request,
             asked=len(answers),
             made=len(storm.tally.made),
             refused=dict(storm.tally.why),
-            faults=proxy.struck[kind],
+            faults=proxy.applied[kind],
             p99_s=percentile(answers, 0.99),
             alive_at_the_end=alive,
             free_after_s=free_after,
             unclear=storm.tally.unclear[:3],
         )
-        here.judge.acquit()
+        here.checker.assert_no_violations()
         assert len(storm.tally.unclear) <= len(answers) // 20, storm.tally.unclear[:5]
         assert {reason for _, reason in storm.tally.why} <= {reason.value for reason in Reason}
-        assert proxy.struck[kind]
+        assert proxy.applied[kind]
         assert storm.tally.made
         assert max(answers) < ANSWER_LIMIT
 
 
 async def once_each(storm: Storm, count: int) -> None:
-    """Try so many pods, each once; half of those that come are deleted at once."""
+    """Tries to create `count` pods, each once, and deletes half of those created."""
     for number in range(count):
-        made = await storm.tried(plain(storm.chance))
+        made = await storm.try_create(plain(storm.rng))
         if made is not None and number % 2:
             await storm.site.kube.delete(PODS, made["metadata"]["name"], storm.site.namespace)
 
 
-@pytest.mark.parametrize("how", [expired, expired_inside], ids=["the answer", "the first event"])
-async def test_a_410_to_every_watch_is_lived_with_and_the_server_is_not_flooded(
+@pytest.mark.parametrize("how", [watch_expired, watch_expired_in_stream], ids=["the answer", "the first event"])
+async def test_410_on_every_watch_is_handled_without_flooding_the_server(
     cluster: Cluster, kube: Kube, tmp_path: Path, request: pytest.FixtureRequest, how: Fault
 ) -> None:
     async with site(cluster, kube, tmp_path, **SHAPE) as here, Proxy(cluster) as proxy:
         proxy.on("410", is_watch, how)
         through = proxy.kubeconfig(tmp_path)
         await here.replica(through)
-        await here.reviewed()
+        await here.wait_until_reviewed()
         await here.reconciler(through)
-        await here.offered()
+        await here.wait_until_offered()
         storm = Storm(here, clients=8)
         await asyncio.wait_for(storm.create(len(here.gpus), plain), 60)
         await wait_until(lambda: confirmed(here), seconds=LEAK_LIMIT)
-        before, started = proxy.struck["410"], time.monotonic()
+        before, started = proxy.applied["410"], time.monotonic()
         free_after = await emptied(here)
         await asyncio.sleep(5)
-        rate = (proxy.struck["410"] - before) / (time.monotonic() - started)
+        rate = (proxy.applied["410"] - before) / (time.monotonic() - started)
         proxy.rules.clear()
         await asyncio.wait_for(storm.create(len(here.gpus), plain), 60)
         await wait_until(lambda: confirmed(here))
         after_recovery = await emptied(here)
-        tell(request, watches_refused_per_s=rate, free_after_s=free_after, free_after_recovery_s=after_recovery)
-        here.judge.acquit()
-        # A handful of watches, each begun anew a few times a second at most.
+        report_figures(
+            request, watches_refused_per_s=rate, free_after_s=free_after, free_after_recovery_s=after_recovery
+        )
+        here.checker.assert_no_violations()
+        # A handful of watches, each restarted at most a few times per second.
         assert rate < 20
 
 
-async def test_a_path_that_freezes_costs_denials_and_nothing_else(
+async def test_frozen_connection_causes_only_denials(
     cluster: Cluster, kube: Kube, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     async with site(cluster, kube, tmp_path, **SHAPE) as here, Proxy(cluster) as proxy:
         through = proxy.kubeconfig(tmp_path)
         await here.replica(through)
-        await here.reviewed()
+        await here.wait_until_reviewed()
         await here.reconciler(through)
-        await here.offered()
+        await here.wait_until_offered()
         storm = Storm(here, clients=8)
         await storm.create(4, plain)
         proxy.freeze()
-        asked = [asyncio.create_task(storm.tried(plain(storm.chance))) for _ in range(8)]
+        asked = [asyncio.create_task(storm.try_create(plain(storm.rng))) for _ in range(8)]
         await asyncio.wait(asked, timeout=ANSWER_LIMIT)
         assert all(one.done() for one in asked)
         assert len(storm.tally.made) == 4
@@ -184,9 +187,11 @@ async def test_a_path_that_freezes_costs_denials_and_nothing_else(
         await asyncio.wait_for(storm.create(8, plain), 60)
         await wait_until(lambda: confirmed(here), seconds=LEAK_LIMIT)
         free_after = await emptied(here)
-        tell(request, refused=dict(storm.tally.why), slowest_answer_s=max(storm.tally.denied), free_after_s=free_after)
-        here.judge.acquit()
-        assert len(storm.tally.unclear) <= 2, storm.tally.unclear  # two of ten, on a machine that is busy elsewhere
+        report_figures(
+            request, refused=dict(storm.tally.why), slowest_answer_s=max(storm.tally.denied), free_after_s=free_after
+        )
+        here.checker.assert_no_violations()
+        assert len(storm.tally.unclear) <= 2, storm.tally.unclear  # two of ten, on a busy machine
 
 
 def restarts(cluster: Cluster) -> Coroutine[Any, Any, None]:
@@ -202,7 +207,7 @@ async def pauses(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize("happens", [restarts, pauses], ids=["API server restarted", "etcd paused for 10 s"])
-async def test_what_happens_to_the_control_plane_in_the_middle_leaves_all_well(
+async def test_system_recovers_from_control_plane_failures(
     cluster: Cluster,
     kube: Kube,
     tmp_path: Path,
@@ -211,7 +216,7 @@ async def test_what_happens_to_the_control_plane_in_the_middle_leaves_all_well(
 ) -> None:
     async with site(cluster, kube, tmp_path, **SHAPE, replicas=2) as here:
         await here.reconciler()
-        await here.offered()
+        await here.wait_until_offered()
         storm = Storm(here, clients=8)
         reaping = asyncio.create_task(storm.reap(0.5, forgives=True))
         coming = asyncio.create_task(storm.create(100, plain))
@@ -225,7 +230,7 @@ async def test_what_happens_to_the_control_plane_in_the_middle_leaves_all_well(
         await asyncio.gather(reaping, return_exceptions=True)
         await wait_until(lambda: confirmed(here), seconds=60)
         free_after = await emptied(here, 60)
-        tell(
+        report_figures(
             request,
             others_back_s=back,
             made=len(storm.tally.made),
@@ -233,19 +238,19 @@ async def test_what_happens_to_the_control_plane_in_the_middle_leaves_all_well(
             without_verdict=len(storm.tally.unclear),
             free_after_s=free_after,
         )
-        here.judge.acquit()
+        here.checker.assert_no_violations()
 
 
-async def test_replicas_whose_clocks_differ_by_the_skew_give_nothing_away(
+async def test_replicas_with_clock_skew_never_reserve_a_gpu_twice(
     cluster: Cluster, kube: Kube, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    flags = ("--clock-skew", "5s")  # the slowest and the fastest clock are 10 s apart: the deadline is the usual one
+    flags = ("--clock-skew", "5s")  # the slowest and the fastest clock differ by 10 s: the deadline is the default
     async with site(cluster, kube, tmp_path, **{**SHAPE, "flags": flags}) as here:
         for skew in (-5, 5, 0):
             await here.replica(skew=skew)
-        await here.reviewed()
+        await here.wait_until_reviewed()
         await here.reconciler()
-        await here.offered()
+        await here.wait_until_offered()
         storm = Storm(here, clients=16)
         reaping = asyncio.create_task(storm.reap(0.7))
         try:
@@ -257,24 +262,24 @@ async def test_replicas_whose_clocks_differ_by_the_skew_give_nothing_away(
             await asyncio.gather(reaping, return_exceptions=True)
         await wait_until(lambda: confirmed(here))
         free_after = await emptied(here, 60)
-        tell(request, made=len(storm.tally.made), refused=dict(storm.tally.why), free_after_s=free_after)
-        here.judge.acquit()
+        report_figures(request, made=len(storm.tally.made), refused=dict(storm.tally.why), free_after_s=free_after)
+        here.checker.assert_no_violations()
         assert {reason for _, reason in storm.tally.why} <= {"NoFreeDevice", "DeadlinePassed"}
 
 
 @pytest.mark.defect("S4-19")
-async def test_reviews_list_nothing_whatever_their_number(
+async def test_reviews_cause_no_list_requests(
     cluster: Cluster, kube: Kube, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     async with site(cluster, kube, tmp_path, **SHAPE) as here, Proxy(cluster) as proxy:
-        proxy.on("list", is_list, passed_on)
+        proxy.on("list", is_list, forward_unchanged)
         through = proxy.kubeconfig(tmp_path)
         await here.replica(through)
-        await here.reviewed()
+        await here.wait_until_reviewed()
         await here.reconciler(through)
-        await here.offered()
-        first = proxy.struck["list"]
-        assert first  # what watches begin with
+        await here.wait_until_offered()
+        first = proxy.applied["list"]
+        assert first  # the lists at the start of watches
         gate = asyncio.Semaphore(16)
 
         async def shown() -> None:
@@ -286,7 +291,7 @@ async def test_reviews_list_nothing_whatever_their_number(
         await asyncio.wait_for(storm.create(len(here.gpus), plain), 120)
         await wait_until(lambda: confirmed(here), seconds=LEAK_LIMIT)
         await emptied(here)
-        tell(request, lists_at_the_start=first, lists_by_516_reviews=proxy.struck["list"] - first)
-        here.judge.acquit()
-        # A watch may have begun late, or anew.
-        assert proxy.struck["list"] - first <= first
+        report_figures(request, lists_at_the_start=first, lists_by_516_reviews=proxy.applied["list"] - first)
+        here.checker.assert_no_violations()
+        # A watch may have started late, or again.
+        assert proxy.applied["list"] - first <= first

@@ -1,5 +1,5 @@
-"""Names that the API server makes up and finds taken: it begins anew then, with another name and another uid, and asks
-validating webhooks only."""
+"""Collisions of names that the API server generates: it starts again with another name and another UID, and calls only
+validating webhooks."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from scripts.controlplane.cluster import Cluster
-from tests.e2e.crew import Site, site
-from tests.e2e.hooks import MUTATED, hook, reviewer
 from tests.e2e.kube import JOBS, PODS, VALIDATING, ApiError, Kube, Raw, job, pod, wait_until
+from tests.e2e.processes import Site, site
 from tests.e2e.storm import SHORT_LIVED
+from tests.e2e.webhook_configurations import MUTATED, hook, reviewer
 
 DEADLINE, SKEW = 4, 1
 FLAGS = ("--pending-deadline", f"{DEADLINE}s", "--clock-skew", f"{SKEW}s")
@@ -19,8 +19,7 @@ FLAGS = ("--pending-deadline", f"{DEADLINE}s", "--clock-skew", f"{SKEW}s")
 
 @asynccontextmanager
 async def names_taken(here: Site, directory: Path, times: int) -> AsyncIterator[list[str]]:
-    """So many times a pod of the name that was made up is there before the one that it was made up for; yields all
-    names that were."""
+    """Creates a pod of the generated name first, `times` times; yields all these names."""
     made_up: list[str] = []
 
     async def answer(review: Raw) -> Raw:
@@ -49,7 +48,7 @@ async def acts(here: Site, made_up: list[str]) -> bool:
     return bool(made_up)
 
 
-async def test_a_pod_whose_name_was_taken_is_refused_and_whoever_makes_it_makes_it_again(
+async def test_pod_with_a_colliding_generated_name_is_denied_and_recreated_by_its_controller(
     cluster: Cluster, kube: Kube, tmp_path: Path
 ) -> None:
     shape = {"nodes": 1, "gpus": 1, "replicas": 2}
@@ -69,4 +68,4 @@ async def test_a_pod_whose_name_was_taken_is_refused_and_whoever_makes_it_makes_
             )
             assert len(made_up) >= 3
         await wait_until(here.held, lambda held: not held, DEADLINE + SKEW + 5)
-        here.judge.acquit()
+        here.checker.assert_no_violations()

@@ -1,5 +1,5 @@
-"""The image, as far as it can be had without a container runtime: the steps of the Dockerfile in a clean directory, and
-what comes of them as a stranger to the file system."""
+"""The image, as far as it can be built without a container runtime: the steps of the Dockerfile in a clean directory,
+run by a user without rights."""
 
 import os
 import re
@@ -21,7 +21,7 @@ INVENTORY = "nodes: [{name: node-0, devices: [{uuid: GPU-0}]}]\n"
 
 
 def interpreter() -> str:
-    """A Python as the base image has one: for everybody, not of one user's home."""
+    """A Python for all users, as the base image has, not one in a user's home."""
     for candidate in ("/usr/local/bin/python3", "/usr/bin/python3"):
         asked = [candidate, "-c", "import ensurepip, sys; sys.exit(sys.version_info < (3, 11))"]
         if Path(candidate).exists() and subprocess.run(asked, check=False, capture_output=True).returncode == 0:
@@ -31,7 +31,7 @@ def interpreter() -> str:
 
 @pytest.fixture(scope="module")
 def root() -> Iterator[Path]:
-    """What the build stage makes, with /opt and /build elsewhere."""
+    """The result of the build stage, with /opt and /build elsewhere."""
     base = Path(tempfile.mkdtemp(prefix="image-"))
     base.chmod(0o755)
     (base / "build").mkdir()
@@ -45,7 +45,7 @@ def root() -> Iterator[Path]:
 
 
 def build(base: Path) -> None:
-    """COPY and RUN of the first stage, by their own words."""
+    """Runs COPY and RUN of the first stage."""
     for word, rest in instructions()[: [word for word, _ in instructions()].index("FROM", 2)]:
         if word == "COPY":
             *sources, target = rest.split()
@@ -74,14 +74,14 @@ def copied(source: Path, target: Path) -> None:
 
 
 def as_nobody(root: Path, *arguments: str) -> list[str]:
-    """A user who owns nothing and has no home, as far as whoever runs the tests can become one."""
+    """The command prefix of a user without files and home, if the tests run as root."""
     other = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"] if os.getuid() == 0 else []
     (environment,) = (rest for word, rest in instructions() if word == "ENV")
     own = environment.replace("/opt/gpuwarden", str(root / "gpuwarden")).split()
     return [*other, "/usr/bin/env", "-i", *own, "gpuwarden", *arguments]
 
 
-def test_what_is_installed_is_what_is_locked_and_no_tool_that_builds(root: Path) -> None:
+def test_image_contains_the_locked_packages_and_no_build_tools(root: Path) -> None:
     python = root / "gpuwarden" / "bin" / "python"
     listing = "from importlib.metadata import distributions as d; print(*sorted({x.name.lower() for x in d()}))"
     found = subprocess.run([python, "-c", listing], capture_output=True, text=True, check=True).stdout.split()
@@ -94,7 +94,7 @@ def test_what_is_installed_is_what_is_locked_and_no_tool_that_builds(root: Path)
     assert {re.sub(r"[-_.]+", "-", name) for name in found} - {"gpuwarden", "setuptools"} <= same
 
 
-def test_it_says_its_version_and_serves_as_nobody_where_nothing_can_be_written(root: Path, tmp_path: Path) -> None:
+def test_image_runs_as_an_unprivileged_user_without_a_writable_directory(root: Path, tmp_path: Path) -> None:
     said = subprocess.run(as_nobody(root, "--version"), cwd="/", capture_output=True, text=True, check=True).stdout
     assert re.fullmatch(r"gpuwarden \d+\.\d+\.\d+\S*\n", said)
     files = root / "files"

@@ -1,4 +1,4 @@
-"""The Dockerfile as BuildKit reads it: its parser, its linter, and what its client would send of this directory."""
+"""The Dockerfile as BuildKit reads it: its parser, its linter, and the build context."""
 
 import shutil
 from pathlib import Path
@@ -11,16 +11,16 @@ from scripts.controlplane.cluster import ROOT
 BASE = "python:3.12-slim@sha256:" + 64 * "a"
 NEGLECTED = {"__pycache__", ".mypy_cache"}
 TEXT = (ROOT / "Dockerfile").read_text()
-# The only warning that is switched off: a default of the base would be one without a digest, or with an old one.
+# The only disabled warning: a default base would have no digest, or an old one.
 OFF = "# check=skip=InvalidDefaultArgInFrom\n"
 
 
-def test_buildkit_has_nothing_against_the_dockerfile() -> None:
+def test_buildkit_reports_no_warning_for_the_dockerfile() -> None:
     said = said_of(ROOT, PYTHON_IMAGE=BASE)
     assert (said["warnings"], said["problem"]) == ([], "")
 
 
-def test_and_one_warning_alone_is_switched_off(tmp_path: Path) -> None:
+def test_only_one_linter_warning_is_disabled(tmp_path: Path) -> None:
     assert TEXT.startswith(OFF)
     (tmp_path / "Dockerfile").write_text(TEXT.removeprefix(OFF))
     said = said_of(tmp_path, PYTHON_IMAGE=BASE)
@@ -28,7 +28,7 @@ def test_and_one_warning_alone_is_switched_off(tmp_path: Path) -> None:
     assert said["problem"] == ""
 
 
-def test_without_a_base_nothing_is_built() -> None:
+def test_build_without_a_base_image_fails() -> None:
     assert "should not be blank" in said_of(ROOT)["problem"]
 
 
@@ -44,7 +44,7 @@ def test_without_a_base_nothing_is_built() -> None:
     ],
     ids=["shell", "secret", "directory", "letters", "twice", "as"],
 )
-def test_it_would_have_warned(tmp_path: Path, good: str, bad: str, rule: str) -> None:
+def test_linter_reports_planted_problems(tmp_path: Path, good: str, bad: str, rule: str) -> None:
     assert good in TEXT
     (tmp_path / "Dockerfile").write_text(TEXT.replace(good, bad))
     assert {one["rule"] for one in said_of(tmp_path, PYTHON_IMAGE=BASE)["warnings"]} == {rule}
@@ -59,14 +59,14 @@ def test_it_would_have_warned(tmp_path: Path, good: str, bad: str, rule: str) ->
     ],
     ids=["flag", "instruction", "argument"],
 )
-def test_what_no_builder_takes_is_a_problem(tmp_path: Path, good: str, bad: str, problem: str) -> None:
+def test_invalid_dockerfile_is_reported(tmp_path: Path, good: str, bad: str, problem: str) -> None:
     assert good in TEXT
     (tmp_path / "Dockerfile").write_text(TEXT.replace(good, bad))
     assert problem in said_of(tmp_path, PYTHON_IMAGE=BASE)["problem"]
 
 
-def test_a_builder_is_sent_what_is_copied_and_nothing_else(tmp_path: Path) -> None:
-    """Of a directory in which somebody has worked: keys, caches and a virtual environment are not among it."""
+def test_build_context_contains_only_copied_files(tmp_path: Path) -> None:
+    """In a used working directory: keys, caches and a virtual environment are not sent."""
     for name in ("Dockerfile", ".dockerignore", "pyproject.toml", "LICENSE", "README.md"):
         shutil.copyfile(ROOT / name, tmp_path / name)
     for name in ("requirements", "webhook"):

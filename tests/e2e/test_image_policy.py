@@ -1,4 +1,4 @@
-"""policy-controller's own code on our image policies."""
+"""The image policies in policy-controller's own code."""
 
 import json
 import shutil
@@ -20,7 +20,7 @@ SUBJECT = [{"name": REPOSITORY, "digest": {"sha256": DIGEST.removeprefix("sha256
 
 
 def provenance(change: Callable[[Raw], None] = lambda definition: None) -> Raw:
-    """As `actions/attest-build-provenance` states it, with something else about its build."""
+    """A statement of `actions/attest-build-provenance`, with one change."""
     definition: Raw = {
         "buildType": "https://actions.github.io/buildtypes/workflow/v1",
         "externalParameters": {
@@ -58,7 +58,7 @@ def source(uri: str) -> Callable[[Raw], None]:
 
 
 SBOM = statement("https://spdx.dev/Document", {"spdxVersion": "SPDX-2.3", "SPDXID": "SPDXRef-DOCUMENT", "packages": []})
-# What is stated, and which of the two policies it satisfies.
+# The statement, and which of the two policies it satisfies.
 STATED: list[tuple[Raw, list[bool]]] = [
     (provenance(), [True, False]),
     (SBOM, [False, True]),
@@ -81,18 +81,18 @@ STATED: list[tuple[Raw, list[bool]]] = [
 ]
 
 
-# It compiles most of sigstore: minutes the first time, for a file that hardly changes.
+# It compiles most of sigstore, which takes minutes the first time; the file rarely changes.
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> list[Raw]:
     go = shutil.which("go")
     if go is None:
         pytest.skip("there is no Go here to build policy-controller with")
-    judge = tmp_path_factory.mktemp("go") / "judge"
-    build = ["/usr/bin/env", "GOWORK=off", go, "build", "-mod=readonly", "-buildvcs=false", "-o", str(judge), "."]
+    checker = tmp_path_factory.mktemp("go") / "judge"
+    build = ["/usr/bin/env", "GOWORK=off", go, "build", "-mod=readonly", "-buildvcs=false", "-o", str(checker), "."]
     subprocess.run(build, cwd=PROGRAM, check=True, timeout=BUILD_LIMIT)
-    bare = REPOSITORY  # without a tag it is `:latest`
+    bare = REPOSITORY  # without a tag, `:latest` is assumed
     asked = json.dumps([one for one, _ in STATED])
-    command = [str(judge), str(POLICY), *OURS, bare, *OTHERS]
+    command = [str(checker), str(POLICY), *OURS, bare, *OTHERS]
     answer: list[Raw] = json.loads(
         subprocess.run(command, input=asked, capture_output=True, text=True, check=True).stdout
     )
@@ -101,12 +101,12 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> list[Raw]:
 
 @pytest.mark.long
 @pytest.mark.defect("S2-21")
-def test_policy_controller_accepts_the_policies_and_they_cover_our_repository_alone(said: list[Raw]) -> None:
+def test_policy_controller_accepts_the_policies_for_this_repository_only(said: list[Raw]) -> None:
     assert [(one["name"], one["problem"]) for one in said] == [("must-have-slsa", ""), ("must-have-spdx-cue", "")]
     assert [one["matched"] for one in said] == [[*OURS, REPOSITORY]] * 2
 
 
 @pytest.mark.long
-def test_a_build_of_anything_but_our_workflow_at_a_tag_of_our_source_satisfies_no_policy(said: list[Raw]) -> None:
+def test_only_a_build_of_the_release_workflow_at_a_tag_satisfies_the_policies(said: list[Raw]) -> None:
     satisfied = list(zip(*(one["satisfied"] for one in said), strict=True))
     assert [list(one) for one in satisfied] == [wanted for _, wanted in STATED]

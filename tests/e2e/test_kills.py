@@ -1,4 +1,4 @@
-"""SIGKILL at an exact step: what was begun is ended by others, in time, and nobody gets a GPU that is in use."""
+"""SIGKILL at an exact step: other processes finish the work in time, and no GPU in use is assigned."""
 
 import asyncio
 import random
@@ -12,28 +12,28 @@ import pytest
 from attrs import frozen
 
 from scripts.controlplane.cluster import Cluster
-from tests.e2e.attacks.test_bound_while_down import Scene, near, scenery
+from tests.e2e.attacks.test_bound_while_down import Harness, near, running_harness
 from tests.e2e.attacks.test_gpu_variables import HOSTILE, hostile_pod, seen
-from tests.e2e.crew import Site, Worker, ended, guarded, site
-from tests.e2e.faults import Exchange, Proxy, Stop, is_reservation_write
-from tests.e2e.figures import tell
+from tests.e2e.faults import Breakpoint, Exchange, Proxy, is_reservation_write
 from tests.e2e.kube import PODS, ApiError, Kube, Raw, pod, wait_until
+from tests.e2e.measurements import report_figures
+from tests.e2e.processes import Site, Worker, cancel_and_wait, site, with_policies
 from tests.e2e.storm import Storm, mixed
-from tests.e2e.test_continuous import stamp
+from tests.e2e.test_evidence_loss import stamp
 from webhook.runtime.clock import utc_now
 
 DEADLINE, SKEW = 4, 1
 FLAGS = ("--pending-deadline", f"{DEADLINE}s", "--clock-skew", f"{SKEW}s")
-# After a uid was learnt the deadline begins anew; others wait the skew out; then passes, writes, and a busy machine.
+# The deadline restarts when a UID is written; others wait for the skew. Then passes, writes, and a busy machine.
 LEAK_LIMIT = DEADLINE + SKEW + 10.0
-# Another reconciler is elected once the Lease of the dead one has run out (15 s), which it looks at every 2 s.
+# Another reconciler is elected when the Lease of the dead one has expired (15 s), which it checks every 2 s.
 SUCCESSION = 15 + 2 * 2
 MANY = 120.0
-# How long a hold lasts in a cluster if nothing is said.
+# The default deadline of a pending reservation in a cluster.
 IN_A_CLUSTER = 15.0
-# From the start of three processes at once to the first claim that one of them admits.
+# From the concurrent start of three processes to the first admitted claim.
 RECOVERY = 5.0
-# Long enough for the list of ends to have it before the replicas are killed.
+# Long enough to be listed in BindingEnds before the replicas are killed.
 ENDS_AFTER = timedelta(seconds=10)
 
 Phases = list[tuple[str, bool]]
@@ -41,7 +41,7 @@ Phases = list[tuple[str, bool]]
 
 @frozen
 class Step:
-    """The write at which a process is killed, and on which side of the API server."""
+    """The write at which a process is killed, before or after the API server has it."""
 
     name: str
     phases: Phases
@@ -74,16 +74,16 @@ SOME = pytest.mark.parametrize("rounds", [1, pytest.param(20, marks=pytest.mark.
 FEW = pytest.mark.parametrize("rounds", [1, pytest.param(5, marks=pytest.mark.long)])
 
 
-def stopped_at(proxy: Proxy, node: str, step: Step) -> Stop:
-    """The next write of that kind on that node waits in our hands."""
+def stopped_at(proxy: Proxy, node: str, step: Step) -> Breakpoint:
+    """Holds the next write of that kind on that node."""
 
     def match(one: Exchange) -> bool:
         return is_reservation_write(one) and f"/{node}/" in one.path and one.phases == step.phases
 
-    stop = Stop(step.carried_out)
+    breakpoint_ = Breakpoint(step.carried_out)
     proxy.rules.clear()
-    proxy.on(step.name, match, stop, most=1)
-    return stop
+    proxy.on(step.name, match, breakpoint_, most=1)
+    return breakpoint_
 
 
 def on(node: str) -> Raw:
@@ -91,7 +91,7 @@ def on(node: str) -> Raw:
 
 
 async def until_made(here: Site, content: Raw, seconds: float) -> Raw:
-    """A client that does not give up."""
+    """Retries until the pod is created."""
 
     async def tried() -> Raw | None:
         try:
@@ -104,29 +104,30 @@ async def until_made(here: Site, content: Raw, seconds: float) -> Raw:
     return made
 
 
-async def until_stopped(here: Site, content: Raw, stop: Stop) -> Raw:
-    """The API server may write to a connection that the balancer has just cut: such a creation never came to us."""
+async def until_stopped(here: Site, content: Raw, breakpoint_: Breakpoint) -> Raw:
+    """Retries until gpuwarden has the creation: the API server may use a connection that the balancer has just
+    closed."""
     while True:
         try:
             return await here.kube.create(PODS, content, here.namespace)
         except ApiError as exc:
-            if stop.reached.is_set() or "denied the request" in exc.message:
+            if breakpoint_.reached.is_set() or "denied the request" in exc.message:
                 raise
 
 
-async def killed(worker: Worker, stop: Stop, *held_up: "asyncio.Task[Any]") -> float:
-    """When it was. What is held up by the step does not end before."""
-    reaching = asyncio.create_task(stop.reached.wait())
+async def killed(worker: Worker, breakpoint_: Breakpoint, *held_up: "asyncio.Task[Any]") -> float:
+    """Kills the process at the step and returns the time. The tasks in `held_up` end only after that."""
+    reaching = asyncio.create_task(breakpoint_.reached.wait())
     await asyncio.wait((reaching, *held_up), timeout=MANY, return_when=asyncio.FIRST_COMPLETED)
     assert reaching.done(), f"the step was not reached: {held_up}"
     await worker.kill()
-    stop.let_go()
+    breakpoint_.resume()
     return time.monotonic()
 
 
 @SOME
 @pytest.mark.parametrize("is_reconciled", [True, False], ids=["reconciler", "replicas alone"])
-async def test_a_replica_killed_at_any_step_leaves_nothing_past_the_deadline(
+async def test_replica_killed_at_any_step_leaves_no_reservation_after_the_deadline(
     cluster: Cluster, kube: Kube, tmp_path: Path, request: pytest.FixtureRequest, rounds: int, is_reconciled: bool
 ) -> None:
     plan = [step for step in OF_A_REPLICA for _ in range(rounds)]
@@ -134,16 +135,16 @@ async def test_a_replica_killed_at_any_step_leaves_nothing_past_the_deadline(
     leaks: dict[str, float] = {}
     async with site(cluster, kube, tmp_path, **shape) as here, Proxy(cluster) as proxy:
         other = await here.replica()
-        await here.reviewed()
+        await here.wait_until_reviewed()
         if is_reconciled:
             await here.reconciler()
-        await here.offered()
+        await here.wait_until_offered()
         for step, node in zip(plan, here.nodes, strict=True):
             victim = await here.replica(proxy.kubeconfig(tmp_path), serves=False)
             await here.balancer.only(victim)
-            stop = stopped_at(proxy, node, step)
-            creation = asyncio.create_task(until_stopped(here, on(node), stop))
-            died = await killed(victim, stop, creation)
+            breakpoint_ = stopped_at(proxy, node, step)
+            creation = asyncio.create_task(until_stopped(here, on(node), breakpoint_))
+            died = await killed(victim, breakpoint_, creation)
             with pytest.raises(ApiError, match="failed calling webhook"):
                 await creation
             await here.balancer.only(other)
@@ -154,53 +155,53 @@ async def test_a_replica_killed_at_any_step_leaves_nothing_past_the_deadline(
             else:
                 await until_made(here, on(node), LEAK_LIMIT)
             leaks[step.name] = max(leaks.get(step.name, 0.0), time.monotonic() - died)
-        if not is_reconciled:  # a replica cannot know that a pod which was named never ran
+        if not is_reconciled:  # a replica cannot know that a named pod never ran
             await here.reconciler()
         for step, node in zip(plan, here.nodes, strict=True):
             if is_reconciled or step.names_a_pod:
                 await until_made(here, on(node), LEAK_LIMIT)
         await wait_until(lambda: true(here.all_used))
-        tell(request, rounds=rounds, longest_leak_s=leaks)
-        here.judge.acquit()
+        report_figures(request, rounds=rounds, longest_leak_s=leaks)
+        here.checker.assert_no_violations()
 
 
-async def test_all_replicas_killed_amid_creations_leave_no_gpu_held_past_the_deadline(
+async def test_all_replicas_killed_during_creations_leave_no_reservation_after_the_deadline(
     cluster: Cluster, kube: Kube, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """With the deadline that a cluster has if nothing is said, and every policy; evidence of a node ends meanwhile."""
+    """With the default deadline and every policy; evidence of a node ends meanwhile."""
     flags = ("--clock-skew", f"{SKEW}s")
     async with (
-        scenery(cluster, kube, tmp_path, *flags, nodes=4, gpus=8, replicas=3) as scene,
-        guarded(scene.site),
+        running_harness(cluster, kube, tmp_path, *flags, nodes=4, gpus=8, replicas=3) as harness,
+        with_policies(harness.site),
     ):
-        here, (ending, lasting) = scene.site, scene.proven
-        await here.offered()
-        await scene.held_back("late", ending)
-        await scene.held_back("lasting", lasting)
+        here, (ending, lasting) = harness.site, harness.proven
+        await here.wait_until_offered()
+        await harness.create_gated_pod("late", ending)
+        await harness.create_gated_pod("lasting", lasting)
         storm = Storm(here, clients=32)
         creating = asyncio.create_task(storm.create(200, everything))
         reaping = asyncio.create_task(storm.reap(0.5))
-        await scene.prove(ending, ENDS_AFTER)
-        await wait_until(scene.ends, lambda data: near(data[ending]))
+        await harness.prove(ending, ENDS_AFTER)
+        await wait_until(harness.ends, lambda data: near(data[ending]))
         await wait_until(lambda: true(lambda: len(storm.tally.made) >= 50), seconds=MANY)
         await asyncio.gather(*(one.kill() for one in here.replicas))
         died = time.monotonic()
         made_before = len(storm.tally.made)
         assert not creating.done()
         await here.balancer.only()
-        await ended([reaping])
-        promised = await unseen(here)
-        releasing = asyncio.create_task(released(here, promised))
-        await asyncio.gather(*(goes_its_way(scene, name, lasting) for name in HOSTILE))
+        await cancel_and_wait([reaping])
+        reserved = await unseen(here)
+        releasing = asyncio.create_task(released(here, reserved))
+        await asyncio.gather(*(goes_its_way(harness, name, lasting) for name in HOSTILE))
         with pytest.raises(ApiError, match="failed calling webhook"):
             await kube.create(PODS, pod("asking", gpus=1), here.namespace)
-        await wait_until(scene.ends, lambda data: data[ending] <= stamp(utc_now()))
+        await wait_until(harness.ends, lambda data: data[ending] <= stamp(utc_now()))
         for name in ("late", "lasting"):
-            await scene.opened(name)
-        assert await scene.bound("lasting") == lasting
-        await scene.refused("late", f"the evidence of node {ending} ended")
+            await harness.open_gate(name)
+        assert await harness.bound("lasting") == lasting
+        await harness.refused("late", f"the evidence of node {ending} ended")
         reaping = asyncio.create_task(storm.reap(0.5))
-        # Whoever still tries has a claim.
+        # Only pods with a claim are still retried.
         stuck = len(storm.tally.made)
         began = time.monotonic()
         starting = asyncio.gather(*(here.replica() for _ in range(3)))
@@ -209,12 +210,12 @@ async def test_all_replicas_killed_amid_creations_leave_no_gpu_held_past_the_dea
         await starting
         gone_after = await releasing - died
         await creating
-        await ended([reaping])
+        await cancel_and_wait([reaping])
         left = [one for one in await kube.list(PODS, here.namespace) if not asks(one)]
-        tell(
+        report_figures(
             request,
             made_before=made_before,
-            held_for_nobody=len(promised),
+            held_for_nobody=len(reserved),
             gone_after_s=gone_after,
             recovery_s=recovery,
             without_a_claim=len(left),
@@ -222,18 +223,18 @@ async def test_all_replicas_killed_amid_creations_leave_no_gpu_held_past_the_dea
         assert len(storm.tally.made) == 200
         assert len(left) > len(HOSTILE)
         assert {shown for one in left for shown in seen(one).values()} == {"void"}
-        await asyncio.gather(*(scene.bound(one["metadata"]["name"]) for one in left))
-        here.judge.acquit()
+        await asyncio.gather(*(harness.bound(one["metadata"]["name"]) for one in left))
+        here.checker.assert_no_violations()
 
 
-async def released(here: Site, promised: frozenset[str]) -> float:
-    """When none of them was held any more."""
-    await wait_until(lambda: unseen(here), lambda now: not promised & now, IN_A_CLUSTER + SKEW + 10.0)
+async def released(here: Site, reserved: frozenset[str]) -> float:
+    """The time at which none of them was reserved any more."""
+    await wait_until(lambda: unseen(here), lambda now: not reserved & now, IN_A_CLUSTER + SKEW + 10.0)
     return time.monotonic()
 
 
 def everything(chance: random.Random) -> Raw:
-    """Half of them claims; plain pods, and pods that would have all GPUs of their node shown to them."""
+    """Half of the pods have claims; others have none, or variables that would show them all GPUs of the node."""
     kind = chance.random()
     if kind < 1 / 2:
         return mixed(chance)
@@ -245,27 +246,27 @@ def asks(one: Raw) -> bool:
     return "gpuwarden.io/gpu-uuid" in one["metadata"].get("annotations", {})
 
 
-async def goes_its_way(scene: Scene, kind: str, node: str) -> None:
-    """While nobody answers: the pod is made, sees nothing, and is bound."""
+async def goes_its_way(harness: Harness, kind: str, node: str) -> None:
+    """While no replica answers: the pod is created, sees no GPU, and is bound."""
     content = hostile_pod(HOSTILE[kind], name=f"hostile-{list(HOSTILE).index(kind)}")
     content["spec"]["nodeSelector"] = {"kubernetes.io/hostname": node}
-    made = await scene.kube.create(PODS, content, scene.namespace)
+    made = await harness.kube.create(PODS, content, harness.namespace)
     assert set(seen(made).values()) == {"void"}, kind
-    assert await scene.bound(made["metadata"]["name"]) == node
+    assert await harness.bound(made["metadata"]["name"]) == node
 
 
 async def unseen(here: Site) -> frozenset[str]:
-    """Reservations for pods that nobody has seen."""
+    """Reservations for pods that gpuwarden has not seen."""
     return frozenset(one["reservation"] for one in (await here.held()).values() if one["phase"] == "pending")
 
 
 @FEW
-async def test_a_reconciler_killed_as_it_confirms_leaves_the_pod_its_gpu(
+async def test_pod_keeps_its_gpu_if_the_reconciler_is_killed_while_confirming(
     cluster: Cluster, kube: Kube, tmp_path: Path, request: pytest.FixtureRequest, rounds: int
 ) -> None:
     async def begin(here: Site, node: str) -> Raw:
         content = on(node)
-        content["spec"]["schedulerName"] = "nobody"  # the review of its Binding would confirm it first
+        content["spec"]["schedulerName"] = "nobody"  # the review of its Binding would confirm the reservation first
         return await until_made(here, content, MANY)
 
     async def is_right(here: Site, node: str, made: Raw) -> bool:
@@ -277,7 +278,7 @@ async def test_a_reconciler_killed_as_it_confirms_leaves_the_pod_its_gpu(
 
 
 @FEW
-async def test_a_reconciler_killed_as_it_releases_leaves_nothing_held(
+async def test_gpu_is_released_if_the_reconciler_is_killed_while_releasing(
     cluster: Cluster, kube: Kube, tmp_path: Path, request: pytest.FixtureRequest, rounds: int
 ) -> None:
     async def begin(here: Site, node: str) -> Raw:
@@ -306,26 +307,26 @@ async def killing_reconcilers(
     begin: Callable[[Site, str], Coroutine[Any, Any, Raw]],
     is_right: Callable[[Site, str, Raw], Awaitable[bool]],
 ) -> None:
-    """The leader dies at the step; how long until the one that stands by has put things right."""
+    """Kills the leader at the step; returns how long the standby needs to correct the state."""
     plan = [step for step in steps for _ in range(rounds)]
     times: dict[str, float] = {}
     shape: dict[str, Any] = {"nodes": len(plan), "gpus": 1, "flags": FLAGS, "name": "kill", "replicas": 1}
     async with site(cluster, kube, directory, **shape) as here, Proxy(cluster) as proxy:
         through = proxy.kubeconfig(directory)
         leader = await here.reconciler(through)
-        await here.offered()
+        await here.wait_until_offered()
         for step, node in zip(plan, here.nodes, strict=True):
             standby = await here.reconciler(through, leads=False)
-            stop = stopped_at(proxy, node, step)
+            breakpoint_ = stopped_at(proxy, node, step)
             beginning = asyncio.create_task(begin(here, node))
-            died = await killed(leader, stop)
+            died = await killed(leader, breakpoint_)
             made = await beginning
             await wait_until(lambda node=node, made=made: is_right(here, node, made), seconds=SUCCESSION + LEAK_LIMIT)  # type: ignore[misc]
             times[step.name] = max(times.get(step.name, 0.0), time.monotonic() - died)
-            await standby.says("leading")
+            await standby.wait_for_log("leading")
             leader = standby
-        tell(request, rounds=rounds, longest_until_right_s=times)
-        here.judge.acquit()
+        report_figures(request, rounds=rounds, longest_until_right_s=times)
+        here.checker.assert_no_violations()
 
 
 async def true(look: Callable[[], bool]) -> bool:

@@ -1,4 +1,4 @@
-"""The ledger on a real API server: the same contract, and the second lock against hands that go round us."""
+"""The ledger on a real API server: the contract suite, and the CRD's rules against other writers."""
 
 import asyncio
 import copy
@@ -35,7 +35,7 @@ NODE_B = gpu_node("node-b", "GPU-b0")
 
 
 class ApiBench:
-    """The contract's nodes as objects of the API server, under a clock that the test turns."""
+    """The contract's nodes as objects of the API server, with a clock that the test sets."""
 
     def __init__(self, api: client.ApiClient, kube: Kube) -> None:
         self.now = datetime(2026, 1, 1, tzinfo=UTC)
@@ -44,7 +44,7 @@ class ApiBench:
         self.ledger, self.fleet = self.another()
 
     def another(self, skew: timedelta = timedelta(0)) -> tuple[ClusterLedger, Fleet]:
-        """A replica that has seen no reservation, and whose clock is off."""
+        """A replica that has seen no reservation, with a clock that is off by `skew`."""
         fleet = Fleet()
         for raw in (NODE_A, NODE_B):
             node = GpuNode.parse({**raw, "metadata": {**raw["metadata"], "resourceVersion": "0"}})
@@ -61,7 +61,7 @@ class ApiBench:
 
 
 async def installed(kube: Kube) -> None:
-    """Our CRDs, as an installer applies them; the API server checks their rules and what those may cost."""
+    """Applies the CRDs as an installer does; the API server checks their rules and the cost of these."""
     for manifest in manifests():
         name = manifest["metadata"]["name"]
         if await kube.find(CRDS, name) is None:
@@ -86,14 +86,14 @@ async def bench(cluster: Cluster, kube: Kube) -> AsyncIterator[ApiBench]:
 
 
 class TestClusterLedgerOnTheApiServer(LedgerContract):
-    """All of the contract."""
+    """The whole contract suite."""
 
     async def given_up(self, bench: Bench) -> Collection[Reservation]:
         assert isinstance(bench.ledger, ClusterLedger)
         return await bench.ledger.collect(bench.now, was_never_created=lambda _: True)
 
 
-async def test_replicas_that_see_nothing_of_each_other_never_hold_the_same_device(bench: ApiBench) -> None:
+async def test_independent_replicas_never_reserve_the_same_device(bench: ApiBench) -> None:
     ledgers = [bench.another()[0] for _ in range(4)]
     places = [on("node-a", f"GPU-a{k}") for k in range(4)]
     asks = [bench.reserve(ledgers[n % 4], ask(n), *places) for n in range(80)]
@@ -106,7 +106,7 @@ async def test_replicas_that_see_nothing_of_each_other_never_hold_the_same_devic
     }
 
 
-async def test_what_expired_is_taken_over_by_whoever_needs_it(bench: ApiBench) -> None:
+async def test_expired_reservation_is_replaced_by_a_new_one(bench: ApiBench) -> None:
     other, _ = bench.another()
     await bench.reserve(bench.ledger, ask(1), on("node-a", "GPU-a0"))
     await other.find(ReservationId("r1"), node="node-a")
@@ -116,13 +116,13 @@ async def test_what_expired_is_taken_over_by_whoever_needs_it(bench: ApiBench) -
     assert [entry["reservation"] for entry in (await bench.held()).values()] == [taken.id]
 
 
-async def test_clocks_that_are_off_by_the_skew_give_nothing_away_too_early(bench: ApiBench) -> None:
+async def test_clock_skew_never_releases_a_reservation_too_early(bench: ApiBench) -> None:
     slow, _ = bench.another(-CLOCK_SKEW)
     fast, _ = bench.another(CLOCK_SKEW)
     await bench.reserve(slow, ask(1), on("node-a", "GPU-a0"))
     await fast.find(ReservationId("r1"), node="node-a")
-    deadline = bench.now - CLOCK_SKEW + PENDING_DEADLINE  # as the slow one wrote it
-    bench.now = deadline - CLOCK_SKEW  # the fast one sees its end here, and waits the skew out
+    deadline = bench.now - CLOCK_SKEW + PENDING_DEADLINE  # as the replica with the slow clock wrote it
+    bench.now = deadline - CLOCK_SKEW  # for the fast clock it ends here; the replica waits for the skew
     await fast.collect(bench.now + CLOCK_SKEW)
     with pytest.raises(SlotsTakenError):
         await bench.reserve(fast, ask(2), on("node-a", "GPU-a0"))
@@ -133,10 +133,10 @@ async def test_clocks_that_are_off_by_the_skew_give_nothing_away_too_early(bench
         await slow.bind_to_pod(PodProof.NAMED, ReservationId("r1"), pod(1))
 
 
-# The second lock: whatever hand writes, the API server refuses to give a held device away.
+# The second lock: the API server refuses every write that releases a held device.
 
 
-async def test_kubectl_shows_what_is_free_and_held(bench: ApiBench, cluster: Cluster) -> None:
+async def test_kubectl_shows_free_and_held_counts(bench: ApiBench, cluster: Cluster) -> None:
     await bench.reserve(bench.ledger, ask(1), on("node-a", "GPU-a0", "GPU-a1"))
     process = await asyncio.create_subprocess_exec(
         *cluster.kubectl, "get", "gn", "node-a", "--no-headers", stdout=asyncio.subprocess.PIPE
@@ -145,8 +145,8 @@ async def test_kubectl_shows_what_is_free_and_held(bench: ApiBench, cluster: Clu
     assert out.decode().split()[:4] == ["node-a", "8", "6", "2"]
 
 
-async def test_a_node_with_2000_gpus_can_have_all_of_them_held(bench: ApiBench) -> None:
-    """Each by a reservation of its own, as long as they get."""
+async def test_all_2000_gpus_of_a_node_can_be_reserved(bench: ApiBench) -> None:
+    """Each GPU has its own reservation of maximum length."""
     uuids = [f"GPU-{k:08x}-0000-4000-8000-000000000000" for k in range(2000)]
     said = {"model": "NVIDIA H100 80GB HBM3", "memory": "81559Mi", "labels": ["fudo.org/gpu.memory-80g", "model=h100"]}
     devices = [{"uuid": uuid, "index": k, "serial": f"16503{k:08}", **said} for k, uuid in enumerate(uuids)]

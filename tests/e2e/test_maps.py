@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from scripts.controlplane.cluster import Cluster
-from tests.e2e.crew import Site
 from tests.e2e.kube import (
     EVENTS,
     NAMESPACES,
@@ -21,11 +20,12 @@ from tests.e2e.kube import (
     stateful_set,
     wait_until,
 )
+from tests.e2e.processes import Site
 from tests.e2e.test_ledger import GPU_NODES
 from tests.e2e.test_queue import GPU, gates, queueing, told
 
 MAP = "gpu-scheduling-map"
-# A namespace whose maps keep GPUs.
+# A namespace with the label that lets maps keep GPUs.
 KEEPS = {"metadata": {"labels": {"gpuwarden.io/maps": "true"}}}
 
 
@@ -38,7 +38,7 @@ def places(pods: list[Raw]) -> dict[str, tuple[str, str]]:
 
 
 async def placed(kube: Kube, here: Site, expected: dict[str, tuple[str, str]], uids: Collection[str] = ()) -> None:
-    """All of them run there, and none of those uids is among them."""
+    """Waits until all pods run with the expected GPUs; no pod has one of `uids`."""
 
     async def look() -> list[Raw]:
         return [one for one in await kube.list(PODS, here.namespace) if one["metadata"]["uid"] not in uids]
@@ -55,13 +55,13 @@ async def placed(kube: Kube, here: Site, expected: dict[str, tuple[str, str]], u
 async def test_a_stateful_set_keeps_its_gpus_through_deletion_scaling_and_a_rolling_update(
     cluster: Cluster, kube: Kube, tmp_path: Path
 ) -> None:
-    # Nothing is said of waiting: pods with a map wait in any case.
+    # Waiting is not configured: pods with a map wait in any case.
     async with queueing(cluster, kube, tmp_path, nodes=2, gpus=2, flags=("--when-unavailable", "deny")) as here:
         for node in here.nodes:
             numbered = [{"uuid": f"GPU-{node}-{k}", "index": k} for k in range(2)]
             await kube.patch(GPU_NODES, node, {"spec": {"devices": numbered}})
         await here.reconciler()
-        await here.offered()
+        await here.wait_until_offered()
         await kube.patch(NAMESPACES, here.namespace, KEEPS)
         await kube.patch(NODES, here.nodes[1], {"metadata": {"labels": {"gpu-node-name": "rack-1"}}})
         text = f"\n# rack 1\n0={here.nodes[0]}:1\n1=rack-1:0,1\n2={here.nodes[0]}:0\n"
@@ -72,10 +72,10 @@ async def test_a_stateful_set_keeps_its_gpus_through_deletion_scaling_and_a_roll
         both = {"web-0": (first, f"GPU-{first}-1"), "web-1": (second, f"GPU-{second}-0,GPU-{second}-1")}
         await placed(kube, here, both)
 
-        # Two replicas keep the GPUs of two ordinals: the third one's can be had.
+        # Two replicas keep the GPUs of two ordinals: those of the third are free.
         assert await is_served(kube, here)
 
-        # The ordinal's next pod comes while the old one's GPUs are still held.
+        # The ordinal's next pod is created while the GPUs of the old one are still reserved.
         old = {one["metadata"]["uid"] for one in await kube.list(PODS, here.namespace)}
         await kube.delete(PODS, "web-1", here.namespace)
         await placed(kube, here, {"web-1": both["web-1"]}, old)
@@ -93,9 +93,9 @@ async def test_a_stateful_set_keeps_its_gpus_through_deletion_scaling_and_a_roll
         update = {"spec": {"replicas": 3, "template": {"metadata": {"annotations": {MAP: smaller}}}}}
         await kube.patch(STATEFUL_SETS, "web", update, here.namespace)
         await placed(kube, here, {**both, "web-1": (second, f"GPU-{second}-1")}, old)
-        here.judge.acquit()
+        here.checker.assert_no_violations()
 
-        # Two nodes of one logical name: which is meant nobody can tell.
+        # Two nodes with one logical name: the map is ambiguous.
         await kube.patch(NODES, first, {"metadata": {"labels": {"gpu-node-name": "rack-1"}}})
         for node in here.nodes:
             await wait_until(lambda node=node: node_events(kube, node), bool)  # type: ignore[misc]  # bound now
@@ -108,10 +108,10 @@ async def test_a_stateful_set_keeps_its_gpus_through_deletion_scaling_and_a_roll
         await kube.patch(NODES, first, {"metadata": {"labels": {"gpu-node-name": None}}})
         await pod_in_phase(kube, here.namespace, "web-1", "Running")
 
-        # With the set goes the claim on its GPUs.
+        # Deleting the set ends its claim on the GPUs.
         await kube.delete(STATEFUL_SETS, "web", here.namespace)
         await wait_until(lambda: is_served(kube, here), bool)
-        here.judge.acquit()
+        here.checker.assert_no_violations()
 
 
 async def node_events(kube: Kube, node: str) -> list[Raw]:

@@ -1,4 +1,4 @@
-"""Challenged nodes on a real API server: replicas that share nothing but it and a key, with the shipped permissions."""
+"""Challenges on a real API server: replicas share only the API server and a key, and have the shipped permissions."""
 
 import asyncio
 import json
@@ -50,8 +50,8 @@ RBAC = {"ServiceAccount": SERVICE_ACCOUNTS, "ClusterRole": CLUSTER_ROLES, "Clust
 
 
 @frozen(eq=False)
-class Scene:
-    """Replicas, one node, and its agent."""
+class Harness:
+    """Replicas, one node, and its SPIRE agent."""
 
     cluster: Cluster
     kube: Kube
@@ -59,7 +59,8 @@ class Scene:
     replicas: tuple[Running, ...]
 
     async def is_old_enough(self) -> None:
-        """What is issued within the skew of a node's making might be of the node before it."""
+        """Waits until the Node is older than the clock skew: a token issued before could belong to a previous node of
+        this name."""
         made = datetime.fromisoformat((await self.kube.get(NODES, NODE))["metadata"]["creationTimestamp"])
 
         async def age() -> timedelta:
@@ -81,7 +82,7 @@ class Scene:
         return reply.status_code
 
     async def proves(self, replica: Running, hash: str = HASH) -> None:
-        """Post new proofs until one is taken: in one and the same second only one can be."""
+        """Posts new proofs until one is accepted: only one per second can be."""
 
         async def attempt() -> int:
             return await self.posted(replica, await self.token(replica, hash))
@@ -106,7 +107,7 @@ class Scene:
 
 @asynccontextmanager
 async def account_of(cluster: Cluster, kube: Kube) -> AsyncIterator[Path]:
-    """A kubeconfig that may do what `serve` may, and nothing else."""
+    """A kubeconfig with exactly the permissions of `serve`."""
     async with new_namespace(kube) as namespace:
         manifests = [
             one
@@ -127,7 +128,7 @@ async def came_up(cluster: Cluster, kube: Kube) -> None:
 
 
 @asynccontextmanager
-async def scene_of(cluster: Cluster, kube: Kube, account: Path, tmp_path: Path) -> AsyncIterator[Scene]:
+async def new_harness(cluster: Cluster, kube: Kube, account: Path, tmp_path: Path) -> AsyncIterator[Harness]:
     await installed(kube)
     agent = JwtWorkloadApiDouble(str(tmp_path / "agent.sock"), KEY, [evidence_id(NODE)])
     (tmp_path / "nonce.key").write_bytes(os.urandom(32))
@@ -146,9 +147,9 @@ async def scene_of(cluster: Cluster, kube: Kube, account: Path, tmp_path: Path) 
             starting = serving(tmp_path / f"replica-{number}", None, flags)
             processes = stack.enter_context(ExitStack())
             replicas.append(await asyncio.to_thread(processes.enter_context, starting))
-        scene = Scene(cluster, kube, agent, tuple(replicas))
-        await scene.is_old_enough()
-        yield scene
+        harness = Harness(cluster, kube, agent, tuple(replicas))
+        await harness.is_old_enough()
+        yield harness
 
 
 async def away(kube: Kube, of: object) -> None:
@@ -163,107 +164,105 @@ async def account(cluster: Cluster, kube: Kube) -> AsyncIterator[Path]:
 
 
 @pytest.fixture
-async def scene(cluster: Cluster, kube: Kube, account: Path, tmp_path: Path) -> AsyncIterator[Scene]:
-    async with scene_of(cluster, kube, account, tmp_path) as found:
+async def harness(cluster: Cluster, kube: Kube, account: Path, tmp_path: Path) -> AsyncIterator[Harness]:
+    async with new_harness(cluster, kube, account, tmp_path) as found:
         yield found
 
 
-async def test_a_proof_told_to_one_replica_counts_with_all(scene: Scene) -> None:
-    first, second = scene.replicas
-    assert not await scene.admits(first, HASH)
-    text = token(KEY, await scene.challenged(first), utc_now(), sub=evidence_id(NODE))
-    assert await scene.posted(second, text) == 200
-    await scene.all_admit(HASH, admitted=True)
-    entry = await scene.entry()
+async def test_proof_accepted_by_one_replica_is_used_by_all(harness: Harness) -> None:
+    first, second = harness.replicas
+    assert not await harness.admits(first, HASH)
+    text = token(KEY, await harness.challenged(first), utc_now(), sub=evidence_id(NODE))
+    assert await harness.posted(second, text) == 200
+    await harness.all_admit(HASH, admitted=True)
+    entry = await harness.entry()
     assert (entry["hash"], entry["banned"], len(entry["nonceDigest"])) == (HASH, False, 64)
-    await scene.proves(first, OTHER_HASH)
-    await scene.all_admit(HASH, admitted=False)
-    await scene.all_admit(OTHER_HASH, admitted=True)
+    await harness.proves(first, OTHER_HASH)
+    await harness.all_admit(HASH, admitted=False)
+    await harness.all_admit(OTHER_HASH, admitted=True)
 
 
 @asynccontextmanager
-async def another(scene: Scene, account: Path, directory: Path, *keys_from: str) -> AsyncIterator[Running]:
-    """A replica that has just been started; its keys are from where the others' are, if nothing else is said."""
+async def another(harness: Harness, account: Path, directory: Path, *keys_from: str) -> AsyncIterator[Running]:
+    """Starts another replica; its keys come from the same source by default."""
     flags = ["--ledger", "cluster", "--kubeconfig", str(account), "--evidence", "jwt-svid"]
     flags += ["--spire-trust-domain", TRUST_DOMAIN, "--nonce-key", str(directory / "nonce.key")]
-    flags += keys_from or ["--spire-workload-api", f"unix:{scene.agent.path}"]
+    flags += keys_from or ["--spire-workload-api", f"unix:{harness.agent.path}"]
     with ExitStack() as stack:
         place = Path(stack.enter_context(TemporaryDirectory(dir=directory)))
         yield await asyncio.to_thread(stack.enter_context, serving(place, None, flags))
 
 
-async def test_a_replica_that_starts_while_the_keys_are_away_goes_by_what_is_written(
-    scene: Scene, account: Path, tmp_path: Path
+async def test_replica_started_without_bundle_keys_uses_stored_evidence(
+    harness: Harness, account: Path, tmp_path: Path
 ) -> None:
-    """It is ready; what it cannot check it does not take, until it can."""
-    await scene.proves(scene.replicas[0])
-    await scene.agent.stop()
-    async with another(scene, account, tmp_path) as again:
-        assert await scene.admits(again, HASH)
-        assert await scene.posted(again, await scene.token(again)) == 503
-        await scene.agent.start()
-        await scene.proves(again)
+    """The replica is ready; it refuses what it cannot verify until it has the keys."""
+    await harness.proves(harness.replicas[0])
+    await harness.agent.stop()
+    async with another(harness, account, tmp_path) as again:
+        assert await harness.admits(again, HASH)
+        assert await harness.posted(again, await harness.token(again)) == 503
+        await harness.agent.start()
+        await harness.proves(again)
 
 
-async def test_a_node_attests_itself(scene: Scene) -> None:
-    first, second = scene.replicas
+async def test_a_node_attests_itself(harness: Harness) -> None:
+    first, second = harness.replicas
     command = [GPUWARDEN, "attest", "--once", "--server", first.urls["https"], "--node", NODE]
     command += ["--server-ca", str(first.directory / "certs/dev/ca.crt"), "--spire-trust-domain", TRUST_DOMAIN]
-    command += ["--spire-workload-api", f"unix:{scene.agent.path}"]
+    command += ["--spire-workload-api", f"unix:{harness.agent.path}"]
     process = await asyncio.create_subprocess_exec(*command, stderr=subprocess.PIPE)
     _, log = await asyncio.wait_for(process.communicate(), 60)
     assert process.returncode == 0, log.decode()
     assert json.loads(log.splitlines()[-1])["hash"] == HASH
-    await scene.all_admit(HASH, admitted=True)
+    await harness.all_admit(HASH, admitted=True)
     assert second.process.poll() is None
 
 
-async def test_an_api_server_that_is_away_takes_nothing_and_loses_nothing(scene: Scene) -> None:
-    """What was not written down was not accepted, and the answer says so in time."""
-    first, _ = scene.replicas
-    text = await scene.token(first)
-    scene.cluster.pause("kube-apiserver")
+async def test_proofs_are_refused_while_the_api_server_is_down_and_stored_evidence_stays(harness: Harness) -> None:
+    """A proof that was not stored is not accepted, and the answer says so in time."""
+    first, _ = harness.replicas
+    text = await harness.token(first)
+    harness.cluster.pause("kube-apiserver")
     try:
-        assert await scene.posted(first, text) == 503
+        assert await harness.posted(first, text) == 503
     finally:
-        scene.cluster.resume("kube-apiserver")
-    await wait_until(lambda: scene.kube.find(NODES, NODE))
-    await scene.proves(first)
-    await scene.all_admit(HASH, admitted=True)
+        harness.cluster.resume("kube-apiserver")
+    await wait_until(lambda: harness.kube.find(NODES, NODE))
+    await harness.proves(first)
+    await harness.all_admit(HASH, admitted=True)
 
 
-async def test_no_replica_takes_an_older_bundle_whichever_was_there_before(
-    scene: Scene, account: Path, tmp_path: Path
-) -> None:
-    """A key that was taken back would come back with it. Whoever has rebuilt SPIRE deletes the object."""
+async def test_no_replica_accepts_an_older_trust_bundle(harness: Harness, account: Path, tmp_path: Path) -> None:
+    """A revoked key would return with it. After rebuilding SPIRE an operator deletes the object."""
     ca, lost, new = trustme.CA(), SigningKey.make("key-2"), SigningKey.make("key-3")
     ca.cert_pem.write_to_path(tmp_path / "ca.pem")
     async with AsyncExitStack() as stack:
         shown = await stack.enter_async_context(endpoint(web_context(ca), document(KEY, sequence=8)))
         keys_from = ("--bundle-endpoint", shown.url, "--bundle-endpoint-ca", str(tmp_path / "ca.pem"))
-        stack.push_async_callback(scene.kube.delete, TRUST_BUNDLES, TRUST_DOMAIN)
-        async with another(scene, account, tmp_path, *keys_from) as first:
-            await scene.proves(first)
-        kept = await scene.kube.get(TRUST_BUNDLES, TRUST_DOMAIN)
+        stack.push_async_callback(harness.kube.delete, TRUST_BUNDLES, TRUST_DOMAIN)
+        async with another(harness, account, tmp_path, *keys_from) as first:
+            await harness.proves(first)
+        kept = await harness.kube.get(TRUST_BUNDLES, TRUST_DOMAIN)
         assert kept["status"]["sequence"] == 8
         backwards = {**kept, "status": {**kept["status"], "sequence": 7}}
         with pytest.raises(ApiError, match="never goes back"):
-            await scene.kube.replace(TRUST_BUNDLES, backwards, subresource="status")
+            await harness.kube.replace(TRUST_BUNDLES, backwards, subresource="status")
 
         shown.reply = http(document(KEY, lost, sequence=7))
-        async with another(scene, account, tmp_path, *keys_from) as again:
+        async with another(harness, account, tmp_path, *keys_from) as again:
             for key in (lost, KEY):
-                text = token(key, await scene.challenged(again), utc_now(), sub=evidence_id(NODE, OTHER_HASH))
-                assert await scene.posted(again, text) == 503
-            assert not await scene.admits(again, OTHER_HASH)
-            assert await scene.admits(again, HASH)  # what is written is good, keys or none
+                text = token(key, await harness.challenged(again), utc_now(), sub=evidence_id(NODE, OTHER_HASH))
+                assert await harness.posted(again, text) == 503
+            assert not await harness.admits(again, OTHER_HASH)
+            assert await harness.admits(again, HASH)  # stored evidence is valid, with or without keys
 
             shown.reply = http(document(new, sequence=1))
-            await scene.kube.delete(TRUST_BUNDLES, TRUST_DOMAIN)
+            await harness.kube.delete(TRUST_BUNDLES, TRUST_DOMAIN)
 
             async def attempt() -> int:
-                challenge = await scene.challenged(again)
-                return await scene.posted(again, token(new, challenge, utc_now(), sub=evidence_id(NODE)))
+                challenge = await harness.challenged(again)
+                return await harness.posted(again, token(new, challenge, utc_now(), sub=evidence_id(NODE)))
 
             assert await wait_until(attempt, lambda status: status == 200) == 200
-        assert (await scene.kube.get(TRUST_BUNDLES, TRUST_DOMAIN))["status"]["sequence"] == 1
+        assert (await harness.kube.get(TRUST_BUNDLES, TRUST_DOMAIN))["status"]["sequence"] == 1

@@ -1,4 +1,4 @@
-"""Pods that nothing can be had for now: created, gated, told why, and served in their turn. On a real control plane."""
+"""Pods without a free GPU are created, gated, get an Event, and are served in order. On a real control plane."""
 
 import itertools
 import time
@@ -11,7 +11,6 @@ import pytest
 from attrs import define
 
 from scripts.controlplane.cluster import Cluster
-from tests.e2e.crew import Site, site
 from tests.e2e.kube import (
     DEPLOYMENTS,
     EVENTS,
@@ -24,17 +23,18 @@ from tests.e2e.kube import (
     pod_in_phase,
     wait_until,
 )
+from tests.e2e.processes import Site, site
 
 QUEUE = ("--when-unavailable", "queue")
 GATE = "gpuwarden.io/queue"
 GPU = "gpuwarden.io/gpu-uuid"
-# What is promised, and what a machine that does other things besides may need.
+# The promise, and the limit for a busy machine.
 PROMISED, PATIENT = 2.0, 20.0
 
 
 @define
-class Line:
-    """Where pods wait rather than are refused."""
+class QueueHarness:
+    """A site where pods wait instead of being denied."""
 
     here: Site
     kube: Kube
@@ -59,14 +59,14 @@ class Line:
         await pod_in_phase(self.kube, self.namespace, name, "Running")
 
     async def run(self, *names: str) -> None:
-        """Pods that have a GPU each."""
+        """Creates pods that run with a GPU each."""
         for name in names:
             await self.create(name)
         for name in names:
             await self.runs(name)
 
     async def wait(self, name: str, gpus: int = 1, asked: dict[str, str] | None = None, **spec: Any) -> Raw:
-        """A pod that waits behind our gate."""
+        """Creates a pod that waits behind gpuwarden's gate."""
         made = await self.create(name, gpus, asked, **spec)
         assert gates(made) == [GATE]
         return made
@@ -78,11 +78,11 @@ class Line:
         assert gates(await self.get(name)) == [GATE]
 
     async def holders(self) -> set[str]:
-        """The uids of those that hold something."""
+        """The UIDs of pods with reservations."""
         return {str(entry["uid"]) for entry in (await self.here.held()).values()}
 
     async def opened_after(self, name: str, ended: str) -> float:
-        """How many seconds after the end of the one pod the gate of the other is open."""
+        """Ends one pod; returns the seconds until the gate of the other is removed."""
         await self.end(ended)
         freed = time.monotonic()
         await wait_until(lambda: self.get(name), lambda found: not gates(found), PATIENT)
@@ -99,16 +99,16 @@ async def queueing(
 
 
 @asynccontextmanager
-async def line(
+async def queue_harness(
     cluster: Cluster, kube: Kube, directory: Path, *, gpus: int, nodes: int = 1, acts: bool = True
-) -> AsyncIterator[Line]:
-    """With `acts`, somebody opens gates."""
+) -> AsyncIterator[QueueHarness]:
+    """With `acts`, a reconciler runs and removes gates."""
     async with queueing(cluster, kube, directory, nodes=nodes, gpus=gpus) as here:
         if acts:
             await here.reconciler()
-        await here.offered()
-        yield Line(here, kube)
-        here.judge.acquit()
+        await here.wait_until_offered()
+        yield QueueHarness(here, kube)
+        here.checker.assert_no_violations()
 
 
 def gates(raw: Raw) -> list[str]:
@@ -116,7 +116,7 @@ def gates(raw: Raw) -> list[str]:
 
 
 async def told(kube: Kube, raw: Raw, reason: str, words: str = "") -> str:
-    """The message of the event that says so."""
+    """Waits for the Event and returns its message."""
     meta = raw["metadata"]
     found = await wait_until(
         lambda: kube.list(EVENTS, meta["namespace"], fieldSelector=f"involvedObject.uid={meta['uid']}"),
@@ -125,14 +125,14 @@ async def told(kube: Kube, raw: Raw, reason: str, words: str = "") -> str:
     return next(str(one["message"]) for one in found if one["reason"] == reason and words in one["message"])
 
 
-async def test_more_pods_than_gpus_all_run_in_their_turn_and_never_two_on_one(
+async def test_queued_pods_all_run_in_order_and_never_two_on_one_gpu(
     cluster: Cluster, kube: Kube, tmp_path: Path
 ) -> None:
-    async with line(cluster, kube, tmp_path, gpus=2) as queue:
+    async with queue_harness(cluster, kube, tmp_path, gpus=2) as queue:
         await kube.create(DEPLOYMENTS, deployment("train", 5, 1), queue.namespace)
         there = await wait_until(queue.pods, lambda pods: len(pods) == 5)
         seen: set[str] = set()
-        while len(seen) < 5:  # each that runs is ended, and the next one has its GPU
+        while len(seen) < 5:  # each running pod is ended, and the next gets its GPU
             running = await wait_until(queue.pods, lambda pods: any(is_new(one, seen) for one in pods))
             for one in running:
                 if is_new(one, seen):
@@ -141,7 +141,7 @@ async def test_more_pods_than_gpus_all_run_in_their_turn_and_never_two_on_one(
                         await queue.end(one["metadata"]["name"])
         first = {one["metadata"]["uid"] for one in there}
         assert len(first & seen) >= 2
-        assert len(queue.here.judge.seen) >= 5
+        assert len(queue.here.checker.seen) >= 5
         await kube.delete(DEPLOYMENTS, "train", queue.namespace)
 
 
@@ -149,12 +149,12 @@ def is_new(raw: Raw, seen: set[str]) -> bool:
     return raw["status"]["phase"] == "Running" and raw["metadata"]["uid"] not in seen
 
 
-async def test_who_waits_is_told_why_and_served_within_moments_of_a_gpu_being_free(
+async def test_queued_pod_gets_an_event_and_is_served_soon_after_a_gpu_is_free(
     cluster: Cluster, kube: Kube, tmp_path: Path
 ) -> None:
-    async with line(cluster, kube, tmp_path, gpus=1) as queue:
+    async with queue_harness(cluster, kube, tmp_path, gpus=1) as queue:
         await queue.run("first")
-        # With terms of its own: their number is fixed once a pod exists, what stands in them is not.
+        # The pod has own affinity terms: their number is immutable once a pod exists, their content is not.
         own = [{"matchExpressions": [{"key": "kubernetes.io/os", "operator": "In", "values": ["linux"]}]}] * 2
         required = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": own}}
         waits = await queue.wait("second", affinity={"nodeAffinity": required})
@@ -168,7 +168,7 @@ async def test_who_waits_is_told_why_and_served_within_moments_of_a_gpu_being_fr
         assert "gpuwarden.io/queued" not in opened["metadata"].get("labels", {})
         await queue.runs("second")
         await told(kube, waits, "GateOpened")
-        # The machine may be busy at the one moment or the other.
+        # The machine may be busy at any one of these moments.
         names = ["second", *(f"later-{number}" for number in range(4))]
         for before, name in itertools.pairwise(names):
             if min(took) > PROMISED:
@@ -177,8 +177,8 @@ async def test_who_waits_is_told_why_and_served_within_moments_of_a_gpu_being_fr
         assert min(took) < PROMISED
 
 
-async def test_a_pod_waits_for_evidence(cluster: Cluster, kube: Kube, tmp_path: Path) -> None:
-    async with line(cluster, kube, tmp_path, gpus=1, acts=False) as queue:
+async def test_pod_without_a_proven_node_waits_in_the_queue(cluster: Cluster, kube: Kube, tmp_path: Path) -> None:
+    async with queue_harness(cluster, kube, tmp_path, gpus=1, acts=False) as queue:
         asked = {"gpuwarden.io/required-hash": "sha256:later"}
         for one in (await queue.wait("careful", 1, asked), await queue.wait("proven-only", 0, asked)):
             assert "attested as sha256:later" in one["metadata"]["annotations"]["gpuwarden.io/waiting"]
@@ -190,18 +190,16 @@ async def test_a_pod_waits_for_evidence(cluster: Cluster, kube: Kube, tmp_path: 
 
 
 @pytest.mark.long  # a Lease has to end twice
-async def test_a_reconciler_that_ends_between_the_steps_leaves_nothing_double(
-    cluster: Cluster, kube: Kube, tmp_path: Path
-) -> None:
-    """Where exactly it ends is left to chance here; every step is taken in tests/admission/queue/test_queue.py."""
-    async with line(cluster, kube, tmp_path, gpus=1, acts=False) as queue:
+async def test_interrupted_reconciler_serves_no_queued_pod_twice(cluster: Cluster, kube: Kube, tmp_path: Path) -> None:
+    """The moment of the kill is random; tests/admission/queue/test_queue.py covers every step."""
+    async with queue_harness(cluster, kube, tmp_path, gpus=1, acts=False) as queue:
         here = queue.here
         await queue.run("first")
         waits = await queue.wait("second")
         deaf = await here.reconciler()
         await wait_until(here.held, lambda held: {entry["phase"] for entry in held.values()} == {"finalized"})
         await queue.end("first")
-        # Whatever it was doing at that moment, it does no more.
+        # It stops in the middle of its work.
         await deaf.kill()
         await here.reconciler()
         await queue.runs("second")
@@ -210,10 +208,8 @@ async def test_a_reconciler_that_ends_between_the_steps_leaves_nothing_double(
         await wait_until(here.held, lambda left: not left)
 
 
-async def test_a_pod_that_is_deleted_while_it_waits_leaves_nothing(
-    cluster: Cluster, kube: Kube, tmp_path: Path
-) -> None:
-    async with line(cluster, kube, tmp_path, gpus=1) as queue:
+async def test_queued_pod_that_is_deleted_leaves_no_reservation(cluster: Cluster, kube: Kube, tmp_path: Path) -> None:
+    async with queue_harness(cluster, kube, tmp_path, gpus=1) as queue:
         await queue.run("first")
         await queue.wait("second")
         third = await queue.wait("third")
@@ -223,10 +219,10 @@ async def test_a_pod_that_is_deleted_while_it_waits_leaves_nothing(
         assert await queue.holders() == {third["metadata"]["uid"]}
 
 
-async def test_what_a_namespace_demands_meanwhile_ends_the_wait_until_it_demands_it_no_more(
+async def test_changed_namespace_requirement_applies_to_queued_pods(
     cluster: Cluster, kube: Kube, tmp_path: Path
 ) -> None:
-    async with line(cluster, kube, tmp_path, gpus=1) as queue:
+    async with queue_harness(cluster, kube, tmp_path, gpus=1) as queue:
         await queue.run("first")
         waits = await queue.wait("second")
         key = "gpuwarden.io/required-hash"
@@ -239,14 +235,14 @@ async def test_what_a_namespace_demands_meanwhile_ends_the_wait_until_it_demands
         assert await queue.holders() == {waits["metadata"]["uid"]}
 
 
-async def test_a_gate_of_ones_own_is_taken_off_and_one_that_is_put_on_elsewhere_is_never_opened(
+async def test_gate_set_by_a_user_is_removed_on_opt_in_and_stays_elsewhere(
     cluster: Cluster, kube: Kube, tmp_path: Path
 ) -> None:
-    async with line(cluster, kube, tmp_path, gpus=1) as queue:
+    async with queue_harness(cluster, kube, tmp_path, gpus=1) as queue:
         own = await queue.create("own", schedulingGates=[{"name": GATE}])
         assert gates(own) == []
         assert own["metadata"]["annotations"][GPU] in queue.here.gpus
-        # Where nobody reviews.
+        # In a namespace without reviews.
         elsewhere = queue.here.own_namespace
         stray = await kube.create(PODS, pod("stray", schedulingGates=[{"name": GATE}]), elsewhere)
         assert "only gpuwarden may add this gate" in await told(kube, stray, "Forged")
@@ -254,10 +250,8 @@ async def test_a_gate_of_ones_own_is_taken_off_and_one_that_is_put_on_elsewhere_
         await kube.delete(PODS, "stray", elsewhere)
 
 
-async def test_a_large_claim_is_served_before_small_ones_that_came_later(
-    cluster: Cluster, kube: Kube, tmp_path: Path
-) -> None:
-    async with line(cluster, kube, tmp_path, gpus=2) as queue:
+async def test_large_claim_is_served_before_later_small_claims(cluster: Cluster, kube: Kube, tmp_path: Path) -> None:
+    async with queue_harness(cluster, kube, tmp_path, gpus=2) as queue:
         await queue.run("a", "b")
         large = await queue.wait("large", 2)
         await told(kube, large, "NoFreeDevice")
@@ -274,10 +268,10 @@ async def test_a_large_claim_is_served_before_small_ones_that_came_later(
         await queue.runs(name)
 
 
-async def test_while_a_large_claim_waits_for_its_node_small_ones_use_the_others(
+async def test_small_claims_use_other_nodes_while_a_large_claim_waits(
     cluster: Cluster, kube: Kube, tmp_path: Path
 ) -> None:
-    async with line(cluster, kube, tmp_path, nodes=2, gpus=2) as queue:
+    async with queue_harness(cluster, kube, tmp_path, nodes=2, gpus=2) as queue:
         await queue.run("a", "b", "c")
         where = {name: await queue.node_of(name) for name in "abc"}
         assert where["a"] == where["b"] != where["c"]
@@ -286,7 +280,7 @@ async def test_while_a_large_claim_waits_for_its_node_small_ones_use_the_others(
         small = await wait_until(lambda: created_gated(queue, large), bool)
         assert small is not None
         name = small["metadata"]["name"]
-        # One GPU is free, beside c: that is where the large one will be.
+        # One GPU is free on the node of c; the large pod will run there.
         await told(kube, small, "NoFreeDevice", "turn of another pod")
         await queue.end("a")
         await queue.runs(name)
@@ -297,8 +291,9 @@ async def test_while_a_large_claim_waits_for_its_node_small_ones_use_the_others(
         assert await queue.node_of("large") == where["c"]
 
 
-async def created_gated(queue: Line, first: Raw) -> Raw | None:
-    """A small pod that has to wait, once the replica knows who came first; that is told in whole seconds."""
+async def created_gated(queue: QueueHarness, first: Raw) -> Raw | None:
+    """Creates a small pod that waits: it must be younger than the first pod by creation time, which has a resolution of
+    seconds."""
     made = await queue.create(None)
     if gates(made) and made["metadata"]["creationTimestamp"] > first["metadata"]["creationTimestamp"]:
         return made

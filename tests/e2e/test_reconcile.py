@@ -1,4 +1,4 @@
-"""The reconciler with real pods: they come, run, end and go as the API server and its controllers will have it."""
+"""The reconciler with real pods that the API server and its controllers create, run and delete."""
 
 import asyncio
 import copy
@@ -31,11 +31,9 @@ RECORD = ClaimRecord(gpus=1)
 
 @pytest.fixture
 async def reconciling(cluster: Cluster, bench: ApiBench) -> AsyncIterator[ApiBench]:  # noqa: F811 - the fixture
-    """A reconciler at work on what a watch of all pods tells it."""
+    """A reconciler that gets events from a watch of all pods."""
     async with await connect(Settings(kubeconfig=cluster.kubeconfig)) as api:
-        await wait_until(
-            ApiPods(api).reserved_pods, lambda found: not found
-        )  # those of earlier tests are on their way out
+        await wait_until(ApiPods(api).reserved_pods, lambda found: not found)  # pods of earlier tests are being deleted
         events = ApiEvents(api, utc_now, lambda _: None)
         reconciler = Reconciler(bench.ledger, ApiPods(api), events, lambda: bench.now)
         watch = Watch(api, PODS_PATH, reconciler)
@@ -62,7 +60,7 @@ async def reconciling(cluster: Cluster, bench: ApiBench) -> AsyncIterator[ApiBen
 
 
 def dressed_pod(reservation_id: str, **annotations: str) -> Raw:
-    """A pod as it leaves the mutating door, in the part that the reconciler reads."""
+    """A dressed pod, with the fields that the reconciler reads."""
     ours = {
         "gpuwarden.io/reservation-id": reservation_id,
         "gpuwarden.io/node": "node-a",
@@ -85,14 +83,16 @@ async def is_in_phase(bench: ApiBench, phase: str | None) -> bool:  # noqa: F811
     return (entry and entry["phase"]) == phase
 
 
-async def test_a_pod_that_exists_is_confirmed_with_its_uid(reconciling: ApiBench, kube: Kube, namespace: str) -> None:
+async def test_existing_pod_is_bound_to_its_reservation_by_uid(
+    reconciling: ApiBench, kube: Kube, namespace: str
+) -> None:
     await reserved(reconciling, namespace)
     created = await kube.create(PODS, dressed_pod("r1"), namespace)
     await wait_until(lambda: is_in_phase(reconciling, "finalized"))
     assert (await reconciling.held())["GPU-a0/0"]["uid"] == created["metadata"]["uid"]
 
 
-async def test_a_pod_that_succeeds_frees_its_devices_though_it_is_still_listed(
+async def test_succeeded_pod_releases_its_devices_before_it_is_deleted(
     reconciling: ApiBench, kube: Kube, namespace: str
 ) -> None:
     await reserved(reconciling, namespace)
@@ -104,7 +104,7 @@ async def test_a_pod_that_succeeds_frees_its_devices_though_it_is_still_listed(
     assert await kube.find(PODS, "train", namespace) is not None
 
 
-async def test_a_terminating_pod_holds_its_devices_until_it_is_gone(
+async def test_terminating_pod_keeps_its_devices_until_it_is_gone(
     reconciling: ApiBench, kube: Kube, namespace: str
 ) -> None:
     await reserved(reconciling, namespace)
@@ -119,7 +119,7 @@ async def test_a_terminating_pod_holds_its_devices_until_it_is_gone(
     assert await kube.find(PODS, "train", namespace) is None
 
 
-# What the watch alone would never mend.
+# What the watch alone would never correct.
 
 EVENTS = Resource("api/v1", "events")
 CONFIG_MAPS = Resource("api/v1", "configmaps")
@@ -129,7 +129,7 @@ async def reasons(kube: Kube, namespace: str) -> set[str]:
     return {one["reason"] for one in await kube.list(EVENTS, namespace)}
 
 
-async def test_an_owned_pod_that_is_never_bound_is_removed_by_uid_and_an_event_says_why(
+async def test_owned_pod_that_is_never_scheduled_is_deleted_by_uid_with_an_event(
     reconciling: ApiBench, kube: Kube, namespace: str
 ) -> None:
     owner = await kube.create(CONFIG_MAPS, {"metadata": {"name": "owner"}}, namespace)
@@ -146,7 +146,7 @@ async def test_an_owned_pod_that_is_never_bound_is_removed_by_uid_and_an_event_s
     await wait_until(lambda: reasons(kube, namespace), lambda found: "BindDeadlinePassed" in found)
 
 
-async def test_a_pod_that_comes_after_its_reservation_is_gone_gets_it_back_or_is_told(
+async def test_late_pod_gets_its_reservation_back_or_an_event(
     reconciling: ApiBench, kube: Kube, namespace: str
 ) -> None:
     await kube.create(PODS, dressed_pod("r1"), namespace)
@@ -164,7 +164,7 @@ async def test_a_pod_that_comes_after_its_reservation_is_gone_gets_it_back_or_is
     assert (await reconciling.held())["GPU-a0/0"]["reservation"] == "r1"
 
 
-async def test_a_deleted_gpu_node_stays_until_its_last_pod_is_gone(
+async def test_deleted_gpunode_stays_until_its_last_pod_is_gone(
     reconciling: ApiBench, kube: Kube, namespace: str
 ) -> None:
     await reserved(reconciling, namespace)
@@ -182,9 +182,7 @@ async def test_a_deleted_gpu_node_stays_until_its_last_pod_is_gone(
     await kube.create(GPU_NODES, copy.deepcopy(NODE_A))
 
 
-async def test_a_gpu_node_that_was_deleted_by_force_and_made_anew_is_rebuilt_from_the_pods(
-    reconciling: ApiBench, kube: Kube, namespace: str
-) -> None:
+async def test_recreated_gpunode_is_rebuilt_from_the_pods(reconciling: ApiBench, kube: Kube, namespace: str) -> None:
     await reserved(reconciling, namespace)
     created = await kube.create(PODS, dressed_pod("r1"), namespace)
     await wait_until(lambda: is_in_phase(reconciling, "finalized"))
@@ -194,7 +192,7 @@ async def test_a_gpu_node_that_was_deleted_by_force_and_made_anew_is_rebuilt_fro
     assert (await reconciling.held())["GPU-a0/0"]["uid"] == created["metadata"]["uid"]
 
 
-async def test_a_hold_that_a_hand_took_out_is_put_back(reconciling: ApiBench, kube: Kube, namespace: str) -> None:
+async def test_manually_removed_reservation_is_restored(reconciling: ApiBench, kube: Kube, namespace: str) -> None:
     await reserved(reconciling, namespace)
     await kube.create(PODS, dressed_pod("r1"), namespace)
     await wait_until(lambda: is_in_phase(reconciling, "finalized"))
@@ -202,19 +200,18 @@ async def test_a_hold_that_a_hand_took_out_is_put_back(reconciling: ApiBench, ku
     await kube.patch(
         GPU_NODES, "node-a", [{"op": "replace", "path": f"{path}/phase", "value": "releasing"}], subresource="status"
     )
-    with suppress(ApiError):  # the reconciler may have been faster
+    with suppress(ApiError):  # the reconciler may have restored it already
         await kube.patch(GPU_NODES, "node-a", [{"op": "remove", "path": path}], subresource="status")
     await wait_until(lambda: is_in_phase(reconciling, "finalized"))
 
 
 @pytest.mark.defect("S4-8")
-async def test_the_garbage_collector_takes_no_reservation_away(
-    reconciling: ApiBench, kube: Kube, namespace: str
-) -> None:
+async def test_garbage_collector_deletes_no_reservation(reconciling: ApiBench, kube: Kube, namespace: str) -> None:
     await reserved(reconciling, namespace)
     await kube.create(PODS, dressed_pod("r1"), namespace)
     await wait_until(lambda: is_in_phase(reconciling, "finalized"))
-    # Made later, and of an owner that is not there: once it has been collected, what came before it has been looked at.
+    # It is created later and has an owner that does not exist: once it is collected, the collector has considered the
+    # earlier objects.
     nobody = {"apiVersion": "v1", "kind": "ConfigMap", "name": "nobody", "uid": "00000000-0000-0000-0000-000000000000"}
     await kube.create(CONFIG_MAPS, {"metadata": {"name": "orphan", "ownerReferences": [nobody]}}, namespace)
     await gone(kube, CONFIG_MAPS, "orphan", namespace)

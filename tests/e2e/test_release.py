@@ -1,4 +1,4 @@
-"""`gpuwarden release`: an operator ends what is held for a pod that is gone."""
+"""`gpuwarden release`: an operator releases the GPU of a deleted pod."""
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -9,11 +9,11 @@ import pytest
 
 from scripts.controlplane.cluster import Cluster
 from tests.e2e.attacks.test_force_delete import delete, run_victim
-from tests.e2e.crew import Site, guarded, site
 from tests.e2e.kube import CLUSTER_ROLE_BINDINGS, CLUSTER_ROLES, EVENTS, PODS, ApiError, Kube, Raw, pod, wait_until
+from tests.e2e.processes import Site, site, with_policies
 from tests.running import GPUWARDEN
 
-# Nothing ends by itself here.
+# No orphan is released by time in these tests.
 FLAGS = ("--orphan-margin", "1h", "--max-grace", "1h")
 
 
@@ -21,12 +21,12 @@ FLAGS = ("--orphan-margin", "1h", "--max-grace", "1h")
 async def here(cluster: Cluster, kube: Kube, tmp_path: Path) -> AsyncIterator[Site]:
     async with site(cluster, kube, tmp_path, nodes=1, gpus=1, name="end", replicas=1, flags=FLAGS) as found:
         await found.reconciler()
-        await found.offered()
+        await found.wait_until_offered()
         yield found
 
 
 async def release(kubeconfig: Path, *wanted: str) -> tuple[int, str]:
-    """Exit status, and all that was said."""
+    """The exit status and the output."""
     process = await asyncio.create_subprocess_exec(
         GPUWARDEN,
         "release",
@@ -45,7 +45,7 @@ async def orphans(here: Site, node: str) -> list[Raw]:
     return [one for one in (await here.held_on(node)).values() if "orphanedAt" in one]
 
 
-async def test_an_operator_releases_the_gpu_of_a_pod_that_is_gone(here: Site, cluster: Cluster) -> None:
+async def test_release_frees_the_gpu_of_a_deleted_pod(here: Site, cluster: Cluster) -> None:
     (node,) = here.nodes
     uuid = await run_victim(here, node, grace=0)
     name = f"{here.namespace}/old-{node}"
@@ -79,14 +79,14 @@ WRITES_STATUS = [
 MANAGES = {"apiGroups": ["gpuwarden.io"], "resources": ["reservations"], "verbs": ["manage"]}
 
 
-async def test_who_may_write_the_status_and_not_manage_releases_nothing(here: Site, cluster: Cluster) -> None:
-    """The two differ by that permission alone, and with every policy in place."""
+async def test_release_needs_manage_permission_beside_status_writes(here: Site, cluster: Cluster) -> None:
+    """The two accounts differ only in that permission; every policy is installed."""
     (node,) = here.nodes
     uuid = await run_victim(here, node, grace=0)
     await delete(here, node, 0)
     await wait_until(lambda: orphans(here, node))
     rights = {"release-writes": WRITES_STATUS, "release-manages": [*WRITES_STATUS, MANAGES]}
-    async with guarded(here), granted(here.kube, rights):
+    async with with_policies(here), granted(here.kube, rights):
         status, said = await release(cluster.as_user("release-writes"), uuid)
         assert (status, "may you manage reservations.gpuwarden.io?" in said) == (1, True), said
         assert await orphans(here, node)
@@ -97,7 +97,7 @@ async def test_who_may_write_the_status_and_not_manage_releases_nothing(here: Si
 
 @asynccontextmanager
 async def granted(kube: Kube, rights: Mapping[str, Sequence[Raw]]) -> AsyncIterator[None]:
-    """By name of a user, in the whole cluster."""
+    """Grants a user cluster-wide rights."""
     async with AsyncExitStack() as stack:
         for name, rules in rights.items():
             ref = {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": name}

@@ -1,4 +1,4 @@
-"""Several replicas and a reconciler, as processes, behind a real API server. The pods themselves are the judges."""
+"""Several replicas and a reconciler as processes behind a real API server, checked by the pods alone."""
 
 import asyncio
 import subprocess
@@ -10,9 +10,9 @@ import pytest
 
 from scripts.controlplane.cluster import Cluster
 from tests.e2e.conftest import GPUS, NODES, new_namespace
-from tests.e2e.hooks import ENABLED, MUTATED, VALIDATED, at_url, hook
 from tests.e2e.kube import MUTATING, PODS, VALIDATING, ApiError, Kube, Raw, forced_away, pod, pods_in_phase, wait_until
 from tests.e2e.test_ledger import GPU_NODES, installed
+from tests.e2e.webhook_configurations import ENABLED, MUTATED, VALIDATED, at_url, hook
 from tests.ledger.fake_store import gpu_node
 from tests.running import GPUWARDEN, WITHOUT_EVIDENCE, Running, serving
 
@@ -22,9 +22,9 @@ SLOTS = len(NODES) * GPUS
 
 @pytest.fixture
 async def gpu_nodes(kube: Kube) -> AsyncIterator[None]:
-    """What discovery would have written."""
+    """The GPUNodes that discovery would write."""
     await installed(kube)
-    # A GPUNode that is made anew is rebuilt from the pods: those of earlier tests, on their way out, hold theirs still.
+    # A recreated GPUNode is rebuilt from the pods: those of earlier tests keep their GPUs until they are gone.
     await wait_until(lambda: reserved_pods(kube), lambda left: not left)
     for name in NODES:
         await kube.create(GPU_NODES, gpu_node(name, *(f"GPU-{name}-{k}" for k in range(GPUS))))
@@ -55,15 +55,15 @@ def reconciler(cluster: Cluster, tmp_path: Path) -> Iterator[subprocess.Popen[by
 
 @pytest.fixture
 async def namespaces(kube: Kube, replicas: list[Running]) -> AsyncIterator[list[str]]:
-    """One for each replica, which mutates its pods; the next replica validates them."""
+    """A namespace per replica, which mutates its pods; the next replica validates them."""
     async with AsyncExitStack() as stack:
         names = [await stack.enter_async_context(new_namespace(kube, ENABLED)) for _ in replicas]
         for number, name in enumerate(names):
-            doors = (
+            harness = (
                 (MUTATING, "mutate.gpuwarden.io", "/mutate", replicas[number], MUTATED),
                 (VALIDATING, "validate.gpuwarden.io", "/validate", replicas[(number + 1) % REPLICAS], VALIDATED),
             )
-            for kind, hook_name, path, server, rules in doors:
+            for kind, hook_name, path, server, rules in harness:
                 ca = server.directory / "certs/dev/ca.crt"
                 selector = {"kubernetes.io/metadata.name": name}
                 webhook = hook(hook_name, at_url(server.urls["https"]), path, ca, selector, rules)
@@ -75,13 +75,13 @@ async def namespaces(kube: Kube, replicas: list[Running]) -> AsyncIterator[list[
 
 
 async def reserved_pods(kube: Kube) -> list[str]:
-    """Pods that carry a reservation, wherever they are."""
+    """All pods with a reservation."""
     pods = [one["metadata"] for one in await kube.list(PODS)]
     return [one["name"] for one in pods if "gpuwarden.io/reservation-id" in (one.get("annotations") or {})]
 
 
 async def acts(kube: Kube, namespace: str) -> bool:
-    """Whether both doors are there: the dry run is dressed by one and not refused by the other."""
+    """Whether both webhooks act: a dry run is dressed by one and allowed by the other."""
     try:
         made = await kube.create(PODS, pod("probe", gpus=1), namespace, dryRun="All")
     except ApiError:
@@ -118,7 +118,7 @@ async def reach(kube: Kube, expected: int) -> bool:
     return await finalized(kube) == expected
 
 
-async def test_more_pods_than_gpus_through_three_replicas_fill_every_gpu_once(
+async def test_three_replicas_assign_every_gpu_once_to_more_pods_than_gpus(
     kube: Kube, namespaces: list[str], reconciler: subprocess.Popen[bytes]
 ) -> None:
     results = await asyncio.gather(*(tried(kube, name) for name in namespaces for _ in range(SLOTS // 2)))
@@ -141,13 +141,13 @@ async def test_more_pods_than_gpus_through_three_replicas_fill_every_gpu_once(
     assert len(gpus) == len(set(gpus)) == SLOTS
 
 
-async def test_a_replica_that_is_killed_takes_nothing_with_it(
+async def test_killed_replica_loses_no_reservation(
     kube: Kube, namespaces: list[str], replicas: list[Running], reconciler: subprocess.Popen[bytes]
 ) -> None:
     before = await asyncio.gather(*(tried(kube, namespaces[0]) for _ in range(4)))
     assert not [one for one in before if isinstance(one, ApiError)]
     replicas[0].process.kill()
-    # The second namespace is mutated by the second replica and validated by the third.
+    # The second replica mutates and the third validates pods of the second namespace.
     after = await asyncio.gather(*(tried(kube, namespaces[1]) for _ in range(SLOTS)))
     assert sum(not isinstance(one, ApiError) for one in after) == SLOTS - 4
     gpus = [uuid for one in await alive(kube, namespaces[:2]) for uuid in gpus_of(one)]

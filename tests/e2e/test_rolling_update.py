@@ -1,4 +1,4 @@
-"""Replicas are replaced one after the other, as a Deployment does it, while pods are reviewed."""
+"""Replicas are replaced one by one, as by a Deployment, while pods are reviewed."""
 
 import asyncio
 import itertools
@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from scripts.controlplane.cluster import Cluster
-from tests.e2e.crew import Site, site
-from tests.e2e.figures import tell
 from tests.e2e.kube import PODS, ApiError, Kube, pod
+from tests.e2e.measurements import report_figures
+from tests.e2e.processes import Site, site
 
-# What a chart gives as `preStop: {sleep: …}`, shorter: until then no new connection comes to a replica that is to end.
+# Shorter than the chart's `preStop: {sleep: …}`: until then a replica that will stop gets no new connection.
 PRE_STOP = 1.0
-# Requests in flight and idle connections end by themselves long before `--drain-timeout`.
+# Requests in flight and idle connections end long before `--drain-timeout`.
 GRACE = 30.0
 
 
@@ -27,17 +27,17 @@ async def created(here: Site, number: int, lost: list[str], counts: list[int]) -
         counts[number] += 1
 
 
-async def test_a_rolling_update_loses_no_review(
+async def test_rolling_update_loses_no_review(
     cluster: Cluster, kube: Kube, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     async with site(cluster, kube, tmp_path, nodes=1, gpus=4, name="rolling", replicas=2) as here:
-        await here.offered()
+        await here.wait_until_offered()
         lost: list[str] = []
         counts = [0] * 6
         load = [asyncio.ensure_future(created(here, number, lost, counts)) for number in range(len(counts))]
         try:
             for old in list(here.replicas):
-                await here.replica()  # ready before the old one goes
+                await here.replica()  # ready before the old one stops
                 before = sum(counts)
                 here.balancer.servers.remove(old)
                 await asyncio.sleep(PRE_STOP)
@@ -50,5 +50,5 @@ async def test_a_rolling_update_loses_no_review(
             for task in load:
                 with suppress(asyncio.CancelledError):
                     await task
-        tell(request, creations=sum(counts), lost=len(lost))
+        report_figures(request, creations=sum(counts), lost=len(lost))
         assert lost == []

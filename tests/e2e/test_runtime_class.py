@@ -1,19 +1,17 @@
-"""A RuntimeClass that is written into pods, on an API server whose own plugin fills in what the class says."""
+"""A RuntimeClass that gpuwarden writes into pods, on an API server whose plugin applies the class."""
 
 from pathlib import Path
 
 from scripts.controlplane.cluster import Cluster
-from tests.e2e.crew import site
 from tests.e2e.kube import PODS, Kube, Resource, pod, pod_in_phase
+from tests.e2e.processes import site
 
 RUNTIME_CLASSES = Resource("apis/node.k8s.io/v1", "runtimeclasses", is_namespaced=False)
 CLASS = "gpuwarden-e2e"
 OVERHEAD = {"cpu": "10m"}
 
 
-async def test_pods_with_gpus_run_in_the_runtime_class_and_no_others_do(
-    cluster: Cluster, kube: Kube, tmp_path: Path
-) -> None:
+async def test_only_pods_with_gpus_get_the_runtime_class(cluster: Cluster, kube: Kube, tmp_path: Path) -> None:
     flags = ("--runtime-class", CLASS, "--when-unavailable", "queue")
     raw = {"metadata": {"name": CLASS}, "handler": "nvidia", "overhead": {"podFixed": OVERHEAD}}
     await kube.create(RUNTIME_CLASSES, raw)
@@ -31,6 +29,6 @@ async def test_pods_with_gpus_run_in_the_runtime_class_and_no_others_do(
             for one in (first, waited):
                 assert (one["spec"]["runtimeClassName"], one["spec"]["overhead"]) == (CLASS, OVERHEAD)
             assert "runtimeClassName" not in plain["spec"]
-            here.judge.acquit()
+            here.checker.assert_no_violations()
     finally:
         await kube.delete(RUNTIME_CLASSES, CLASS)

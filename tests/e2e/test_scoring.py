@@ -1,5 +1,5 @@
-"""Hints on a real API server: a pod that is hinted runs with the class's number, and no scorer can keep a pod from
-being created."""
+"""Hints on a real API server: a pod with hints runs with the class's priority, and no scorer can prevent the creation
+of a pod."""
 
 import asyncio
 import json
@@ -15,9 +15,9 @@ import yaml
 
 from scripts.controlplane.cluster import ROOT, Cluster
 from tests.e2e.conftest import new_namespace
-from tests.e2e.crew import Site, site
-from tests.e2e.figures import tell
 from tests.e2e.kube import JOBS, NODES, PODS, ApiError, Kube, Raw, Resource, gone, pod, pod_in_phase, wait_until
+from tests.e2e.measurements import report_figures
+from tests.e2e.processes import Site, site
 from tests.running import GPUWARDEN, START_TIMEOUT
 from tests.scoring.doubles import GOOD, HTML, FakeScorer, good, scoring
 
@@ -46,7 +46,7 @@ async def classes(kube: Kube) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def scored_site(cluster: Cluster, kube: Kube, directory: Path) -> AsyncIterator[Site]:
-    """Two nodes that say which GPUs they have, and nobody who serves yet."""
+    """Two nodes with GPU annotations and no running server yet."""
     async with site(cluster, kube, directory, nodes=2, gpus=2, name="score") as here:
         for node in here.nodes:
             await kube.patch(NODES, node, {"metadata": {"labels": {CLASS: MODEL}}})
@@ -56,9 +56,9 @@ async def scored_site(cluster: Cluster, kube: Kube, directory: Path) -> AsyncIte
 async def serve(here: Site, url: str, timeout: str = "2s") -> None:
     here.flags = ("--scorer", url, "--scorer-timeout", timeout)
     await here.replica()
-    await here.reviewed()
+    await here.wait_until_reviewed()
     await here.reconciler()
-    await here.offered()
+    await here.wait_until_offered()
 
 
 @asynccontextmanager
@@ -93,14 +93,14 @@ def is_hinted(found: Raw) -> bool:
 @pytest.mark.defect("S3-3")
 @pytest.mark.defect("S3-9")
 @pytest.mark.defect("X-2")
-async def test_the_documented_pod_and_job_run_with_the_hints_of_our_own_scorer(
+async def test_documented_pod_and_job_run_with_hints_of_the_own_scorer(
     cluster: Cluster, kube: Kube, tmp_path: Path
 ) -> None:
     async with classes(kube), scored_site(cluster, kube, tmp_path) as here, own_scorer(cluster, tmp_path) as url:
         await serve(here, url)
         await kube.create(PODS, example("pod.yaml"), here.namespace)
         assert is_hinted(await pod_in_phase(kube, here.namespace, "bert", "Running"))
-        # What is changed later is not scored again: a label goes on, and the pod goes away.
+        # Later changes are not scored again: a label is added, and the pod is deleted.
         touched = await kube.patch(PODS, "bert", {"metadata": {"labels": {"touched": "yes"}}}, here.namespace)
         assert touched["metadata"]["labels"]["touched"] == "yes"
         await kube.delete(PODS, "bert", here.namespace)
@@ -123,11 +123,11 @@ async def test_the_documented_pod_and_job_run_with_the_hints_of_our_own_scorer(
             assert made["spec"]["template"]["metadata"]["annotations"] == made["metadata"]["annotations"]
 
 
-# Scorers of all kinds.
+# Scorers with any behaviour.
 
 
 async def created(here: Site, content: Raw, *, dry_run: bool = True) -> tuple[Raw, str]:
-    """The pod, and the warnings that its creator saw."""
+    """The created pod and the warnings that its creator got."""
     path = PODS.path(here.namespace)
     query = {"dryRun": "All"} if dry_run else {}
     got = await here.kube.http.post(path, json=content, params=query)
@@ -163,7 +163,7 @@ BAD_NOW: dict[str, Raw] = {
 @pytest.mark.defect("S3-15")
 @pytest.mark.defect("X-1")
 @pytest.mark.defect("X-2")
-async def test_whatever_a_scorer_does_pods_are_created(
+async def test_pods_are_created_whatever_a_scorer_answers(
     cluster: Cluster, kube: Kube, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     async with scored_site(cluster, kube, tmp_path) as here:
@@ -173,18 +173,18 @@ async def test_whatever_a_scorer_does_pods_are_created(
             await pods_of_every_shape_are_created(here, double)
             await nothing_is_listed_for_a_review(here, double)
             for name, members in BAD_NOW.items():
-                await created(here, asking(f"before-{name}"))  # a good answer: nobody is left alone yet
+                await created(here, asking(f"before-{name}"))  # a good answer: the scorer is not skipped yet
                 with behaving(double, members):
                     started = time.monotonic()
                     made, said = await created(here, asking(name))
                     took = time.monotonic() - started
-                    assert took < 10, name  # the API server would have given up
+                    assert took < 10, name  # the API server's timeout
                     assert "the pod is admitted without hints" in said, name
                     assert double.asked[-1]["job_type"] == name
                     assert "gpuwarden.io/gpu-uuid" in made["metadata"]["annotations"], name
                     assert made["spec"]["priority"] == 0
                     await the_documented_job_runs_without_hints(here, f"job-{name}")
-            tell(request, slow_s=took)
+            report_figures(request, slow_s=took)
             await what_runs_is_told(here, double)
         _, said = await created(here, asking("dead"))
         assert "the scorer cannot be reached: the pod is admitted without hints" in said
@@ -194,7 +194,7 @@ async def test_whatever_a_scorer_does_pods_are_created(
 
 
 def traces(made: Raw) -> list[str]:
-    """What a scorer has left in a pod."""
+    """The traces of a scorer in a pod."""
     notes, spec = made["metadata"]["annotations"], made["spec"]
     written = [key for key in notes if key.partition("/")[2] in ("priority-score", "chosen-gpu", "decision-timestamp")]
     return [*written, *(key for key in ("nodeSelector", "priorityClassName") if key in spec)]
@@ -218,7 +218,7 @@ REVIEWS = 30
 
 
 async def nothing_is_listed_for_a_review(here: Site, double: FakeScorer) -> None:
-    """Others list as well, now and then."""
+    """Other clients list now and then, too."""
     before, asked = await lists(here.kube), len(double.asked)
     await asyncio.gather(*(created(here, asking(f"listed-{number}")) for number in range(REVIEWS)))
     assert len(double.asked) - asked == REVIEWS
@@ -226,7 +226,7 @@ async def nothing_is_listed_for_a_review(here: Site, double: FakeScorer) -> None
 
 
 async def lists(kube: Kube) -> float:
-    """How many the API server has answered of what hints are made of."""
+    """The number of list requests for the kinds that hints are made of."""
     text = (await kube.http.get("/metrics")).raise_for_status().text
     counted = re.findall(r"^apiserver_request_total{([^}]*)} (\S+)$", text, re.MULTILINE)
     of = ("nodes", "pods", "priorityclasses", "gpunodes")
@@ -240,7 +240,7 @@ async def lists(kube: Kube) -> float:
 
 
 async def what_runs_is_told(here: Site, double: FakeScorer) -> None:
-    """By the watch: the one pod that was really created and is still there."""
+    """Reported by watch: the one pod that was really created and still exists."""
     await created(here, asking("stays"), dry_run=False)
     number = 0
 
@@ -265,7 +265,7 @@ async def a_class_is_named_only_where_there_is_one(here: Site) -> None:
             return int((await created(here, asking(f"later-{number}")))[0]["spec"]["priority"])
 
         await wait_until(priority, lambda found: found == 750)
-        # A default class is set before webhooks see the pod: its number has to give way as well.
+        # The API server sets a default class before it calls webhooks: gpuwarden replaces its number, too.
         usual = {"metadata": {"name": "score-usual"}, "value": 5, "globalDefault": True}
         await here.kube.create(PRIORITY_CLASSES, usual)
         try:
@@ -277,8 +277,8 @@ async def a_class_is_named_only_where_there_is_one(here: Site) -> None:
 
 
 async def usual_priority(here: Site) -> int | None:
-    """Of a pod that is not scored. While a default class comes or goes the API server contradicts itself for a moment,
-    and refuses pods."""
+    """The priority of a pod without a score. While a default class is created or deleted, the API server is
+    inconsistent for a moment and refuses pods."""
     try:
         return int((await created(here, pod(None, gpus=1)))[0]["spec"]["priority"])
     except ApiError:
@@ -286,7 +286,7 @@ async def usual_priority(here: Site) -> int | None:
 
 
 async def pods_of_every_shape_are_created(here: Site, double: FakeScorer) -> None:
-    """Whatever of it there is to be added to."""
+    """With and without each member that a patch extends."""
     double.body = good(gpu_selector={**GOOD["gpu_selector"], "tolerations": [*GOOD["gpu_selector"]["tolerations"], {}]})
     for name, spec in SHAPES.items():
         made, _ = await created(here, asking(name, **spec))

@@ -1,4 +1,4 @@
-"""What SPIRE says of agents becomes NodeEvidence in a real API server, by a real reconciler."""
+"""A real reconciler writes SPIRE's data on agents as NodeEvidence to a real API server."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -14,7 +14,7 @@ from scripts.controlplane.cluster import gpu_node as node_object
 from tests import builders
 from tests.e2e.kube import NODES, Kube, Raw, Resource, forced_away, gone, pod, wait_until
 from tests.e2e.test_ledger import GPU_NODES, installed
-from tests.e2e.test_stops import LEASES
+from tests.e2e.test_shutdown import LEASES
 from tests.evidence.certificates import Authority
 from tests.evidence.doubles import SERVER_ID, TRUST_DOMAIN, VERIFIER, SpireDouble, WorkloadApiDouble, agent
 from tests.ledger.fake_store import gpu_node
@@ -32,8 +32,8 @@ HASH, OTHER_HASH = "sha256:aa11", "sha256:bb22"
 
 
 @frozen(eq=False)
-class Scene:
-    """A SPIRE Server that the reconciler asks, and the NodeEvidence of one node."""
+class Harness:
+    """A SPIRE Server that the reconciler queries, and the NodeEvidence of one node."""
 
     cluster: Cluster
     kube: Kube
@@ -46,15 +46,15 @@ class Scene:
         sources = ((found or {}).get("status") or {}).get("sources") or {}
         return sources.get("spire-server")
 
-    async def says(self, **members: object) -> Raw | None:
-        """Wait until the entry says this."""
+    async def wait_for_entry(self, **members: object) -> Raw | None:
+        """Waits until the entry has these values."""
         return await wait_until(
             self.entry, lambda entry: entry is not None and all(entry.get(key) == one for key, one in members.items())
         )
 
 
 @pytest.fixture
-async def scene(cluster: Cluster, kube: Kube, namespace: str, tmp_path: Path) -> AsyncIterator[Scene]:
+async def harness(cluster: Cluster, kube: Kube, namespace: str, tmp_path: Path) -> AsyncIterator[Harness]:
     await installed(kube)
     await kube.create(NODE_EVIDENCES, new_node_evidence(NODE))
     static = {"status": {"sources": {"static": {"hash": HASH, "banned": False, "conflict": False}}}}
@@ -70,36 +70,36 @@ async def scene(cluster: Cluster, kube: Kube, namespace: str, tmp_path: Path) ->
         await asyncio.to_thread(
             stack.enter_context, reconciling(tmp_path, [*cluster_flags, *flags.split(), *also.split()])
         )
-        quiet = ("--log-level", "warn")  # nobody reads it, and a pipe holds 64 KiB
-        yield Scene(cluster, kube, spire, namespace, (*cluster_flags[:2], *flags.split(), *also.split(), *quiet))
+        quiet = ("--log-level", "warn")  # the log is a pipe of 64 KiB that is not read
+        yield Harness(cluster, kube, spire, namespace, (*cluster_flags[:2], *flags.split(), *also.split(), *quiet))
     await spire.stop()
     await api.stop()
-    if await kube.find(NODE_EVIDENCES, NODE):  # the reconciler deletes it where there is no Node
+    if await kube.find(NODE_EVIDENCES, NODE):  # the reconciler deletes evidence without a Node
         await kube.delete(NODE_EVIDENCES, NODE)
 
 
-async def test_the_reconciler_writes_what_spire_says(scene: Scene) -> None:
+async def test_reconciler_writes_evidence_of_spire(harness: Harness) -> None:
     expires_at = utc_now().replace(microsecond=0) + TTL
-    scene.spire.agents = [agent(NODE, HASH, expires_at=expires_at)]
+    harness.spire.agents = [agent(NODE, HASH, expires_at=expires_at)]
     until = (expires_at - TTL + MAX_AGE).strftime("%Y-%m-%dT%H:%M:%SZ")
-    await scene.says(hash=HASH, banned=False, conflict=False, until=until)
+    await harness.wait_for_entry(hash=HASH, banned=False, conflict=False, until=until)
 
     clone = agent(NODE, OTHER_HASH, expires_at=expires_at, id="/spire/agent/x509pop/clone")
-    scene.spire.agents.append(clone)
-    await scene.says(conflict=True, banned=False)
+    harness.spire.agents.append(clone)
+    await harness.wait_for_entry(conflict=True, banned=False)
 
-    scene.spire.agents = [agent(NODE, HASH, expires_at=expires_at, banned=True)]
-    await scene.says(banned=True)
+    harness.spire.agents = [agent(NODE, HASH, expires_at=expires_at, banned=True)]
+    await harness.wait_for_entry(banned=True)
 
-    scene.spire.agents = []
-    await wait_until(scene.entry, lambda entry: entry is None)
+    harness.spire.agents = []
+    await wait_until(harness.entry, lambda entry: entry is None)
 
 
-async def test_evidence_of_a_source_that_is_no_longer_asked_does_not_stay(scene: Scene) -> None:
-    """Somebody's word that has no end would stand for ever."""
+async def test_evidence_of_a_removed_source_is_deleted(harness: Harness) -> None:
+    """Evidence without an end would be valid for ever."""
 
     async def sources() -> Raw:
-        found = await scene.kube.find(NODE_EVIDENCES, NODE) or {}
+        found = await harness.kube.find(NODE_EVIDENCES, NODE) or {}
         return dict((found.get("status") or {}).get("sources") or {})
 
     await wait_until(sources, lambda found: found == {})
@@ -107,7 +107,8 @@ async def test_evidence_of_a_source_that_is_no_longer_asked_does_not_stay(scene:
 
 @asynccontextmanager
 async def away(spire: SpireDouble) -> AsyncIterator[Callable[[], Awaitable[None]]]:
-    """It hangs up on whoever asks; the function waits until a failure has been dealt with, as the next one shows."""
+    """Makes SPIRE close every connection. Yields a function that waits for a second failure, so that the first has been
+    processed."""
     await spire.stop()
     failed = asyncio.Event()
 
@@ -125,53 +126,55 @@ async def away(spire: SpireDouble) -> AsyncIterator[Callable[[], Awaitable[None]
     nobody.close()
 
 
-async def test_while_spire_is_away_its_evidence_stays_as_it_was(scene: Scene) -> None:
-    scene.spire.agents = [agent(NODE, HASH, expires_at=utc_now() + TTL)]
-    before = await scene.says(hash=HASH)
-    async with away(scene.spire) as failed_twice:
+async def test_evidence_stays_unchanged_while_spire_is_down(harness: Harness) -> None:
+    harness.spire.agents = [agent(NODE, HASH, expires_at=utc_now() + TTL)]
+    before = await harness.wait_for_entry(hash=HASH)
+    async with away(harness.spire) as failed_twice:
         await failed_twice()
-        assert await scene.entry() == before
+        assert await harness.entry() == before
 
 
-async def test_whoever_is_elected_again_while_spire_is_away_takes_no_ban_of_another_leader_back(scene: Scene) -> None:
-    scene.spire.agents = [agent(NODE, HASH, expires_at=utc_now() + TTL)]
-    await scene.says(hash=HASH, banned=False)
+async def test_reelected_leader_does_not_revert_a_ban_of_another_leader(
+    harness: Harness,
+) -> None:
+    harness.spire.agents = [agent(NODE, HASH, expires_at=utc_now() + TTL)]
+    await harness.wait_for_entry(hash=HASH, banned=False)
     ban = {"status": {"sources": {"spire-server": {"banned": True}}}}
 
     async def is_led_by_another() -> bool:
-        """Whoever leads puts a hand right at once."""
-        await scene.kube.patch(NODE_EVIDENCES, NODE, ban, subresource="status")
+        """A leader corrects manual changes at once."""
+        await harness.kube.patch(NODE_EVIDENCES, NODE, ban, subresource="status")
         await asyncio.sleep(2)
-        entry = await scene.entry()
+        entry = await harness.entry()
         return entry is not None and bool(entry["banned"])
 
     async def holder() -> str:
-        lease = await scene.kube.get(LEASES, LEASE, scene.namespace)
+        lease = await harness.kube.get(LEASES, LEASE, harness.namespace)
         return str(lease["spec"]["holderIdentity"])
 
-    async with away(scene.spire) as failed_twice:
+    async with away(harness.spire) as failed_twice:
         another = {"spec": {"holderIdentity": "another", "renewTime": f"{utc_now():%Y-%m-%dT%H:%M:%S.%fZ}"}}
-        await scene.kube.patch(LEASES, LEASE, another, scene.namespace)
+        await harness.kube.patch(LEASES, LEASE, another, harness.namespace)
         await wait_until(is_led_by_another)
         assert await holder() == "another"
         await wait_until(holder, lambda found: found != "another")
         await failed_twice()
-    entry = await scene.entry()
+    entry = await harness.entry()
     assert entry is not None
     assert entry["banned"] is True
 
 
 @frozen(eq=False)
 class Served:
-    """The same node with a GPU, and a server that goes by what is written of it."""
+    """The node with a GPU, and a server that uses its stored evidence."""
 
-    scene: Scene
+    harness: Harness
     server: Running
 
     async def born(self) -> datetime:
-        """Make the Node, and wait so long that an agent can have attested after that."""
-        await asyncio.to_thread(self.scene.cluster.add_nodes, [node_object(NODE)])
-        made = datetime.fromisoformat((await self.scene.kube.get(NODES, NODE))["metadata"]["creationTimestamp"])
+        """Creates the Node, and waits until an agent can have attested after that."""
+        await asyncio.to_thread(self.harness.cluster.add_nodes, [node_object(NODE)])
+        made = datetime.fromisoformat((await self.harness.kube.get(NODES, NODE))["metadata"]["creationTimestamp"])
 
         async def age() -> timedelta:
             return utc_now() - made
@@ -180,9 +183,9 @@ class Served:
         return made
 
     def attested_after(self, made: datetime, serial: str) -> None:
-        """By the newest moment that is certain, as it is told: a skew after the Node was made, and a little."""
+        """Attested at the earliest time that is certainly after the Node was created: the skew and a little more."""
         expires_at = made + SKEW + timedelta(seconds=1) + TTL
-        self.scene.spire.agents = [agent(NODE, HASH, expires_at=expires_at, serial=serial)]
+        self.harness.spire.agents = [agent(NODE, HASH, expires_at=expires_at, serial=serial)]
 
     async def admits(self) -> bool:
         asked = {"gpuwarden.io/required-hash": HASH}
@@ -196,15 +199,15 @@ class Served:
 
 
 @pytest.fixture
-async def served(scene: Scene, tmp_path: Path) -> AsyncIterator[Served]:
+async def served(harness: Harness, tmp_path: Path) -> AsyncIterator[Served]:
     (tmp_path / "serve").mkdir()
     async with AsyncExitStack() as stack:
         for of in (NODES, GPU_NODES):
-            stack.push_async_callback(removed, scene.kube, of)
-        await asyncio.to_thread(scene.cluster.add_nodes, [node_object(NODE)])
-        await scene.kube.create(GPU_NODES, gpu_node(NODE, "GPU-spire"))
-        starting = serving(tmp_path / "serve", None, scene.flags)
-        yield Served(scene, await asyncio.to_thread(stack.enter_context, starting))
+            stack.push_async_callback(removed, harness.kube, of)
+        await asyncio.to_thread(harness.cluster.add_nodes, [node_object(NODE)])
+        await harness.kube.create(GPU_NODES, gpu_node(NODE, "GPU-spire"))
+        starting = serving(tmp_path / "serve", None, harness.flags)
+        yield Served(harness, await asyncio.to_thread(stack.enter_context, starting))
 
 
 async def removed(kube: Kube, of: Resource) -> None:
@@ -212,26 +215,26 @@ async def removed(kube: Kube, of: Resource) -> None:
         await forced_away(kube, of, NODE)
 
 
-async def test_a_node_made_anew_under_its_old_name_has_to_be_attested_anew(served: Served) -> None:
-    """The agent of the machine before is still in the registry, alive and not banned."""
-    scene = served.scene
+async def test_recreated_node_must_be_attested_again(served: Served) -> None:
+    """The agent of the previous machine is still in the registry, alive and not banned."""
+    harness = served.harness
     served.attested_after(await served.born(), serial="1")
     await served.comes_to_admit(admitted=True)
-    await scene.kube.delete(NODES, NODE)
-    await gone(scene.kube, NODES, NODE)
+    await harness.kube.delete(NODES, NODE)
+    await gone(harness.kube, NODES, NODE)
     made = await served.born()
     await served.comes_to_admit(admitted=False)
-    assert (await scene.says(hash=HASH))["banned"] is False  # type: ignore[index]  # it says something
+    assert (await harness.wait_for_entry(hash=HASH))["banned"] is False  # type: ignore[index]  # it says something
     served.attested_after(made, serial="2")
     await served.comes_to_admit(admitted=True)
 
 
-async def test_a_server_that_starts_while_spire_is_away_goes_by_what_is_written(served: Served, tmp_path: Path) -> None:
+async def test_server_started_while_spire_is_down_uses_stored_evidence(served: Served, tmp_path: Path) -> None:
     served.attested_after(await served.born(), serial="1")
     await served.comes_to_admit(admitted=True)
-    await served.scene.spire.stop()
+    await served.harness.spire.stop()
     (tmp_path / "again").mkdir()
     with ExitStack() as stack:
-        starting = serving(tmp_path / "again", None, served.scene.flags)
-        again = Served(served.scene, await asyncio.to_thread(stack.enter_context, starting))
+        starting = serving(tmp_path / "again", None, served.harness.flags)
+        again = Served(served.harness, await asyncio.to_thread(stack.enter_context, starting))
         assert await again.admits()

@@ -1,4 +1,4 @@
-"""The policy that is shipped for SPIRE Server, in the engine that the server has, beside rules of the server's form."""
+"""The shipped policy for SPIRE Server, in the server's own engine, beside rules in the server's form."""
 
 import json
 import shutil
@@ -15,7 +15,7 @@ EXAMPLES = ROOT / "examples/spire"
 PROGRAM = ROOT / "tests/opa"
 BUILD_LIMIT = 600.0
 API = "/spire.api.server."
-# What the server makes of a call for who is an administrator, or asks by its socket, and for everybody.
+# The server's input for calls by administrators, over its socket, and by others.
 SERVERS_OWN = """
 package spire
 
@@ -59,7 +59,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def answers(engine: Path, policy: str, data: Raw) -> dict[tuple[str, str], Raw]:
-    """What the engine says of each call, by caller and method."""
+    """The engine's verdicts by caller and method."""
     calls = [(who, API + method) for who in (OURS, *OTHERS) for method in (*FOR_ADMINISTRATORS, *FOR_ALL)]
     asked = [{"caller": who, "full_method": method, "req": {}} for who, method in calls]
     question = json.dumps({"policy": policy, "data": data, "calls": asked})
@@ -68,7 +68,7 @@ def answers(engine: Path, policy: str, data: Raw) -> dict[tuple[str, str], Raw]:
     return dict(zip(calls, json.loads(done.stdout), strict=True))
 
 
-def test_one_more_caller_may_make_one_more_call_and_nothing_else_changes(engine: Path) -> None:
+def test_policy_allows_one_more_caller_one_more_method(engine: Path) -> None:
     apis = [{"full_method": API + one, "allow_admin": True, "allow_local": True} for one in FOR_ADMINISTRATORS]
     apis += [{"full_method": API + one, "allow_any": True} for one in FOR_ALL]
     ours = json.loads((EXAMPLES / "gpuwarden-reader.json").read_text())

@@ -19,8 +19,6 @@ from attrs import define, field
 
 from scripts.controlplane.cluster import Cluster
 from scripts.controlplane.cluster import gpu_node as node_object
-from tests.e2e.crew import Site, site
-from tests.e2e.figures import tell
 from tests.e2e.kube import (
     EVENTS,
     NAMESPACES,
@@ -37,6 +35,8 @@ from tests.e2e.kube import (
     pod,
     wait_until,
 )
+from tests.e2e.measurements import report_figures
+from tests.e2e.processes import Site, site
 from tests.e2e.test_bind import OURS, binding
 from tests.e2e.test_extender import NODE_EVIDENCES
 from tests.e2e.test_ledger import GPU_NODES
@@ -58,17 +58,17 @@ INDICES = {0: (1, 0), 1: (2,), 2: (0, 1, 2)}
 GPUS = 4
 LOGICAL = {"sets-0": "node1", "sets-1": "node2", "sets-2": "node3"}
 NAMES = tuple(LOGICAL)
-# What has to happen after a pod has gone: its GPUs are given back, the next one waits for them, is served and bound.
+# After a pod is gone its GPUs are released, and the next one waits, is served and bound.
 LONG = 2 * PATIENCE
 READY, STOPS_AFTER = "kubelet.test/ready", "kubelet.test/stops-after"
 
-# A pod that is deleted by force, or whose node is gone, keeps its GPUs for its grace period and the margin.
+# A pod that is deleted by force, or whose node is deleted, keeps its GPUs for its grace period and the margin.
 GRACE = 1
-# Pods that say nothing of it have 30 s.
+# The default grace period.
 ORPHANS = ("--max-grace", "30s", "--orphan-margin", "1s")
 
 Place = tuple[str, tuple[str, ...]]
-"""A node, and GPUs of it."""
+"""A node and some of its GPUs."""
 
 
 def gpus_of(node: str, *indices: int) -> tuple[str, ...]:
@@ -79,7 +79,7 @@ PLACES: Mapping[int, Place] = {n: (NAMES[n], gpus_of(NAMES[n], *INDICES[n])) for
 
 
 def mapped_set(name: str = SET, replicas: int = 3, text: str = MAP, asked: Mapping[str, str] | None = None) -> Raw:
-    """Its containers say all that can be said of the variable before: nothing, something else, something of it."""
+    """The containers cover each case of the variable: no `env`, other variables, a value, a reference."""
     containers: list[Raw] = [
         {"name": "bare", "image": "app:1"},
         {"name": "has-env", "image": "app:1", "env": [{"name": "MODE", "value": "x"}]},
@@ -109,7 +109,7 @@ def mapped_set(name: str = SET, replicas: int = 3, text: str = MAP, asked: Mappi
 
 
 def shown(raw: Raw) -> set[tuple[str, ...]]:
-    """What the variable is in each container when it starts, as a kubelet would work it out; it stands there once."""
+    """The variable's value in each container, as a kubelet would compute it; it is set once."""
     annotations = raw["metadata"]["annotations"]
     found = set()
     for container in (*raw["spec"]["initContainers"], *raw["spec"]["containers"]):
@@ -125,7 +125,7 @@ def shown(raw: Raw) -> set[tuple[str, ...]]:
 
 
 def place_of(raw: Raw | None) -> Place | None:
-    """Where it runs, and with which GPUs; None unless it runs."""
+    """The node and the GPUs of a running pod; None unless it runs."""
     if raw is None or raw["status"]["phase"] != "Running" or "deletionTimestamp" in raw["metadata"]:
         return None
     (gpus,) = shown(raw)
@@ -133,8 +133,8 @@ def place_of(raw: Raw | None) -> Place | None:
 
 
 @define(eq=False)
-class Stage:
-    """Where a set plays."""
+class Harness:
+    """The processes and nodes with one StatefulSet."""
 
     here: Site
     kube: Kube
@@ -147,7 +147,7 @@ class Stage:
         return self.here.namespace
 
     def bind(self) -> None:
-        """Another binder, that wants to be elected."""
+        """Starts another binder, which tries to be elected."""
         directory = self.here.directory / f"bind-{len(self._started)}"
         flags = ("--log-level", "info", *self.here.flags)
         running = binding(directory, self.here.kubeconfig, self.here.own_namespace, *flags)
@@ -155,14 +155,14 @@ class Stage:
 
     @property
     def binder(self) -> Running:
-        """The latest."""
+        """The binder that was started last."""
         return self._started[-1]
 
     async def create(self, content: Raw) -> None:
         await self.kube.create(STATEFUL_SETS, content, self.namespace)
 
     async def is_older(self) -> None:
-        """Than whatever is made from now on: times of creation are in whole seconds."""
+        """Waits until objects created from now on are younger: creation times are in whole seconds."""
         made = await self.kube.get(STATEFUL_SETS, SET, self.namespace)
         created = datetime.fromisoformat(made["metadata"]["creationTimestamp"])
         await wait_until(lambda: asyncio.sleep(0.1, utc_now()), lambda now: now >= created + timedelta(seconds=1))
@@ -184,7 +184,7 @@ class Stage:
         return {one["metadata"]["uid"] for one in (await self.pods()).values()}
 
     async def delete(self, ordinal: int, *, force: bool = False, name: str = SET) -> str:
-        """The uid of the pod that is told to go."""
+        """Deletes the pod of the ordinal; returns its UID."""
         uid = str((await self.get(ordinal, name))["metadata"]["uid"])
         await self.kube.delete(PODS, f"{name}-{ordinal}", self.namespace, grace=0 if force else None)
         return uid
@@ -194,7 +194,7 @@ class Stage:
         await self.kube.patch(PODS, f"{SET}-{ordinal}", {"metadata": meta}, self.namespace)
 
     async def runs(self, *ordinals: int, name: str = SET, without: Collection[str] = (), seconds: float = LONG) -> None:
-        """Each with the GPUs of its line; none of those uids among them."""
+        """Waits until each ordinal runs with the GPUs of its map line; no pod has a UID in `without`."""
 
         async def look() -> dict[int, Any]:
             found = await self.pods()
@@ -214,7 +214,7 @@ class Stage:
         without: str = "",
         seconds: float = PATIENCE,
     ) -> Raw:
-        """Behind our gate, with an event that says so; by then it has nothing."""
+        """Waits until the pod is gated with the event; it has no GPU then."""
 
         async def look() -> Raw | None:
             found = await self.find(ordinal, name)
@@ -242,7 +242,7 @@ class Stage:
         await wait_until(look, lambda is_ready: is_ready == ready)
 
     async def prove(self, node: str, digest: str | None) -> None:
-        """As a provider's writer would; None takes its word back."""
+        """Writes evidence as a provider does; None removes it."""
         now = utc_now().astimezone(UTC)
         word = digest and Evidence(node, digest, SOURCE, now, now + timedelta(hours=1))
         if await self.kube.find(NODE_EVIDENCES, node) is None:
@@ -259,7 +259,7 @@ class Stage:
 
 
 def raw_node(name: str) -> Raw:
-    """As its kubelet registers it, with what `gpuwarden export` has read there."""
+    """A Node as its kubelet registers it, with the data that `gpuwarden export` has read there."""
     raw = node_object(name, GPUS, **{keys.LOGICAL_NODE_LABEL: LOGICAL[name]})
     raw["metadata"]["annotations"] = read_there(gpus_of(name, *range(GPUS)))
     return raw
@@ -271,7 +271,7 @@ def read_there(uuids: Sequence[str]) -> dict[str, str]:
 
 
 async def discovered(kube: Kube) -> None:
-    """The nodes say themselves which GPUs they have, and their GPUNodes come and go with them."""
+    """The nodes list their GPUs in annotations, and their GPUNodes are created and deleted with them."""
     for name in NAMES:
         meta = raw_node(name)["metadata"]
         await kube.patch(NODES, name, {"metadata": {"labels": meta["labels"], "annotations": meta["annotations"]}})
@@ -285,8 +285,8 @@ async def discovered(kube: Kube) -> None:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def company(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stage]:
-    """All processes, once."""
+async def company(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Harness]:
+    """All processes, for the whole module."""
     directory = tmp_path_factory.mktemp("sets")
     async with (
         Kube(cluster.kubeconfig) as kube,
@@ -306,44 +306,44 @@ async def company(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) ->
         await kube.patch(NAMESPACES, here.namespace, KEEPS)
         await discovered(kube)
         with ExitStack() as binders:
-            made = Stage(here, kube, cluster, binders)
+            made = Harness(here, kube, cluster, binders)
             made.bind()
-            await here.offered()
+            await here.wait_until_offered()
             yield made
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def stage(company: Stage) -> AsyncIterator[Stage]:
-    """Empty and sound before each test, and after."""
+async def harness(company: Harness) -> AsyncIterator[Harness]:
+    """The harness, with everything cleaned up and repaired before and after each test."""
     try:
         yield company
-        company.here.judge.acquit()
+        company.here.checker.assert_no_violations()
     finally:
         await emptied(company)
         await healed(company)
-        await company.here.offered()
-    company.here.judge.acquit()
+        await company.here.wait_until_offered()
+    company.here.checker.assert_no_violations()
 
 
-async def emptied(stage: Stage) -> None:
-    """No set, no pod, nothing held."""
-    for one in await stage.kube.list(STATEFUL_SETS, stage.namespace):
-        await stage.kube.delete(STATEFUL_SETS, one["metadata"]["name"], stage.namespace)
-    await stage.here.free_all()
-    await wait_until(stage.pods, lambda found: not found)
-    await wait_until(stage.here.held, lambda held: not held)
+async def emptied(harness: Harness) -> None:
+    """Deletes sets, pods and reservations."""
+    for one in await harness.kube.list(STATEFUL_SETS, harness.namespace):
+        await harness.kube.delete(STATEFUL_SETS, one["metadata"]["name"], harness.namespace)
+    await harness.here.free_all()
+    await wait_until(harness.pods, lambda found: not found)
+    await wait_until(harness.here.held, lambda held: not held)
 
 
-async def healed(stage: Stage) -> None:
-    """Whatever a test did to nodes and processes, and did not get to undo."""
-    lost = [raw_node(name) for name in NAMES if not await stage.is_node(name)]
-    await asyncio.to_thread(stage.cluster.add_nodes, lost)
+async def healed(harness: Harness) -> None:
+    """Undoes what a test did to nodes and processes."""
+    lost = [raw_node(name) for name in NAMES if not await harness.is_node(name)]
+    await asyncio.to_thread(harness.cluster.add_nodes, lost)
     for name in NAMES:
         said = {**raw_node(name)["metadata"]["annotations"], READY: None}
         meta = {"labels": {keys.LOGICAL_NODE_LABEL: LOGICAL[name]}, "annotations": said}
-        await stage.kube.patch(NODES, name, {"metadata": meta, "spec": {"unschedulable": None}})
-    if stage.binder.process.poll() is not None:
-        stage.bind()
+        await harness.kube.patch(NODES, name, {"metadata": meta, "spec": {"unschedulable": None}})
+    if harness.binder.process.poll() is not None:
+        harness.bind()
 
 
 @pytest.mark.defect("S1-1")
@@ -351,299 +351,297 @@ async def healed(stage: Stage) -> None:
 @pytest.mark.defect("S1-12")
 @pytest.mark.defect("S1-13")
 @pytest.mark.defect("S1-14")
-async def test_each_ordinal_runs_with_the_gpus_of_its_line_whatever_becomes_of_its_pods(
-    stage: Stage, request: pytest.FixtureRequest
+async def test_each_ordinal_keeps_the_gpus_of_its_map_line_when_its_pods_are_replaced(
+    harness: Harness, request: pytest.FixtureRequest
 ) -> None:
-    took = {"labelled_later": await a_node_that_is_labelled_later_has_its_ordinal(stage)}
-    took["deleted"] = await a_deleted_pod_has_its_gpus_back(stage)
-    took["slow_to_stop"] = await a_pod_that_is_slow_to_stop_keeps_them_until_it_has(stage)
-    await scaled_down_and_up_each_has_its_own(stage)
-    took["rolling_update"] = await a_rolling_update_leaves_each_where_it_was(stage)
-    tell(request, **took)
+    took = {"labelled_later": await a_node_that_is_labelled_later_has_its_ordinal(harness)}
+    took["deleted"] = await a_deleted_pod_has_its_gpus_back(harness)
+    took["slow_to_stop"] = await a_pod_that_is_slow_to_stop_keeps_them_until_it_has(harness)
+    await scaled_down_and_up_each_has_its_own(harness)
+    took["rolling_update"] = await a_rolling_update_leaves_each_where_it_was(harness)
+    report_figures(request, **took)
 
 
-async def a_node_that_is_labelled_later_has_its_ordinal(stage: Stage) -> float:
-    await stage.label("sets-2", None)
-    await stage.create(mapped_set())
-    await stage.runs(0, 1)
-    await stage.waits(2, "NoSuitableNode", "gpu-node-name=node3")
-    await stage.label("sets-2", "node3")
+async def a_node_that_is_labelled_later_has_its_ordinal(harness: Harness) -> float:
+    await harness.label("sets-2", None)
+    await harness.create(mapped_set())
+    await harness.runs(0, 1)
+    await harness.waits(2, "NoSuitableNode", "gpu-node-name=node3")
+    await harness.label("sets-2", "node3")
     started = time.monotonic()
-    await stage.runs(2)
-    await stage.runs(0, 1, 2)
+    await harness.runs(2)
+    await harness.runs(0, 1, 2)
     return time.monotonic() - started
 
 
-async def a_deleted_pod_has_its_gpus_back(stage: Stage) -> float:
+async def a_deleted_pod_has_its_gpus_back(harness: Harness) -> float:
     started = time.monotonic()
-    old = {await stage.delete(0, force=True), await stage.delete(2)}
-    await stage.runs(0, 1, 2, without=old)
+    old = {await harness.delete(0, force=True), await harness.delete(2)}
+    await harness.runs(0, 1, 2, without=old)
     return time.monotonic() - started
 
 
-async def a_pod_that_is_slow_to_stop_keeps_them_until_it_has(stage: Stage) -> float:
-    """Who else wants them waits all the while; and nobody but the ordinal has them after."""
-    await stage.slow_to_stop(1, "3s")
+async def a_pod_that_is_slow_to_stop_keeps_them_until_it_has(harness: Harness) -> float:
+    """Another pod for these GPUs waits meanwhile; afterwards only the ordinal gets them."""
+    await harness.slow_to_stop(1, "3s")
     started = time.monotonic()
-    old = await stage.delete(1)
-    terminating = await stage.get(1)
+    old = await harness.delete(1)
+    terminating = await harness.get(1)
     assert terminating["metadata"]["uid"] == old
     assert "deletionTimestamp" in terminating["metadata"]
     taken = pod("general", GPUS, nodeSelector={"kubernetes.io/hostname": "sets-1"})
     with pytest.raises(ApiError) as refused:
-        await stage.kube.create(PODS, taken, stage.namespace, dryRun="All")
+        await harness.kube.create(PODS, taken, harness.namespace, dryRun="All")
     assert refused.value.reason == "NoFreeDevice"
-    await stage.runs(1, without={old})
+    await harness.runs(1, without={old})
     return time.monotonic() - started
 
 
-async def scaled_down_and_up_each_has_its_own(stage: Stage) -> None:
-    await stage.change(replicas=1)
-    await wait_until(stage.pods, lambda found: set(found) == {f"{SET}-0"})
-    await stage.change(replicas=3)
-    await stage.runs(0, 1, 2)
+async def scaled_down_and_up_each_has_its_own(harness: Harness) -> None:
+    await harness.change(replicas=1)
+    await wait_until(harness.pods, lambda found: set(found) == {f"{SET}-0"})
+    await harness.change(replicas=3)
+    await harness.runs(0, 1, 2)
 
 
-async def a_rolling_update_leaves_each_where_it_was(stage: Stage) -> float:
-    """One by one, the last ordinal first, each of them slow to stop."""
-    before = await stage.pods()
+async def a_rolling_update_leaves_each_where_it_was(harness: Harness) -> float:
+    """One by one from the last ordinal on, each slow to stop."""
+    before = await harness.pods()
     for ordinal in range(3):
-        await stage.slow_to_stop(ordinal, "500ms")
+        await harness.slow_to_stop(ordinal, "500ms")
     started = time.monotonic()
-    await stage.change(template={"metadata": {"annotations": {"example.test/release": "2"}}})
+    await harness.change(template={"metadata": {"annotations": {"example.test/release": "2"}}})
     old = {one["metadata"]["uid"] for one in before.values()}
-    await stage.runs(0, 1, 2, without=old)
+    await harness.runs(0, 1, 2, without=old)
     took = time.monotonic() - started
-    after = await stage.pods()
+    after = await harness.pods()
     assert all(one["metadata"]["annotations"]["example.test/release"] == "2" for one in after.values())
     began = [after[f"{SET}-{n}"]["metadata"]["creationTimestamp"] for n in (2, 1, 0)]
     assert began == sorted(began)
-    bound = await stage.bound_by_ours()
+    bound = await harness.bound_by_ours()
     assert len(bound) == len(set(bound))
     return took
 
 
-async def test_an_ordinal_waits_for_evidence_of_its_node_too(stage: Stage, request: pytest.FixtureRequest) -> None:
+async def test_ordinal_waits_for_evidence_of_its_node(harness: Harness, request: pytest.FixtureRequest) -> None:
     for node in NAMES[:2]:
-        await stage.prove(node, HASH)
-    await stage.create(mapped_set(asked={keys.REQUIRED_HASH.name: HASH}))
-    await stage.runs(0, 1)
-    await stage.waits(2, "NoProvenNode", "no evidence")
-    await stage.prove("sets-2", HASH)
+        await harness.prove(node, HASH)
+    await harness.create(mapped_set(asked={keys.REQUIRED_HASH.name: HASH}))
+    await harness.runs(0, 1)
+    await harness.waits(2, "NoProvenNode", "no evidence")
+    await harness.prove("sets-2", HASH)
     started = time.monotonic()
-    await stage.runs(0, 1, 2)
+    await harness.runs(0, 1, 2)
     took = time.monotonic() - started
-    await stage.prove("sets-1", None)
-    old = await stage.delete(1)
-    await stage.waits(1, "NoProvenNode", "no evidence", without=old)
-    await stage.prove("sets-1", HASH)
-    await stage.runs(0, 1, 2, without={old})
-    tell(request, proven_later=took)
+    await harness.prove("sets-1", None)
+    old = await harness.delete(1)
+    await harness.waits(1, "NoProvenNode", "no evidence", without=old)
+    await harness.prove("sets-1", HASH)
+    await harness.runs(0, 1, 2, without={old})
+    report_figures(request, proven_later=took)
     for node in NAMES:
-        await forced_away(stage.kube, NODE_EVIDENCES, node)
+        await forced_away(harness.kube, NODE_EVIDENCES, node)
 
 
 @pytest.mark.defect("S1-3")
 @pytest.mark.defect("S1-20")
-async def test_a_set_that_is_mapped_onto_the_gpus_of_an_older_one_waits_until_that_is_scaled_down(
-    stage: Stage,
+async def test_newer_set_mapped_to_the_same_gpus_waits_until_the_older_is_scaled_down(
+    harness: Harness,
 ) -> None:
-    """Of what its map names it has nothing, not what is free either: the older set's ordinals come back to theirs."""
-    await stage.create(mapped_set())
-    await stage.runs(0, 1, 2)
+    """The newer set gets none of the GPUs of its map, not even free ones: they belong to the older set's ordinals."""
+    await harness.create(mapped_set())
+    await harness.runs(0, 1, 2)
     content = mapped_set("rival", 1, "7=node1:1,2\n")
     content["spec"]["ordinals"] = {"start": 7}
-    await stage.is_older()
-    await stage.create(content)
-    rival = await stage.waits(7, "NoFreeDevice", "set aside for the map of an older StatefulSet", name="rival")
+    await harness.is_older()
+    await harness.create(content)
+    rival = await harness.waits(7, "NoFreeDevice", "set aside for the map of an older StatefulSet", name="rival")
 
-    await stage.slow_to_stop(0, "1s")
-    old = await stage.delete(0)
-    await stage.runs(0, 1, 2, without={old})
-    await stage.change(replicas=1)
-    await wait_until(stage.pods, lambda found: set(found) == {f"{SET}-0", "rival-7"})
-    assert (await stage.waits(7, "NoFreeDevice", name="rival"))["metadata"]["uid"] == rival["metadata"]["uid"]
+    await harness.slow_to_stop(0, "1s")
+    old = await harness.delete(0)
+    await harness.runs(0, 1, 2, without={old})
+    await harness.change(replicas=1)
+    await wait_until(harness.pods, lambda found: set(found) == {f"{SET}-0", "rival-7"})
+    assert (await harness.waits(7, "NoFreeDevice", name="rival"))["metadata"]["uid"] == rival["metadata"]["uid"]
 
-    await stage.change(replicas=0)
-    after = await wait_until(lambda: stage.find(7, "rival"), place_of, LONG)
+    await harness.change(replicas=0)
+    after = await wait_until(lambda: harness.find(7, "rival"), place_of, LONG)
     assert place_of(after) == ("sets-0", gpus_of("sets-0", 1, 2))
     assert after is not None
     assert after["metadata"]["uid"] == rival["metadata"]["uid"]
-    await stage.change(replicas=3)
-    await stage.waits(0, "NoFreeDevice", "fewer than 2 free GPUs")
-    await stage.kube.delete(STATEFUL_SETS, "rival", stage.namespace)
-    await stage.runs(0, 1, 2)
+    await harness.change(replicas=3)
+    await harness.waits(0, "NoFreeDevice", "fewer than 2 free GPUs")
+    await harness.kube.delete(STATEFUL_SETS, "rival", harness.namespace)
+    await harness.runs(0, 1, 2)
 
 
 @pytest.mark.defect("S1-8")
-async def test_an_ordinal_waits_for_its_node_that_is_not_ready_and_runs_there_again(stage: Stage) -> None:
-    """The controllers take the pod away by themselves: it tolerates such a node for a moment only."""
+async def test_ordinal_waits_for_its_node_until_it_is_ready(harness: Harness) -> None:
+    """The controllers delete the pod: it tolerates such a node only for a moment."""
     brief = {"key": "node.kubernetes.io/not-ready", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 1}
     content = mapped_set()
     content["spec"]["template"]["spec"]["tolerations"] = [brief]
-    await stage.create(content)
-    await stage.runs(0, 1, 2)
-    old = (await stage.get(1))["metadata"]["uid"]
-    await stage.node_is_ready("sets-1", ready=False)
-    lost = await stage.waits(1, "NodeNotReady", "not ready", without=old)
-    await stage.node_is_ready("sets-1", ready=True)
-    await stage.runs(0, 1, 2, without={old})
-    assert (await stage.get(1))["metadata"]["uid"] == lost["metadata"]["uid"]
+    await harness.create(content)
+    await harness.runs(0, 1, 2)
+    old = (await harness.get(1))["metadata"]["uid"]
+    await harness.node_is_ready("sets-1", ready=False)
+    lost = await harness.waits(1, "NodeNotReady", "not ready", without=old)
+    await harness.node_is_ready("sets-1", ready=True)
+    await harness.runs(0, 1, 2, without={old})
+    assert (await harness.get(1))["metadata"]["uid"] == lost["metadata"]["uid"]
 
 
 @pytest.mark.parametrize("is_forced", [True, pytest.param(False, marks=pytest.mark.long)], ids=["by-hand", "collected"])
-async def test_an_ordinal_waits_for_its_node_that_is_gone_and_runs_there_again(
-    stage: Stage, *, is_forced: bool
-) -> None:
-    """Somebody says that the pod is over, or the collector of orphaned pods does after a minute."""
-    await stage.create(mapped_set())
-    await stage.runs(0, 1, 2)
-    old = str((await stage.get(1))["metadata"]["uid"])
-    await stage.kube.delete(NODES, "sets-1")
+async def test_ordinal_waits_for_its_deleted_node_to_return(harness: Harness, *, is_forced: bool) -> None:
+    """The pod is deleted by force, or the pod garbage collector deletes it after a minute."""
+    await harness.create(mapped_set())
+    await harness.runs(0, 1, 2)
+    old = str((await harness.get(1))["metadata"]["uid"])
+    await harness.kube.delete(NODES, "sets-1")
     if is_forced:
-        await stage.delete(1, force=True)
-    lost = await stage.waits(1, "NoSuitableNode", "gpu-node-name=node2", without=old, seconds=180)
-    await gone(stage.kube, GPU_NODES, "sets-1", seconds=LONG)  # the pod's containers may run until --max-grace is over
-    await asyncio.to_thread(stage.cluster.add_nodes, [raw_node("sets-1")])
-    await stage.runs(0, 1, 2, without={old})
-    assert (await stage.get(1))["metadata"]["uid"] == lost["metadata"]["uid"]
+        await harness.delete(1, force=True)
+    lost = await harness.waits(1, "NoSuitableNode", "gpu-node-name=node2", without=old, seconds=180)
+    await gone(
+        harness.kube, GPU_NODES, "sets-1", seconds=LONG
+    )  # the pod's containers may run until --max-grace has passed
+    await asyncio.to_thread(harness.cluster.add_nodes, [raw_node("sets-1")])
+    await harness.runs(0, 1, 2, without={old})
+    assert (await harness.get(1))["metadata"]["uid"] == lost["metadata"]["uid"]
 
 
-async def test_a_gpu_that_is_replaced_is_the_next_pods_by_its_index(stage: Stage) -> None:
-    """The pod that has the old one keeps it, and nobody has either by mistake."""
-    await stage.create(mapped_set())
-    await stage.runs(0, 1, 2)
+async def test_map_by_index_leads_to_a_replaced_gpu(harness: Harness) -> None:
+    """The pod with the old GPU keeps it, and no other pod gets either GPU."""
+    await harness.create(mapped_set())
+    await harness.runs(0, 1, 2)
     before = gpus_of("sets-1", *range(GPUS))
-    await replaced(stage, (*before[:2], "GPU-new", before[3]))
-    await replaced(stage, before)
+    await replaced(harness, (*before[:2], "GPU-new", before[3]))
+    await replaced(harness, before)
 
 
-async def replaced(stage: Stage, uuids: Sequence[str]) -> None:
-    """The node has these GPUs from now on, and another one at the index that the map names."""
+async def replaced(harness: Harness, uuids: Sequence[str]) -> None:
+    """Sets the GPUs of the node, with another one at the index that the map names."""
 
     async def devices() -> dict[str, bool]:
-        found = (await stage.kube.get(GPU_NODES, "sets-1"))["spec"]["devices"]
+        found = (await harness.kube.get(GPU_NODES, "sets-1"))["spec"]["devices"]
         return {one["uuid"]: one.get("healthy", True) for one in found}
 
-    await stage.kube.patch(NODES, "sets-1", {"metadata": {"annotations": read_there(uuids)}})
+    await harness.kube.patch(NODES, "sets-1", {"metadata": {"annotations": read_there(uuids)}})
     seen = await wait_until(devices, lambda found: found.get(uuids[2]))
     assert sorted(seen.values()) == [False, True, True, True, True]
-    await stage.delete(1)
-    await wait_until(lambda: stage.find(1), lambda raw: place_of(raw) == ("sets-1", (uuids[2],)), LONG)
+    await harness.delete(1)
+    await wait_until(lambda: harness.find(1), lambda raw: place_of(raw) == ("sets-1", (uuids[2],)), LONG)
     await wait_until(devices, lambda found: found == dict.fromkeys(uuids, True))
 
 
 @pytest.mark.defect("S1-8")
 @pytest.mark.defect("S1-11")
-async def test_a_binder_that_is_killed_in_the_middle_leaves_every_pod_to_the_next(
-    stage: Stage, request: pytest.FixtureRequest
-) -> None:
-    """Killed while one pod is on its node, one has its GPUs and waits for room there, and one is not there yet."""
+async def test_next_binder_binds_every_pod_of_a_killed_binder(harness: Harness, request: pytest.FixtureRequest) -> None:
+    """Killed while one pod is on its node, one has its GPUs and waits for room there, and one does not exist yet."""
     hog = pod("hog", nodeName="sets-1")
     hog["spec"]["containers"][0]["resources"] = {"requests": {"cpu": "64"}}
-    await stage.kube.create(PODS, hog, stage.namespace)
+    await harness.kube.create(PODS, hog, harness.namespace)
     content = mapped_set()
     content["spec"]["template"]["spec"]["containers"][0]["resources"] = {"requests": {"cpu": "1"}}
-    await stage.create(content)
-    await stage.runs(0)
-    waits = await wait_until(lambda: stage.find(1))
+    await harness.create(content)
+    await harness.runs(0)
+    waits = await wait_until(lambda: harness.find(1))
     assert waits is not None
-    await told(stage.kube, waits, "FailedScheduling", "are on node sets-1, which is with too little cpu")
-    stage.binder.process.kill()
-    stage.binder.process.wait()
-    await stage.kube.delete(PODS, "hog", stage.namespace, grace=0)
-    old = await stage.delete(0)
+    await told(harness.kube, waits, "FailedScheduling", "are on node sets-1, which is with too little cpu")
+    harness.binder.process.kill()
+    harness.binder.process.wait()
+    await harness.kube.delete(PODS, "hog", harness.namespace, grace=0)
+    old = await harness.delete(0)
     started = time.monotonic()
-    stage.bind()
-    await stage.runs(0, 1, 2, without={old})
-    tell(request, until_all_run=time.monotonic() - started)
-    assert (await stage.get(1))["metadata"]["uid"] == waits["metadata"]["uid"]
-    bound = await stage.bound_by_ours()
+    harness.bind()
+    await harness.runs(0, 1, 2, without={old})
+    report_figures(request, until_all_run=time.monotonic() - started)
+    assert (await harness.get(1))["metadata"]["uid"] == waits["metadata"]["uid"]
+    bound = await harness.bound_by_ours()
     assert len(bound) == len(set(bound))
 
 
-# Everything together, for a while.
+# All kinds of changes in random order.
 
 STORM = 300.0
 
 
 @pytest.mark.long
-async def test_whatever_happens_in_whatever_order_each_ordinal_runs_with_its_own_again(
-    stage: Stage, request: pytest.FixtureRequest
+async def test_each_ordinal_runs_with_its_own_gpus_after_random_failures(
+    harness: Harness, request: pytest.FixtureRequest
 ) -> None:
     seed = time.time_ns()
     chance = random.Random(seed)  # noqa: S311 - a plan, not a secret
     until = time.monotonic() + STORM
-    tell(request, seed=seed)
+    report_figures(request, seed=seed)
     rounds, slowest = 0, 0.0
-    await stage.create(mapped_set())
-    await stage.runs(0, 1, 2)
-    await stage.is_older()
-    await stage.create(mapped_set("rival", 2, "0=node1:1,2\n1=node2:2,3\n"))
+    await harness.create(mapped_set())
+    await harness.runs(0, 1, 2)
+    await harness.is_older()
+    await harness.create(mapped_set("rival", 2, "0=node1:1,2\n1=node2:2,3\n"))
     while time.monotonic() < until:
         happening = chance.sample(HAPPENINGS, k=chance.randint(1, 3))
         log = [one.__name__ for one in happening]
-        await asyncio.gather(*(one(stage, chance) for one in happening))
-        await healed(stage)
+        await asyncio.gather(*(one(harness, chance) for one in happening))
+        await healed(harness)
         started = time.monotonic()
         try:
-            await stage.runs(0, 1, 2, seconds=180)
+            await harness.runs(0, 1, 2, seconds=180)
         except NotInTimeError as exc:
             raise NotInTimeError(f"after {log}: {exc}") from exc
         slowest, rounds = max(slowest, time.monotonic() - started), rounds + 1
-        stage.here.judge.acquit()
-    tell(request, rounds=rounds, slowest_to_be_well_again=slowest)
+        harness.here.checker.assert_no_violations()
+    report_figures(request, rounds=rounds, slowest_to_be_well_again=slowest)
 
 
-async def pods_are_deleted(stage: Stage, chance: random.Random) -> None:
+async def pods_are_deleted(harness: Harness, chance: random.Random) -> None:
     for ordinal in chance.sample(range(3), k=chance.randint(1, 3)):
         with suppress(ApiError):
-            await stage.slow_to_stop(ordinal, f"{chance.choice((0, 300, 2000))}ms")
-            await stage.delete(ordinal, force=chance.random() < 0.3)
+            await harness.slow_to_stop(ordinal, f"{chance.choice((0, 300, 2000))}ms")
+            await harness.delete(ordinal, force=chance.random() < 0.3)
 
 
-async def the_set_is_scaled(stage: Stage, chance: random.Random) -> None:
-    """What it gives up by that the rival takes, and gives back when it is scaled down itself."""
+async def the_set_is_scaled(harness: Harness, chance: random.Random) -> None:
+    """A competing set takes the GPUs that this set gives up, and returns them when it is scaled down."""
     for replicas in (chance.randint(0, 2), chance.randint(0, 5), 3):
-        await stage.change(replicas=replicas)
+        await harness.change(replicas=replicas)
         await asyncio.sleep(chance.uniform(0, 2))
-    await stage.change("rival", replicas=0)
-    await wait_until(stage.pods, lambda found: not any(name.startswith("rival-") for name in found), LONG)
-    await stage.change("rival", replicas=2)
+    await harness.change("rival", replicas=0)
+    await wait_until(harness.pods, lambda found: not any(name.startswith("rival-") for name in found), LONG)
+    await harness.change("rival", replicas=2)
 
 
-async def the_template_changes(stage: Stage, chance: random.Random) -> None:
-    await stage.change(template={"metadata": {"annotations": {"example.test/release": str(chance.random())}}})
+async def the_template_changes(harness: Harness, chance: random.Random) -> None:
+    await harness.change(template={"metadata": {"annotations": {"example.test/release": str(chance.random())}}})
     await asyncio.sleep(chance.uniform(0, 2))
 
 
-async def a_node_is_lost(stage: Stage, chance: random.Random) -> None:
+async def a_node_is_lost(harness: Harness, chance: random.Random) -> None:
     node = chance.choice(NAMES)
-    await stage.kube.delete(NODES, node)
-    for one in (await stage.pods()).values():
+    await harness.kube.delete(NODES, node)
+    for one in (await harness.pods()).values():
         if one["spec"].get("nodeName") == node:
             with suppress(ApiError):
-                await stage.kube.delete(PODS, one["metadata"]["name"], stage.namespace, grace=0)
+                await harness.kube.delete(PODS, one["metadata"]["name"], harness.namespace, grace=0)
     await asyncio.sleep(chance.uniform(0, 3))
 
 
-async def a_node_is_not_ready(stage: Stage, chance: random.Random) -> None:
+async def a_node_is_not_ready(harness: Harness, chance: random.Random) -> None:
     with suppress(ApiError):
         meta = {"annotations": {READY: "false"}, "labels": {keys.LOGICAL_NODE_LABEL: chance.choice((None, "node9"))}}
-        await stage.kube.patch(NODES, chance.choice(NAMES), {"metadata": meta})
+        await harness.kube.patch(NODES, chance.choice(NAMES), {"metadata": meta})
     await asyncio.sleep(chance.uniform(0, 3))
 
 
-async def the_binder_is_killed(stage: Stage, chance: random.Random) -> None:
+async def the_binder_is_killed(harness: Harness, chance: random.Random) -> None:
     await asyncio.sleep(chance.uniform(0, 1))
-    stage.binder.process.kill()
-    stage.binder.process.wait()
+    harness.binder.process.kill()
+    harness.binder.process.wait()
 
 
-async def the_reconciler_is_killed(stage: Stage, chance: random.Random) -> None:
+async def the_reconciler_is_killed(harness: Harness, chance: random.Random) -> None:
     await asyncio.sleep(chance.uniform(0, 1))
-    await stage.here.reconcilers[-1].kill()
-    await stage.here.reconciler()
+    await harness.here.reconcilers[-1].kill()
+    await harness.here.reconciler()
 
 
 HAPPENINGS = (

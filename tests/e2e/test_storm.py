@@ -1,4 +1,4 @@
-"""Many clients, several replicas, pods that come and go: judged from the pods."""
+"""Many clients, several replicas, and pods that are created and deleted, checked by the pods alone."""
 
 import asyncio
 import time
@@ -10,21 +10,23 @@ import pytest
 from attrs import frozen
 
 from scripts.controlplane.cluster import Cluster
-from tests.e2e.crew import Site, site
-from tests.e2e.figures import percentile, tell
 from tests.e2e.kube import DEPLOYMENTS, EVENTS, JOBS, PODS, Kube, deployment, job, pod, wait_until
+from tests.e2e.measurements import percentile, report_figures
+from tests.e2e.processes import Site, site
 from tests.e2e.storm import SHORT_LIVED, Storm, mixed, plain
 
 REPLICAS = 4
 GPUS = 8
-# A pending reservation's deadline and, for others, the clock skew; then a pass of the reconciler and its writes.
+# The deadline of a pending reservation and, for other replicas, the clock skew; then a pass of the reconciler and its
+# writes.
 DEADLINE, SKEW, SLACK = 20, 1, 10
-# On a machine that is too small for all of this a review may run out of time; it says so.
+# On a small machine a review may run out of time; the error says so.
 CLEAR = {(429, "NoFreeDevice"), (503, "DeadlinePassed"), (409, "ReservationExpired")}
-# Of five random letters some are drawn twice: the API server begins anew then, with another uid (test_generated_names).
+# Names of five random characters collide sometimes: the API server then starts again with another UID
+# (test_generated_names).
 NAME_TAKEN = (409, "ReservationConflict")
 FLAGS = ("--pending-deadline", f"{DEADLINE}s", "--clock-skew", f"{SKEW}s")
-# Whole tests; a machine with two cores carries out 15 to 40 creations a second, everything included.
+# Whole tests; a machine with two cores performs 15 to 40 creations per second in total.
 PATIENCE = 120.0
 
 
@@ -46,16 +48,16 @@ async def true(look: Callable[[], object]) -> bool:
 
 
 async def freed(here: Site) -> float:
-    """How long it takes after the last pod has gone until nothing is held."""
+    """Seconds from the end of the last pod until no reservation is left."""
     await here.free_all()
-    await wait_until(lambda: true(lambda: not here.judge.living), seconds=PATIENCE)
+    await wait_until(lambda: true(lambda: not here.checker.live_pods), seconds=PATIENCE)
     started = time.monotonic()
     await wait_until(here.held, lambda held: not held, seconds=DEADLINE + SKEW + SLACK)
     return time.monotonic() - started
 
 
 @pytest.mark.parametrize("size", SIZES)
-async def test_a_storm_of_pods_never_puts_two_on_one_gpu_and_uses_every_gpu(
+async def test_many_pods_use_every_gpu_and_never_share_one(
     cluster: Cluster, kube: Kube, tmp_path: Path, request: pytest.FixtureRequest, size: Size
 ) -> None:
     shape: dict[str, Any] = {"nodes": size.nodes, "gpus": GPUS, "replicas": REPLICAS, "flags": FLAGS, "name": "storm"}
@@ -67,7 +69,7 @@ async def test_a_storm_of_pods_never_puts_two_on_one_gpu_and_uses_every_gpu(
         await storm.create(slots, plain)
         await wait_until(lambda: true(here.all_used))
         filled = time.monotonic() - started
-        tell(request, gpus=slots, filled_s=filled, refused=dict(storm.tally.why))
+        report_figures(request, gpus=slots, filled_s=filled, refused=dict(storm.tally.why))
 
         reaping = asyncio.create_task(storm.reap())
         churned = time.monotonic()
@@ -75,7 +77,7 @@ async def test_a_storm_of_pods_never_puts_two_on_one_gpu_and_uses_every_gpu(
         rate = (size.pods - 2 * slots) / (time.monotonic() - churned)
         reaping.cancel()
         await asyncio.gather(reaping, return_exceptions=True)
-        tell(request, churned=size.pods - 2 * slots, rate=rate, refused=dict(storm.tally.why))
+        report_figures(request, churned=size.pods - 2 * slots, rate=rate, refused=dict(storm.tally.why))
 
         again = time.monotonic()
         topping = asyncio.create_task(storm.create(slots, plain))
@@ -89,7 +91,7 @@ async def test_a_storm_of_pods_never_puts_two_on_one_gpu_and_uses_every_gpu(
         freed_after = await freed(here)
         conflicts = sum([await one.metric("gpuwarden_ledger_conflicts_total") for one in here.replicas])
         verdicts = [await one.metric("gpuwarden_verdicts_total") for one in here.replicas]
-        tell(
+        report_figures(
             request,
             creations=len(storm.tally.made),
             gpus=slots,
@@ -103,29 +105,29 @@ async def test_a_storm_of_pods_never_puts_two_on_one_gpu_and_uses_every_gpu(
             verdicts_by_replica=[int(one) for one in verdicts],
             refilled_s=refilled,
             free_after_the_last_pod_s=freed_after,
-            wrongs=len(here.judge.wrongs),
-            judges_lists=here.judge.lists,
+            violations=len(here.checker.violations),
+            judges_lists=here.checker.lists,
             unclear=len(storm.tally.unclear),
         )
-        here.judge.acquit()
+        here.checker.assert_no_violations()
         assert len(storm.tally.unclear) <= size.pods // 100, storm.tally.unclear[:5]
         assert set(storm.tally.why) <= CLEAR | {NAME_TAKEN}
         assert storm.tally.why[NAME_TAKEN] <= 3
-        assert len(here.judge.seen) == len(storm.tally.made) == size.pods
+        assert len(here.checker.seen) == len(storm.tally.made) == size.pods
         assert all(verdicts)
 
 
 @pytest.mark.parametrize(
     ("nodes", "pods"), [(50, 300), pytest.param(500, 4000, marks=pytest.mark.long)], ids=["300", "4000"]
 )
-async def test_a_job_of_many_pods_is_refused_nothing_by_the_limits(
+async def test_job_with_many_pods_stays_within_the_pending_limits(
     cluster: Cluster, kube: Kube, tmp_path: Path, request: pytest.FixtureRequest, nodes: int, pods: int
 ) -> None:
-    """Where anybody may post reviews, as in every other test here."""
+    """Callers are not authenticated, as in every other test here."""
     shape: dict[str, Any] = {"nodes": nodes, "gpus": GPUS, "replicas": 2, "name": "job"}
     async with site(cluster, kube, tmp_path, **shape) as here, asyncio.timeout(2 * PATIENCE + pods):
         await here.reconciler()
-        await here.offered()
+        await here.wait_until_offered()
         started = time.monotonic()
         await kube.create(JOBS, job("large", pods=pods, gpus=1, annotations=SHORT_LIVED), here.namespace)
         await wait_until(
@@ -134,9 +136,9 @@ async def test_a_job_of_many_pods_is_refused_nothing_by_the_limits(
             seconds=PATIENCE + pods,
         )
         refused = {reason: await verdicts(here, reason) for reason in ("PendingFull", "NamespaceFull", "Admitted")}
-        tell(request, pods=pods, seconds=time.monotonic() - started, **refused)
+        report_figures(request, pods=pods, seconds=time.monotonic() - started, **refused)
         assert (refused["PendingFull"], refused["NamespaceFull"]) == (0, 0)
-        here.judge.acquit()
+        here.checker.assert_no_violations()
         await kube.delete(JOBS, "large", here.namespace)
 
 
@@ -149,7 +151,7 @@ AT_ONCE = pytest.mark.parametrize("pods", [16, 256, pytest.param(4000, marks=pyt
 
 
 @AT_ONCE
-async def test_many_at_once_onto_full_nodes_are_refused_soon_and_all_served_when_there_is_room(
+async def test_many_pods_on_full_nodes_are_denied_quickly_and_created_when_gpus_are_free(
     cluster: Cluster, kube: Kube, tmp_path: Path, request: pytest.FixtureRequest, pods: int
 ) -> None:
     shape: dict[str, Any] = {"nodes": 4, "gpus": GPUS, "replicas": 2, "flags": FLAGS, "name": "full"}
@@ -160,7 +162,7 @@ async def test_many_at_once_onto_full_nodes_are_refused_soon_and_all_served_when
         await wait_until(lambda: true(here.all_used))
 
         onto_full = Storm(here, clients=pods)
-        refusals = await asyncio.gather(*(onto_full.tried(plain(onto_full.chance)) for _ in range(pods)))
+        refusals = await asyncio.gather(*(onto_full.try_create(plain(onto_full.rng)) for _ in range(pods)))
         assert not any(refusals)
         assert (429, "NoFreeDevice") in onto_full.tally.why
         assert set(onto_full.tally.why) <= CLEAR
@@ -172,7 +174,7 @@ async def test_many_at_once_onto_full_nodes_are_refused_soon_and_all_served_when
         await here.free_all()
         await coming
         served = time.monotonic() - started
-        tell(
+        report_figures(
             request,
             refused_p50_ms=1000 * percentile(onto_full.tally.denied, 0.5),
             refused_last_ms=1000 * max(onto_full.tally.denied),
@@ -180,13 +182,13 @@ async def test_many_at_once_onto_full_nodes_are_refused_soon_and_all_served_when
             refused_meanwhile=sum(waiting.tally.why.values()),
             free_after_the_last_pod_s=await freed(here),
         )
-        here.judge.acquit()
+        here.checker.assert_no_violations()
         assert len(waiting.tally.unclear) <= pods // 50, waiting.tally.unclear[:5]
         assert len(waiting.tally.made) == pods
 
 
 @pytest.mark.parametrize("pods", [16, pytest.param(256, marks=pytest.mark.long)])
-async def test_what_controllers_could_not_have_they_get_when_there_is_room(
+async def test_controllers_create_denied_pods_when_gpus_are_free(
     cluster: Cluster, kube: Kube, tmp_path: Path, request: pytest.FixtureRequest, pods: int
 ) -> None:
     shape: dict[str, Any] = {"nodes": 4, "gpus": GPUS, "replicas": 2, "flags": FLAGS, "name": "full"}
@@ -195,7 +197,7 @@ async def test_what_controllers_could_not_have_they_get_when_there_is_room(
         storm = Storm(here)
         await storm.create(len(here.gpus), plain)
         await wait_until(lambda: true(here.all_used))
-        holders = {one.name for one in here.judge.living.values()}
+        holders = {one.name for one in here.checker.live_pods.values()}
         await kube.create(JOBS, job("later", pods=pods, gpus=1), here.namespace)
         await kube.create(DEPLOYMENTS, deployment("later", 4, gpus=1), here.namespace)
         await wait_until(lambda: kube.list(EVENTS, here.namespace, fieldSelector="reason=FailedCreate"))
@@ -213,7 +215,7 @@ async def test_what_controllers_could_not_have_they_get_when_there_is_room(
             lambda one: one["status"].get("readyReplicas") == 4,
             seconds=PATIENCE,
         )
-        tell(request, job_done_s=job_done, deployment_ready_s=time.monotonic() - started)
-        here.judge.acquit()
+        report_figures(request, job_done_s=job_done, deployment_ready_s=time.monotonic() - started)
+        here.checker.assert_no_violations()
         await kube.delete(DEPLOYMENTS, "later", here.namespace)
         await kube.delete(JOBS, "later", here.namespace)

@@ -1,4 +1,4 @@
-"""A view that stays current through restarts, compaction and silence, and is never emptied by a failure."""
+"""A view stays current through restarts, compaction and silence, and no failure empties it."""
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
@@ -13,7 +13,7 @@ from webhook.runtime.settings import Settings
 
 
 class View:
-    """What a listener was told, by name."""
+    """The objects that the listener got, by name."""
 
     def __init__(self) -> None:
         self.objects: dict[str, Raw] = {}
@@ -54,7 +54,9 @@ async def shows(view: View, namespace: str, **expected: str) -> bool:
     return view.values(namespace) == expected
 
 
-async def test_what_comes_changes_and_goes_is_seen(watching: tuple[Watch, View], kube: Kube, namespace: str) -> None:
+async def test_watch_reports_created_changed_and_deleted_objects(
+    watching: tuple[Watch, View], kube: Kube, namespace: str
+) -> None:
     watch, view = watching
     await kube.create(CONFIG_MAPS, {"metadata": {"name": "a"}, "data": {"value": "1"}}, namespace)
     await wait_until(lambda: shows(view, namespace, a="1"))
@@ -66,8 +68,8 @@ async def test_what_comes_changes_and_goes_is_seen(watching: tuple[Watch, View],
     assert watch.lists == 1
 
 
-async def test_a_long_list_comes_whole(cluster: Cluster, kube: Kube, namespace: str) -> None:
-    names = [f"n{number}" for number in range(620)]  # more than a page
+async def test_list_of_several_pages_is_complete(cluster: Cluster, kube: Kube, namespace: str) -> None:
+    names = [f"n{number}" for number in range(620)]  # more than one page
 
     async def create(some: list[str]) -> None:
         for name in some:
@@ -82,7 +84,7 @@ async def test_a_long_list_comes_whole(cluster: Cluster, kube: Kube, namespace: 
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def test_a_restart_of_the_api_server_empties_nothing_and_what_came_meanwhile_is_seen(
+async def test_view_survives_an_api_server_restart_and_sees_later_changes(
     watching: tuple[Watch, View], cluster: Cluster, kube: Kube, namespace: str
 ) -> None:
     watch, view = watching
@@ -99,7 +101,7 @@ async def test_a_restart_of_the_api_server_empties_nothing_and_what_came_meanwhi
 
 
 async def everybody_is_back(kube: Kube) -> None:
-    """The other components notice a dead connection after 45 s; the tests that follow need them."""
+    """Waits for the other components: they detect a dead connection after 45 s, and later tests need them."""
     made = await kube.create(NAMESPACES, {"metadata": {"generateName": "e2e-"}})
     name = str(made["metadata"]["name"])
     await wait_until(lambda: kube.find(SERVICE_ACCOUNTS, "default", name), seconds=120)
@@ -108,13 +110,13 @@ async def everybody_is_back(kube: Kube) -> None:
     await kube.delete(NAMESPACES, name)
 
 
-async def test_a_version_that_the_server_has_forgotten_starts_it_over(
+async def test_compacted_resource_version_causes_a_new_list(
     watching: tuple[Watch, View], kube: Kube, namespace: str
 ) -> None:
     watch, view = watching
     await kube.create(CONFIG_MAPS, {"metadata": {"name": "a"}, "data": {"value": "1"}}, namespace)
     await wait_until(lambda: shows(view, namespace, a="1"))
-    watch._dispatch({"type": "BOOKMARK", "object": {"metadata": {"resourceVersion": "1"}}})  # as if asleep for a day
+    watch._dispatch({"type": "BOOKMARK", "object": {"metadata": {"resourceVersion": "1"}}})  # as after a pause of a day
     with pytest.raises(Exception, match="configmaps"):
         watch._dispatch({"type": "ERROR", "object": {"code": 410, "reason": "Expired"}})
     assert view.values(namespace) == {"a": "1"}

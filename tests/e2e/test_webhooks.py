@@ -1,4 +1,4 @@
-"""Our server behind a real API server: what it patches is what runs, and what it says reaches the client."""
+"""gpuwarden behind a real API server: its patches take effect, and its messages reach the client."""
 
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -9,7 +9,6 @@ import pytest
 import trustme
 
 from tests.e2e.conftest import new_namespace
-from tests.e2e.hooks import ENABLED, another_webhook, at_service, at_url, reviewed, sees_all
 from tests.e2e.kube import (
     DEPLOYMENTS,
     EVENTS,
@@ -27,11 +26,12 @@ from tests.e2e.kube import (
     pods_in_phase,
     wait_until,
 )
+from tests.e2e.webhook_configurations import ENABLED, another_webhook, at_service, at_url, reviewed, show_all_gpus
 from tests.running import Running, serving
 
 PROVEN = "sha256:aa11"
 HASH = {"gpuwarden.io/required-hash": PROVEN}
-# Only node-1 is proven; it is not the scheduler's first choice, nor its only one.
+# Only node-1 is proven; it is neither the scheduler's first nor its only choice.
 INVENTORY = {
     "nodes": [
         {"name": "node-0", "devices": [{"uuid": f"GPU-0-{n}"} for n in range(8)]},
@@ -51,14 +51,14 @@ def server(tmp_path: Path) -> Iterator[Running]:
 
 @pytest.fixture
 async def enabled(kube: Kube) -> AsyncIterator[str]:
-    """A namespace that has asked for gpuwarden."""
+    """An opted-in namespace."""
     async with new_namespace(kube, ENABLED) as name:
         yield name
 
 
 @pytest.fixture
 async def trained(kube: Kube, enabled: str, server: Running) -> AsyncIterator[str]:
-    """The same, reviewed by the server."""
+    """The namespace, reviewed by the server."""
     ca = server.directory / "certs/dev/ca.crt"
     async with reviewed(kube, enabled, at_url(server.urls["https"]), ca):
         yield enabled
@@ -82,7 +82,9 @@ def seen_by_container(one: Raw) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", ["named", None], ids=["by name", "by generateName"])
-async def test_a_gpu_pod_runs_where_its_gpus_are(kube: Kube, server: Running, trained: str, name: str | None) -> None:
+async def test_gpu_pod_runs_on_the_node_of_its_gpus(
+    kube: Kube, server: Running, trained: str, name: str | None
+) -> None:
     made = await kube.create(PODS, pod(name, gpus=2, annotations=HASH), trained)
     gpus = gpus_of(made)
     assert len(gpus) == 2
@@ -96,7 +98,7 @@ async def test_a_gpu_pod_runs_where_its_gpus_are(kube: Kube, server: Running, tr
     assert await held(server) == set(gpus)
 
 
-async def test_the_pods_of_a_deployment_share_nothing(kube: Kube, server: Running, trained: str) -> None:
+async def test_pods_of_a_deployment_share_no_gpu(kube: Kube, server: Running, trained: str) -> None:
     await kube.create(DEPLOYMENTS, deployment("infer", 3, gpus=1, annotations=HASH), trained)
     running = await pods_in_phase(kube, trained, 3, "Running")
     assert {one["spec"]["nodeName"] for one in running} == {"node-1"}
@@ -111,7 +113,7 @@ async def test_a_job_runs_to_its_end(kube: Kube, trained: str) -> None:
     await wait_until(lambda: kube.get(JOBS, "train", trained), lambda one: one["status"].get("succeeded") == 3)
 
 
-async def test_a_denial_reaches_the_client_as_it_was_said(kube: Kube, server: Running, trained: str) -> None:
+async def test_denial_message_reaches_the_client_unchanged(kube: Kube, server: Running, trained: str) -> None:
     await kube.create(PODS, pod("first", gpus=3, annotations=HASH), trained)
     with pytest.raises(ApiError) as refused:
         await kube.create(PODS, pod("second", gpus=1, annotations=HASH), trained)
@@ -127,7 +129,7 @@ async def test_a_denial_reaches_the_client_as_it_was_said(kube: Kube, server: Ru
     assert len(await held(server)) == 3
 
 
-async def test_a_controllers_pod_that_is_denied_is_told_of_in_an_event(kube: Kube, trained: str) -> None:
+async def test_denied_pod_of_a_controller_is_reported_in_an_event(kube: Kube, trained: str) -> None:
     nobody = {"gpuwarden.io/required-hash": "sha256:cc33"}
     await kube.create(DEPLOYMENTS, deployment("infer", 1, gpus=1, annotations=nobody), trained)
     told = await wait_until(lambda: kube.list(EVENTS, trained, fieldSelector="reason=FailedCreate"))
@@ -135,7 +137,7 @@ async def test_a_controllers_pod_that_is_denied_is_told_of_in_an_event(kube: Kub
     assert await kube.list(PODS, trained) == []
 
 
-async def test_what_a_deleted_pod_held_goes_to_the_next(kube: Kube, server: Running, trained: str) -> None:
+async def test_gpu_of_a_deleted_pod_goes_to_the_next_pod(kube: Kube, server: Running, trained: str) -> None:
     first = await kube.create(PODS, pod("first", gpus=3, annotations=HASH), trained)
     await pod_in_phase(kube, trained, "first", "Running")
     await kube.delete(PODS, "first", trained)
@@ -146,20 +148,22 @@ async def test_what_a_deleted_pod_held_goes_to_the_next(kube: Kube, server: Runn
     await pod_in_phase(kube, trained, "second", "Running")
 
 
-async def test_a_dry_run_shows_the_patch_and_holds_nothing(kube: Kube, server: Running, trained: str) -> None:
+async def test_dry_run_shows_the_patch_and_reserves_nothing(kube: Kube, server: Running, trained: str) -> None:
     shown = await kube.create(PODS, pod("a", gpus=2, annotations=HASH), trained, dryRun="All")
     assert len(gpus_of(shown)) == 2
     assert await held(server) == set()
 
 
-async def test_a_pod_without_a_claim_is_shown_no_gpu_and_left_alone(kube: Kube, server: Running, trained: str) -> None:
+async def test_pod_without_a_claim_is_blinded_and_otherwise_unchanged(
+    kube: Kube, server: Running, trained: str
+) -> None:
     made = await kube.create(PODS, pod("a"), trained)
     assert made["metadata"].get("annotations", {}) == {}
     assert seen_by_container(made) == {"NVIDIA_VISIBLE_DEVICES": "void"}
     assert await held(server) == set()
 
 
-async def test_without_a_server_pods_are_refused_there_and_nowhere_else(
+async def test_pods_are_refused_without_a_server_only_in_opted_in_namespaces(
     kube: Kube, server: Running, trained: str, namespace: str
 ) -> None:
     server.stop()
@@ -169,8 +173,8 @@ async def test_without_a_server_pods_are_refused_there_and_nowhere_else(
     await pod_in_phase(kube, namespace, "a", "Running")
 
 
-async def test_it_is_reached_through_a_service(kube: Kube, enabled: str, tmp_path: Path) -> None:
-    """As in a cluster, but that the Service's name leads to this machine."""
+async def test_webhook_is_reached_through_a_service(kube: Kube, enabled: str, tmp_path: Path) -> None:
+    """As in a cluster, except that the Service's name leads to this machine."""
     name = f"gpuwarden.{enabled}.svc"
     ca = trustme.CA()
     leaf = ca.issue_cert(name)
@@ -189,7 +193,7 @@ async def test_it_is_reached_through_a_service(kube: Kube, enabled: str, tmp_pat
             assert len(await held(running)) == 3
 
 
-# Another team's webhook, which comes after ours.
+# Another webhook that is called after gpuwarden's.
 
 
 def adds_a_sidecar(one: Raw) -> list[Raw]:
@@ -199,8 +203,8 @@ def adds_a_sidecar(one: Raw) -> list[Raw]:
     return [{"op": "add", "path": "/spec/containers/-", "value": mesh}]
 
 
-@pytest.mark.parametrize("change", [sees_all, adds_a_sidecar])
-async def test_what_another_webhook_does_after_us_is_put_right(
+@pytest.mark.parametrize("change", [show_all_gpus, adds_a_sidecar])
+async def test_change_by_a_later_webhook_is_corrected_by_reinvocation(
     kube: Kube, server: Running, trained: str, tmp_path: Path, change: Callable[[Raw], list[Raw]]
 ) -> None:
     async with another_webhook(kube, trained, tmp_path, change, "Never") as asked:
@@ -208,14 +212,12 @@ async def test_what_another_webhook_does_after_us_is_put_right(
         assert len(asked) == 1
     containers = [container.get("env", ()) for container in made["spec"]["containers"]]
     seen = [env["value"].split(",") for one in containers for env in one if env["name"] == "NVIDIA_VISIBLE_DEVICES"]
-    assert seen == [gpus_of(made), *[["void"]] * (len(containers) - 1)]  # a sidecar is shown none
-    assert await held(server) == set(gpus_of(made))  # the second round found what the first had reserved
+    assert seen == [gpus_of(made), *[["void"]] * (len(containers) - 1)]  # a sidecar sees no GPU
+    assert await held(server) == set(gpus_of(made))  # the second call found the reservation of the first
     await pod_in_phase(kube, trained, "train", "Running")
 
 
-async def test_a_pod_that_names_its_node_runs_there_without_a_scheduler(
-    kube: Kube, server: Running, trained: str
-) -> None:
+async def test_pod_with_a_node_name_runs_without_a_scheduler(kube: Kube, server: Running, trained: str) -> None:
     made = await kube.create(PODS, pod("train", gpus=1, schedulerName="nobody", nodeName="node-2"), trained)
     assert reserved_node(made) == "node-2"
     await pod_in_phase(kube, trained, "train", "Running")

@@ -1,4 +1,4 @@
-"""The alert rules query existing metrics and have Prometheus' form."""
+"""The alert rules use existing metrics, in a form that Prometheus reads."""
 
 import re
 import subprocess
@@ -31,7 +31,7 @@ each_rule = pytest.mark.parametrize("rule", RULES, ids=[rule["alert"] for rule i
 
 
 def known_series() -> dict[str, frozenset[str]]:
-    """Every series that a scrape may contain, with its labels."""
+    """Every series of a scrape, with its labels."""
     metrics = Metrics()
     metrics.watch_fleet(FleetCounts)
     metrics.watch_evidence(EvidenceCounts)
@@ -48,7 +48,7 @@ def known_series() -> dict[str, frozenset[str]]:
 SERIES = known_series()
 
 
-def test_the_file_has_the_form_of_a_rule_file() -> None:
+def test_file_is_a_valid_rule_file() -> None:
     found = content()
     assert found.keys() == {"groups"}
     assert all(group.keys() == {"name", "rules"} for group in found["groups"])
@@ -58,7 +58,7 @@ def test_the_file_has_the_form_of_a_rule_file() -> None:
 
 
 @each_rule
-def test_a_rule_has_the_form_of_a_rule(rule: Raw) -> None:
+def test_rule_has_the_required_fields(rule: Raw) -> None:
     assert (
         {"alert", "expr", "labels", "annotations"} <= rule.keys() <= {"alert", "expr", "for", "labels", "annotations"}
     )
@@ -69,7 +69,7 @@ def test_a_rule_has_the_form_of_a_rule(rule: Raw) -> None:
 
 
 @each_rule
-def test_alert_rule_queries_existing_metrics(rule: Raw) -> None:
+def test_rule_uses_existing_metrics_and_labels(rule: Raw) -> None:
     asked = re.findall(r"(gpuwarden_\w+)(?:\{([^}]*)\})?", rule["expr"])
     assert asked
     for name, matchers in asked:
@@ -80,30 +80,32 @@ def test_alert_rule_queries_existing_metrics(rule: Raw) -> None:
 
 
 @pytest.mark.parametrize("outcome", ["refused", "away"])
-def test_missing_trust_bundle_alerts_before_evidence_ends(outcome: str) -> None:
-    """Otherwise every node would silently lose its proof after `--max-bundle-age`."""
+def test_missing_bundle_alert_fires_before_evidence_expires(outcome: str) -> None:
+    """Without an alert the evidence of every node would expire, after `--max-bundle-age` and the validity of a
+    proof."""
     asked = f'gpuwarden_trust_bundle_looks_total{{outcome="{outcome}"}}'
     assert [rule["for"] for rule in RULES if asked in rule["expr"]] == ["5m"]
     assert Metrics().registry.get_sample_value("gpuwarden_trust_bundle_looks_total", {"outcome": outcome}) == 0
 
 
-def test_absence_alert_uses_a_series_that_only_serve_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`absent` is true only for a missing series, so the series has to exist always, and only in `serve`."""
+def test_absence_alert_uses_a_metric_that_only_serve_exposes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`absent` matches a missing series, not a zero: so the metric must be one that `serve` always has and no other
+    command has."""
     (rule,) = [rule for rule in RULES if "absent(" in rule["expr"]]
     assert rule["labels"]["severity"] == "critical"
     asked = re.search(r'absent\((\w+)\{listener="tls"\}\)', rule["expr"])
     assert asked is not None
     metrics = Metrics()
     assert metrics.registry.get_sample_value(asked[1], {"listener": "tls"}) is None
-    metrics.show_certificate("issued", NOW)  # as `certs` does
+    metrics.show_certificate("issued", NOW)  # as `gpuwarden certs` does
     assert metrics.registry.get_sample_value(asked[1], {"listener": "tls"}) is None
-    monkeypatch.chdir(tmp_path)  # where the development certificate goes
+    monkeypatch.chdir(tmp_path)  # the directory for the development certificate
     for name in certificates(Settings()):
         metrics.show_certificate(name, NOW)
     assert metrics.registry.get_sample_value(asked[1], {"listener": "tls"}) is not None
 
 
-def test_prometheus_takes_the_rules() -> None:
+def test_prometheus_accepts_the_rules() -> None:
     promtool = built()
     if promtool is None:
         pytest.skip("promtool is not built: `make promtool` builds it, in some minutes, with Go")

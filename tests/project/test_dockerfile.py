@@ -1,4 +1,4 @@
-"""Checks the text of the Dockerfile; tests/e2e/test_image.py checks its steps."""
+"""The content of the Dockerfile; tests/e2e/test_image.py runs its steps."""
 
 import re
 import subprocess
@@ -16,8 +16,8 @@ def instructions() -> list[tuple[str, str]]:
     return [(word, rest) for word, _, rest in (line.partition(" ") for line in lines if line)]
 
 
-def test_every_stage_is_from_the_base_that_is_given() -> None:
-    """The builder passes it with a digest; no other image is pulled."""
+def test_every_stage_uses_the_given_base() -> None:
+    """Each builder passes the base with its digest: no other image is pulled."""
     assert instructions()[0] == ("ARG", "PYTHON_IMAGE")
     stages = [rest.split()[0] for word, rest in instructions() if word == "FROM"]
     assert stages == ["${PYTHON_IMAGE}"] * 2
@@ -49,15 +49,15 @@ def test_make_builds_on_a_base_with_a_digest(tmp_path: Path, base: str, used: st
     assert f"docker build --build-arg PYTHON_IMAGE={used} --tag a/b:c ." in done.stdout.splitlines()
 
 
-def test_docker_build_requires_the_image_name() -> None:
+def test_make_requires_an_image_name() -> None:
     done = subprocess.run(
         ["/usr/bin/env", "make", "-C", str(ROOT), "docker-build"], capture_output=True, text=True, check=False
     )
     assert done.returncode != 0
-    assert "set the image: make docker-build IMG=name:tag" in done.stderr
+    assert "say which image: make docker-build IMG=name:tag" in done.stderr
 
 
-def test_last_stage_runs_no_command_and_is_not_root() -> None:
+def test_last_stage_runs_no_command_and_no_process_is_root() -> None:
     last = instructions()[[i for i, (word, _) in enumerate(instructions()) if word == "FROM"][-1] :]
     words = [word for word, _ in last]
     assert "RUN" not in words
@@ -66,7 +66,7 @@ def test_last_stage_runs_no_command_and_is_not_root() -> None:
     assert ("ENTRYPOINT", '["gpuwarden"]') in last
 
 
-def test_dependencies_come_from_the_lock_by_hash_and_as_wheels() -> None:
+def test_dependencies_are_locked_wheels_with_hashes() -> None:
     installs = [rest for word, rest in instructions() if word == "RUN" and "pip install" in rest]
     assert len(installs) == 2
     assert "--require-hashes -r requirements/run.lock" in installs[0]
@@ -75,7 +75,7 @@ def test_dependencies_come_from_the_lock_by_hash_and_as_wheels() -> None:
     assert "--no-deps" in installs[1]
 
 
-def test_only_what_is_copied_reaches_the_builder() -> None:
+def test_dockerignore_admits_only_copied_files() -> None:
     copied = {
         source
         for word, rest in instructions()

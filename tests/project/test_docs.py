@@ -1,4 +1,4 @@
-"""What the docs name exists."""
+"""Everything that the documents name exists."""
 
 import re
 from pathlib import Path
@@ -21,7 +21,7 @@ def test_every_reason_has_its_heading() -> None:
 
 
 @each_document
-def test_every_link_has_a_target(document: Path) -> None:
+def test_every_link_target_exists(document: Path) -> None:
     for target, anchor in LINK.findall(document.read_text()):
         page = document.parent / target if target else document
         assert page.exists(), target
@@ -35,8 +35,8 @@ def anchors(page: Path) -> set[str]:
 
 
 @each_document
-def test_every_test_that_is_named_exists(document: Path) -> None:
-    """A `::test` without a file is in the file that the same line names before it."""
+def test_every_named_test_exists(document: Path) -> None:
+    """A `::test` without a file belongs to the file named before it on the same line."""
     for line in document.read_text().splitlines():
         file = None
         for path, name in TEST.findall(line):
@@ -66,7 +66,7 @@ def test_every_attack_is_in_the_threat_model() -> None:
         assert f"`tests/e2e/attacks/{path.name}" in page, path.name
 
 
-def test_every_package_is_on_the_map() -> None:
+def test_every_package_is_in_architecture() -> None:
     page = (ROOT / "ARCHITECTURE.md").read_text()
     for path in ROOT.glob("webhook/*/__init__.py"):
         assert f"{path.parent.name}/`" in page, path

@@ -1,4 +1,4 @@
-"""Flags, chart values and metrics named in the docs exist."""
+"""Flags, commands, chart values and metrics that a document names exist."""
 
 import re
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from webhook.export import settings as export_settings
 from webhook.runtime import settings
 
 ROOT = Path(__file__).resolve().parents[2]
-# The changelog also names removed things.
+# The changelog also names names removed.
 DOCUMENTS = [
     *(path for path in ROOT.glob("*.md") if path.name != "CHANGELOG.md"),
     *ROOT.glob("docs/**/*.md"),

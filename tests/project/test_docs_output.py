@@ -1,4 +1,5 @@
-"""What the documents print is what the commands print: a Pod before and after, `gpuwarden explain`, `make demo`."""
+"""The output that documents show is the output of the commands: a Pod before and after, `gpuwarden explain`, `make
+demo`."""
 
 import re
 import shlex
@@ -36,16 +37,16 @@ def output_of(arguments: list[str]) -> str:
     return done.stdout
 
 
-def test_the_readme_and_the_tutorial_show_commands_that_a_test_can_run() -> None:
+def test_readme_and_tutorial_show_commands_that_can_be_tested() -> None:
     assert {page for page, _, _ in SHOWN} >= {"README.md", "first-pod.md"}
 
 
 @pytest.mark.parametrize(("page", "arguments", "output"), SHOWN, ids=lambda value: str(value)[:40])
-def test_a_command_prints_what_its_page_shows(page: str, arguments: list[str], output: str) -> None:
+def test_command_prints_the_output_that_its_page_shows(page: str, arguments: list[str], output: str) -> None:
     assert output_of(arguments) == output
 
 
-def test_the_readme_shows_the_pod_before_and_after_as_explain_prints_it() -> None:
+def test_readme_shows_the_pod_as_explain_prints_it() -> None:
     (diff,) = re.findall(r"^```diff\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
     before = "\n".join(line[1:] for line in diff.splitlines() if not line.startswith("+"))
     after = "\n".join(line[1:] for line in diff.splitlines() if not line.startswith("-"))
@@ -56,11 +57,11 @@ def test_the_readme_shows_the_pod_before_and_after_as_explain_prints_it() -> Non
 
 
 def without_ids(lines: list[str]) -> list[str]:
-    """Each reservation has an id of its own."""
+    """Replaces the reservation ID, which differs in every run."""
     return [re.sub(r"(reservation-id:) [0-9a-f-]{36}$", r"\1 ID", line) for line in lines]
 
 
-def test_the_chart_renders_with_the_values_that_the_readme_sets() -> None:
+def test_chart_renders_with_the_values_of_the_readme() -> None:
     sets = dict(pair.split("=") for pair in re.findall(r"--set ([\w.]+=[\w/]+)", README))
     assert sets.keys() == {"image.repository", "settings.requireEvidence"}
     assert rendered(sets)

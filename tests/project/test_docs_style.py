@@ -1,4 +1,4 @@
-"""Pages are readable: lines of at most 120 characters, and none of the words that make a sentence a riddle."""
+"""Pages have lines of at most 120 characters and no words of a list that makes sentences hard to read."""
 
 import re
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ RIDDLES = re.compile(
     r"|(?:by|on) the word of)\b",
     re.IGNORECASE,
 )
-# Pages that are to be rewritten. A page that is clean leaves the list: the test says so.
+# Pages that are not rewritten yet. The test fails for a page on the list without such words.
 NOT_YET: frozenset[str] = frozenset(
     {
         "docs/decisions/0013-a-scheduler-that-obeys-reservations.md",
@@ -52,12 +52,12 @@ def faults(page: str) -> list[str]:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_a_page_has_short_lines_and_plain_words(page: str) -> None:
+def test_page_has_short_lines_and_plain_words(page: str) -> None:
     if page in NOT_YET:
         assert faults(page), f"{page} is clean: take it off the list"
     else:
         assert faults(page) == []
 
 
-def test_the_list_of_pages_to_rewrite_names_pages() -> None:
+def test_list_of_pages_to_rewrite_names_existing_pages() -> None:
     assert set(PAGES) >= NOT_YET

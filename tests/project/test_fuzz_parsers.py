@@ -1,4 +1,4 @@
-"""The corpus of `make fuzz`: each input is parsed, or raises an error that its parser names."""
+"""The corpus of `make fuzz`: each input is parsed, or rejected with an error that its parser declares."""
 
 import re
 import sys
@@ -15,7 +15,7 @@ from scripts.fuzz.parsers import PARSERS, Parser
 
 
 @pytest.mark.parametrize("parser", PARSERS, ids=lambda parser: parser.name)
-def test_every_corpus_input_is_parsed_or_raises_a_named_error(parser: Parser) -> None:
+def test_every_corpus_input_is_parsed_or_rejected_with_a_declared_error(parser: Parser) -> None:
     assert [wrong for content in seeds(parser.seeds) for wrong in tried(parser, content)] == []
 
 
@@ -27,7 +27,7 @@ def test_same_seed_gives_the_same_inputs() -> None:
     assert len(set(first)) > len(first) // 2
 
 
-def test_unnamed_exception_of_a_parser_is_a_finding() -> None:
+def test_undeclared_exception_of_a_parser_is_a_finding() -> None:
     def broken(content: bytes) -> object:
         raise KeyError(content)
 
@@ -37,7 +37,7 @@ def test_unnamed_exception_of_a_parser_is_a_finding() -> None:
 
 
 ROOT = Path(__file__).resolve().parents[2]
-# Calls in modules that parse text or objects of others.
+# Calls with which a module parse external text or objects.
 READS = re.compile(
     r"msgspec\.convert\(|msgspec\.json\.decode\(|Decoder\(|object_in\(|[^_]decoded\(|yaml\.safe_load|"
     r"load_(?:der|pem)_x509|certificates?_in\(|fields_of\(|ElementTree|expat|json\.loads\("
@@ -71,7 +71,7 @@ def reading_modules() -> set[str]:
 
 
 def reached() -> set[str]:
-    """The modules executed while the corpus is parsed."""
+    """The modules that run while the corpus is parsed."""
     files: set[str] = set()
 
     def profile(frame: FrameType, event: str, _: object) -> None:
@@ -88,7 +88,7 @@ def reached() -> set[str]:
     return {str(Path(one).relative_to(ROOT)) for one in files if one.startswith(str(ROOT / "webhook"))}
 
 
-def test_every_module_that_parses_input_is_fuzzed() -> None:
+def test_every_module_that_parses_external_input_is_fuzzed() -> None:
     modules, entered = reading_modules(), reached()
     assert modules - entered - ELSEWHERE.keys() == set(), "give it a Parser, or say here who else tries it"
     assert ELSEWHERE.keys() - modules == set(), "reads nothing any more"

@@ -1,4 +1,4 @@
-"""The script that creates certificates with openssl: a server can use them, and the printed bundle verifies them."""
+"""The script that creates certificates with openssl: a server can use its files, and clients can trust its output."""
 
 import base64
 import shutil
@@ -28,7 +28,7 @@ def run(directory: Path, **environment: str) -> subprocess.CompletedProcess[str]
     return subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False, timeout=120)
 
 
-async def test_server_uses_the_files_and_the_printed_bundle_verifies_them(tmp_path: Path) -> None:
+async def test_generated_files_work_for_tls_and_the_printed_ca_trusts_them(tmp_path: Path) -> None:
     done = run(tmp_path)
     assert done.returncode == 0, done.stderr
     made = tmp_path / "certs"
@@ -57,7 +57,7 @@ async def test_server_uses_the_files_and_the_printed_bundle_verifies_them(tmp_pa
     [("a" * 63, "b" * 63, "a" * 63), ("a" * 20, "b" * 43, f"{'a' * 20}.{'b' * 43}"), ("a", "b", "a.b.svc")],
     ids=["service-only", "without-svc", "whole"],
 )
-def test_long_names_are_shortened_in_the_subject_only(
+def test_long_names_are_shortened_only_in_the_subject(
     tmp_path: Path, service: str, namespace: str, common: str
 ) -> None:
     done = run(tmp_path, SERVICE_NAME=service, NAMESPACE=namespace)
@@ -68,7 +68,7 @@ def test_long_names_are_shortened_in_the_subject_only(
     assert f"{service}.{namespace}.svc" in names.get_values_for_type(x509.DNSName)
 
 
-def test_existing_keys_are_replaced_with_private_permissions(tmp_path: Path) -> None:
+def test_existing_keys_are_replaced_and_private(tmp_path: Path) -> None:
     made = tmp_path / "certs"
     made.mkdir()
     names = ["ca.key", "tls.key", "webhook-tls-secret.yaml"]
@@ -81,7 +81,7 @@ def test_existing_keys_are_replaced_with_private_permissions(tmp_path: Path) -> 
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="git is not here")
-def test_git_ignores_the_generated_files_only(tmp_path: Path) -> None:
+def test_git_ignores_only_generated_files(tmp_path: Path) -> None:
     shutil.copy(ROOT / ".gitignore", tmp_path / ".gitignore")
     done = run(tmp_path)
     assert done.returncode == 0, done.stderr
@@ -93,7 +93,7 @@ def test_git_ignores_the_generated_files_only(tmp_path: Path) -> None:
     assert done.stdout.split() == [".gitignore", "certs/README.md", "certs/certificate.yaml", "certs/issuer.yaml"]
 
 
-def test_environment_sets_names_and_directory(tmp_path: Path) -> None:
+def test_names_and_directory_come_from_the_environment(tmp_path: Path) -> None:
     done = run(tmp_path, NAMESPACE="wardens", SERVICE_NAME="hook", CERT_DIR="elsewhere/deep")
     assert done.returncode == 0, done.stderr
     leaf = x509.load_pem_x509_certificate((tmp_path / "elsewhere/deep/tls.crt").read_bytes())

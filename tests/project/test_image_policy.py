@@ -1,4 +1,5 @@
-"""The image policy matches exactly our repository. tests/e2e runs policy-controller itself."""
+"""The image policy covers exactly gpuwarden's repository. tests/e2e/test_image_policy.py runs policy-controller
+itself."""
 
 import re
 import subprocess
@@ -14,7 +15,7 @@ WORKFLOW = ROOT / ".github" / "workflows" / "release.yaml"
 DIGEST = "sha256:" + "ab" * 32
 REPOSITORY = "ghcr.io/gpuwarden/gpuwarden"
 
-# As policy-controller reads them: a name without tag or digest means `:latest`.
+# As policy-controller sees them: a name without tag or digest counts as `:latest`.
 OURS = [f"{REPOSITORY}@{DIGEST}", f"{REPOSITORY}:v1.2.3", f"{REPOSITORY}:latest"]
 OTHERS = [
     f"ghcr.io/gpuwarden/gpuwarden-evil@{DIGEST}",
@@ -32,7 +33,8 @@ def policies() -> list[dict[str, Any]]:
 
 
 def is_covered(policy: dict[str, Any], image: str) -> bool:
-    """policy-controller's globs: `**` matches anything, `*` anything except a slash."""
+    """policy-controller's glob rule: `**` matches anything, `*` anything but a slash, other characters match
+    themselves."""
     for one in policy["spec"]["images"]:
         parts = re.split(r"(\*\*?)", one["glob"])
         pattern = "".join({"**": ".*", "*": "[^/]*"}.get(part, re.escape(part)) for part in parts)
@@ -47,17 +49,17 @@ def test_there_are_the_two_policies() -> None:
 
 @pytest.mark.defect("S2-21")
 @pytest.mark.parametrize("policy", policies(), ids=lambda one: one["metadata"]["name"])
-def test_a_policy_covers_our_repository_exactly(policy: dict[str, Any]) -> None:
+def test_policy_covers_exactly_the_own_repository(policy: dict[str, Any]) -> None:
     assert [image for image in OURS + OTHERS if is_covered(policy, image)] == OURS
 
 
-def test_older_glob_would_have_matched_other_repositories() -> None:
-    """The function above distinguishes a wide glob from a narrow one."""
+def test_older_glob_covers_other_repositories() -> None:
+    """`is_covered` distinguishes a wide glob from a narrow one."""
     wide = {"spec": {"images": [{"glob": f"{REPOSITORY}*"}]}}
     assert is_covered(wide, f"ghcr.io/gpuwarden/gpuwarden-evil@{DIGEST}")
 
 
-def test_the_identity_is_the_release_workflow_at_a_tag_and_nothing_else() -> None:
+def test_identity_is_the_release_workflow_at_a_tag() -> None:
     workflow = "https://github.com/gpuwarden/gpuwarden/.github/workflows/release.yaml@"
     for policy in policies():
         (authority,) = policy["spec"]["authorities"]
@@ -75,11 +77,11 @@ JOBS: dict[str, Any] = yaml.safe_load(WORKFLOW.read_text())["jobs"]
 
 
 def actions(job: str) -> list[str]:
-    """The third-party actions of a job, without versions."""
+    """The external actions that a job runs, without their versions."""
     return [step["uses"].partition("@")[0] for step in JOBS[job]["steps"] if "uses" in step]
 
 
-def test_only_one_job_signs_and_runs_few_third_party_actions() -> None:
+def test_only_one_job_signs_and_it_runs_few_external_actions() -> None:
     signing = [name for name, job in JOBS.items() if job["permissions"].keys() & {"id-token", "attestations"}]
     assert signing == ["sign"]
     assert actions("sign") == ["sigstore/cosign-installer", "actions/attest-build-provenance"]
@@ -93,7 +95,7 @@ def test_only_one_job_signs_and_runs_few_third_party_actions() -> None:
 
 
 def pins_of(text: str, directory: Path) -> tuple[int, str]:
-    """The output of the workflow's check for a workflow with this step, and whether it passes."""
+    """Runs the workflow's own check on the text; its exit status and its message."""
     *_, step = JOBS["pinned"]["steps"]
     (directory / "release.yaml").write_text(text)
     command = ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", step["run"]]
@@ -105,11 +107,11 @@ PIN = "@" + "0123456789abcdef" * 2 + "01234567"
 
 
 def pinned() -> str:
-    """The workflow as required for a release."""
+    """The workflow with every action pinned, as a release requires."""
     return re.sub(r"(uses: [^@\s]+)@\S+", rf"\1{PIN}", WORKFLOW.read_text())
 
 
-def test_a_release_is_made_when_every_action_is_pinned(tmp_path: Path) -> None:
+def test_release_continues_if_every_action_is_pinned(tmp_path: Path) -> None:
     assert pins_of(pinned(), tmp_path) == (0, "")
     assert pins_of(pinned().replace(PIN, f"{PIN} # v5.0.1"), tmp_path) == (0, "")
 
@@ -131,20 +133,20 @@ def test_a_release_is_made_when_every_action_is_pinned(tmp_path: Path) -> None:
         "- uses: ./local",
     ],
 )
-def test_no_release_while_one_action_is_not_pinned(tmp_path: Path, line: str) -> None:
+def test_release_stops_if_an_action_is_not_pinned(tmp_path: Path, line: str) -> None:
     code, said = pins_of(f"{pinned()}      {line}\n", tmp_path)
     assert code == 1
     assert said.startswith("No release: these actions are not pinned to the 40 hex digits of a commit:\n")
     assert [one.partition(":")[2].strip() for one in said.splitlines()[1:]] == [line]
 
 
-def test_file_without_actions_is_refused(tmp_path: Path) -> None:
+def test_file_without_actions_is_not_accepted_as_workflow(tmp_path: Path) -> None:
     assert pins_of('{"message": "Not Found"}', tmp_path)[0] == 1
 
 
-def test_workflow_creates_what_the_policy_requires() -> None:
+def test_workflow_creates_the_attestations_that_the_policies_require() -> None:
     workflow = yaml.safe_load(WORKFLOW.read_text())
-    assert workflow[True]["push"]["tags"] == ["v[0-9]+.[0-9]+.[0-9]+"]  # `on` is a truth value to YAML 1.1
+    assert workflow[True]["push"]["tags"] == ["v[0-9]+.[0-9]+.[0-9]+"]  # YAML 1.1 reads the key `on` as true
     assert workflow["permissions"] == {}
     assert WORKFLOW.relative_to(ROOT).as_posix() in POLICY.read_text()
     text = WORKFLOW.read_text()

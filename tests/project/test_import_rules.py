@@ -14,7 +14,7 @@ LINT = [
     "--no-cache",
 ]
 
-# Of each contract, an import that breaks it.
+# For each contract, an import that breaks it.
 FORBIDDEN = {
     "a package imports those below it only": ("ledger/memory.py", "from webhook.evidence import static"),
     "commands do not import each other": ("commands/serve.py", "from webhook.commands import reconcile"),
@@ -35,7 +35,7 @@ FORBIDDEN = {
 }
 
 
-def test_a_forbidden_import_fails_the_check(tmp_path: Path) -> None:
+def test_forbidden_import_fails_the_check(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "webhook", tmp_path / "webhook", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     for module, line in FORBIDDEN.values():

@@ -1,4 +1,5 @@
-"""The migration pages name everything that the older systems read, write and answer, and are right about names."""
+"""The migration pages name everything that the older systems read, write and answer, and what they state about names is
+correct."""
 
 import re
 from collections.abc import Iterable
@@ -81,7 +82,7 @@ def page(name: str) -> str:
 
 
 def said(name: str) -> set[str]:
-    """Every word in code quotes, whole and in parts."""
+    """Every text in code quotes on the page, whole and in parts."""
     quoted = re.findall(r"`([^`\n]+)`", page(name))
     return {word for one in quoted for word in (one, *re.split(r"[\s,={}():]+", one))}
 
@@ -94,12 +95,12 @@ ALL = [
 
 
 @pytest.mark.parametrize(("name", "wanted"), ALL)
-def test_a_page_names_what_the_older_system_knows(name: str, wanted: list[str]) -> None:
+def test_page_lists_everything_the_older_system_reads_and_writes(name: str, wanted: list[str]) -> None:
     assert [one for one in wanted if one not in said(name)] == []
 
 
 def is_in(value: str, named: Iterable[str]) -> bool:
-    """Named itself, as `image.*`, or by its members."""
+    """Whether a value is named: itself, by a wildcard, or by one of its members."""
     return any(
         value == one or one.startswith(f"{value}.") or (one.endswith(".*") and value.startswith(one[:-1]))
         for one in named
@@ -107,12 +108,12 @@ def is_in(value: str, named: Iterable[str]) -> bool:
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_a_page_names_every_value_of_the_older_chart(name: str) -> None:
+def test_page_lists_every_value_of_the_older_chart(name: str) -> None:
     assert [value for value in VALUES[name] if not is_in(value, said(name))] == []
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_page_agrees_with_the_chart_on_kept_and_moved_values(name: str) -> None:
+def test_values_with_the_same_name_work_and_renamed_values_are_reported(name: str) -> None:
     (row,) = (line for line in page(name).splitlines() if line.endswith("| the same name |"))
     same = re.findall(r"`([^`]+)`", row)
     stay = {value for value in VALUES[name] if is_in(value, same)}
@@ -121,19 +122,19 @@ def test_page_agrees_with_the_chart_on_kept_and_moved_values(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_all_moved_values_are_named_at_once(name: str) -> None:
+def test_every_moved_value_is_reported_in_one_error(name: str) -> None:
     moved = [one for one in MOVED if one.path in VALUES[name]]
     said_to_all = refusal({one.path: True for one in moved})
     assert [one.path for one in moved if f"{one.sentence}." not in said_to_all] == []
 
 
-def test_the_older_variables_are_read() -> None:
+def test_variables_of_the_older_systems_are_read() -> None:
     tables = (*settings.SETTINGS, *export_settings.TABLE)
     read = {variable for one in tables for variable in one.variables}
     assert [name for words in VARIABLES.values() for name in words.split() if name not in read] == []
 
 
-def test_the_older_flags_are_taken() -> None:
+def test_flags_of_the_older_systems_are_accepted() -> None:
     taken = {one.flag: f"-{one.short}" for one in settings.SETTINGS if one.short}
     retired = {one.flag: f"-{one.short}" for one in settings.RETIRED}
     assert (taken | retired).items() >= FLAGS.items()

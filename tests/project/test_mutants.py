@@ -1,4 +1,4 @@
-"""The mutations in bugs.toml match the code. `make mutants` applies them."""
+"""The mutations in bugs.toml applies to the code. `make mutants` applies them."""
 
 import shutil
 from pathlib import Path
@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("bug", bugs(), ids=lambda bug: bug.name)
-def test_each_mutation_changes_its_file_and_names_tests(bug: Bug, tmp_path: Path) -> None:
+def test_each_planted_bug_applies_and_names_existing_tests(bug: Bug, tmp_path: Path) -> None:
     (tmp_path / bug.file).parent.mkdir(parents=True)
     shutil.copy(ROOT / bug.file, tmp_path / bug.file)
     bug.plant(tmp_path)

@@ -1,4 +1,4 @@
-"""The policy that lets gpuwarden read agents lets it do nothing else."""
+"""The SPIRE policy for gpuwarden allows reading agents and nothing else."""
 
 import json
 import re
@@ -9,13 +9,13 @@ from webhook.evidence.spire.spire_messages import LIST_AGENTS
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "spire"
 
 
-def test_the_data_allow_the_one_method_that_is_called() -> None:
+def test_policy_data_allows_only_the_called_method() -> None:
     data = json.loads((EXAMPLES / "gpuwarden-reader.json").read_text())
     assert data == {"agent_readers": ["spiffe://example.org/gpuwarden"], "agent_read_methods": [LIST_AGENTS]}
 
 
-def test_the_rule_wants_both_the_caller_and_the_method() -> None:
-    """One rule, whose conditions all have to hold; it takes nothing of the server's own rules away."""
+def test_rule_requires_caller_and_method() -> None:
+    """One rule with two conditions, which leaves the server's own rules unchanged."""
     rego = re.sub(r"#.*", "", (EXAMPLES / "gpuwarden-reader.rego").read_text())
     rule = "allow if { input.caller == data.agent_readers[_] input.full_method == data.agent_read_methods[_] }"
     assert " ".join(rego.split()) == rule

@@ -1,7 +1,5 @@
-"""Attackers in a process of their own, to be killed: large bodies over many TLS connections of loopback.
-
-Arguments: the port, the file of the CA, the attack, and how many attackers there are.
-"""
+"""Attackers in a process that the test kills: large bodies over many TLS connections on loopback. Arguments: the port,
+the CA file, the attack, and the number of attackers."""
 
 import asyncio
 import ssl
@@ -29,7 +27,7 @@ def head(size: int) -> bytes:
 
 
 async def stall(streams: Streams) -> None:
-    """Most of a large body, and then nothing."""
+    """Sends most of a large body and then stalls."""
     reader, writer = streams
     writer.write(head(3 * 2**20) + b" " * 3_040_000)
     await reader.read()
@@ -42,14 +40,14 @@ async def stall_small(streams: Streams) -> None:
 
 
 async def stall_at_once(streams: Streams) -> None:
-    """One byte of a body: nothing that a limit in bytes would notice."""
+    """Sends one byte of a body: too little for a limit in bytes."""
     reader, writer = streams
     writer.write(head(100) + b"{")
     await reader.read()
 
 
 async def grant_nothing(streams: Streams) -> None:
-    """A whole request over HTTP/2, and no window for its answer."""
+    """Sends a whole HTTP/2 request and grants no window for the answer."""
     reader, writer = streams
     connection = H2Connection(H2Configuration(client_side=True))
     connection.local_settings = Settings(client=True, initial_values={SettingCodes.INITIAL_WINDOW_SIZE: 0})
@@ -63,7 +61,7 @@ async def grant_nothing(streams: Streams) -> None:
 
 def repeat(body: bytes) -> Callable[[Streams], Awaitable[None]]:
     async def repeated(streams: Streams) -> None:
-        """The same large body as fast as the server takes it."""
+        """Sends the same large body as fast as the server accepts it."""
         reader, writer = streams
         while True:
             writer.write(head(len(body)) + body)

@@ -1,4 +1,4 @@
-"""Whoever is in the pod network: posts reviews that no API server has sent."""
+"""An attacker on the pod network who posts reviews that the API server has not sent."""
 
 import asyncio
 import base64
@@ -15,8 +15,8 @@ import msgspec
 from attrs import define, field
 
 from tests import builders
-from tests.e2e.crew import Site
 from tests.e2e.kube import Raw, pod
+from tests.e2e.processes import Site
 
 
 def trust(here: Site) -> ssl.SSLContext:
@@ -36,7 +36,7 @@ def patched(raw: Raw, answer: Raw) -> Raw:
 
 @define(eq=False)
 class Forger:
-    """On the pod network, without credentials."""
+    """An attacker on the pod network without credentials."""
 
     here: Site
     client: httpx.AsyncClient
@@ -49,7 +49,7 @@ class Forger:
         return response
 
     async def mutate(self, namespace: str, *, gpus: int = 1, is_dry: bool = False) -> Raw:
-        """The answer to a made-up creation."""
+        """The answer to a forged creation."""
         raw = wanted(namespace, gpus=gpus)
         return await self.post("/mutate", builders.mutating_create(raw, uid=str(uuid.uuid4()), dry_run=is_dry))
 
@@ -57,11 +57,12 @@ class Forger:
         return await self.post("/validate", builders.validating_create(raw, uid=uid, name=name))
 
     async def dressed(self, namespace: str) -> Raw:
-        """What a pod of that namespace would be made of."""
+        """The pod as gpuwarden would dress it in that namespace."""
         return patched(wanted(namespace), await self.mutate(namespace, is_dry=True))
 
     async def flood(self, namespace: str, until: float, *, names_uids: bool = False) -> None:
-        """Again and again; with `names_uids`, each hold that is had is named a pod that there is not."""
+        """Posts forged creations until `until`. With `names_uids`, each reservation is bound to a pod that does not
+        exist."""
         while time.monotonic() < until:
             with suppress(httpx.HTTPError):
                 got = await self.mutate(namespace)

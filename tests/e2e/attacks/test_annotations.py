@@ -1,4 +1,5 @@
-"""A tenant forges or changes what gpuwarden writes on pods, or opens its gate. No server of ours runs here."""
+"""A tenant forges or changes annotations that gpuwarden writes on pods, or removes its gate. No gpuwarden server runs
+here."""
 
 from collections.abc import AsyncIterator
 
@@ -6,6 +7,19 @@ import pytest
 import pytest_asyncio
 
 from scripts.controlplane.cluster import Cluster
+from tests.e2e.cluster_users import (
+    ALIAS,
+    BLINDED,
+    CANONICAL,
+    GATE,
+    OUTPUTS,
+    ClusterUsers,
+    annotations,
+    forged,
+    installed_policies,
+    refused,
+    reserved_pod,
+)
 from tests.e2e.conftest import new_namespace
 from tests.e2e.kube import (
     NAMESPACES,
@@ -13,21 +27,9 @@ from tests.e2e.kube import (
     gone,
     pod,
 )
-from tests.e2e.people import (
-    ALIAS,
-    BLINDED,
-    CANONICAL,
-    GATE,
-    OUTPUTS,
-    People,
-    annotations,
-    forged,
-    installed_policies,
-    promised,
-    refused,
-)
 
-# In a namespace that has asked for us a copied manifest keeps the request; elsewhere the older names are another's.
+# In an opted-in namespace a copied manifest keeps its request; elsewhere the older annotations belong to other
+# software.
 STRIPPED = OUTPUTS[1:]
 STRIPPED_ANYWHERE = OUTPUTS[:4]
 
@@ -35,87 +37,92 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def people(cluster: Cluster) -> AsyncIterator[People]:
+async def users(cluster: Cluster) -> AsyncIterator[ClusterUsers]:
     async with installed_policies(cluster) as found:
         yield found
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def enabled(people: People) -> AsyncIterator[str]:
-    async with new_namespace(people.admin, CANONICAL) as name:
+async def enabled(users: ClusterUsers) -> AsyncIterator[str]:
+    async with new_namespace(users.admin, CANONICAL) as name:
         yield name
 
 
 @pytest.mark.parametrize("subresource", ["", "status"], ids=["pod", "status"])
 @pytest.mark.parametrize("key", OUTPUTS)
 @pytest.mark.parametrize("value", ["another", None], ids=["changed", "removed"])
-async def test_a_user_cannot_change_what_was_promised(
-    people: People, enabled: str, key: str, value: str | None, subresource: str
+async def test_user_cannot_change_annotations_of_gpuwarden(
+    users: ClusterUsers, enabled: str, key: str, value: str | None, subresource: str
 ) -> None:
-    await promised(people, enabled)
-    before = await annotations(people, enabled)
+    await reserved_pod(users, enabled)
+    before = await annotations(users, enabled)
     change = forged(key, value)
-    await refused(people.user.patch(PODS, "a", change, enabled, subresource), f"[{key}] is changed by gpuwarden", "pat")
-    assert await annotations(people, enabled) == before
+    await refused(users.user.patch(PODS, "a", change, enabled, subresource), f"[{key}] is changed by gpuwarden", "pat")
+    assert await annotations(users, enabled) == before
 
 
 @pytest.mark.parametrize("subresource", ["", "status"], ids=["pod", "status"])
 @pytest.mark.parametrize("labels", [CANONICAL, ALIAS], ids=["canonical label", "older label"])
-async def test_a_user_cannot_make_a_promise_up(people: People, labels: dict[str, str], subresource: str) -> None:
-    async with new_namespace(people.admin, labels) as namespace:
-        await people.user.create(PODS, pod("a"), namespace)
+async def test_user_cannot_add_annotations_of_gpuwarden(
+    users: ClusterUsers, labels: dict[str, str], subresource: str
+) -> None:
+    async with new_namespace(users.admin, labels) as namespace:
+        await users.user.create(PODS, pod("a"), namespace)
         for key in OUTPUTS:
-            await refused(people.user.patch(PODS, "a", forged(key), namespace, subresource), key)
-        assert await annotations(people, namespace) == {}
+            await refused(users.user.patch(PODS, "a", forged(key), namespace, subresource), key)
+        assert await annotations(users, namespace) == {}
 
 
 @pytest.mark.parametrize("subresource", ["ephemeralcontainers", "resize"])
-async def test_the_narrower_doors_need_no_guard(people: People, enabled: str, subresource: str) -> None:
-    """The API server itself lets nothing of the metadata through them, whoever asks."""
-    # On a node, a resize would also need a kubelet that can.
-    await promised(people, enabled, schedulerName="nobody")
-    before = await annotations(people, enabled)
-    await people.admin.patch(PODS, "a", forged("gpuwarden.io/node"), enabled, subresource)
-    assert await annotations(people, enabled) == before
+async def test_ephemeralcontainers_and_resize_cannot_change_annotations(
+    users: ClusterUsers, enabled: str, subresource: str
+) -> None:
+    """The API server itself ignores metadata in these subresources, for every user."""
+    # On a node, a resize would also need a kubelet that supports it.
+    await reserved_pod(users, enabled, schedulerName="nobody")
+    before = await annotations(users, enabled)
+    await users.admin.patch(PODS, "a", forged("gpuwarden.io/node"), enabled, subresource)
+    assert await annotations(users, enabled) == before
 
 
-async def test_a_user_cannot_open_the_gate(people: People, enabled: str) -> None:
+async def test_user_cannot_remove_the_scheduling_gate(users: ClusterUsers, enabled: str) -> None:
     gates = [{"name": "example.test/mine"}, {"name": GATE}]
-    await people.user.create(PODS, pod("a", schedulingGates=gates), enabled)
+    await users.user.create(PODS, pod("a", schedulingGates=gates), enabled)
     await refused(
-        people.user.patch(PODS, "a", [{"op": "remove", "path": "/spec/schedulingGates/1"}], enabled),
+        users.user.patch(PODS, "a", [{"op": "remove", "path": "/spec/schedulingGates/1"}], enabled),
         f"The scheduling gate {GATE} is removed by gpuwarden",
         "not by pat.",
     )
-    await people.user.patch(PODS, "a", [{"op": "remove", "path": "/spec/schedulingGates/0"}], enabled)
-    assert (await people.admin.get(PODS, "a", enabled))["spec"]["schedulingGates"] == [{"name": GATE}]
-    await people.user.delete(PODS, "a", enabled)
-    await gone(people.admin, PODS, "a", enabled)
+    await users.user.patch(PODS, "a", [{"op": "remove", "path": "/spec/schedulingGates/0"}], enabled)
+    assert (await users.admin.get(PODS, "a", enabled))["spec"]["schedulingGates"] == [{"name": GATE}]
+    await users.user.delete(PODS, "a", enabled)
+    await gone(users.admin, PODS, "a", enabled)
 
 
-async def test_taking_the_label_off_the_namespace_unlocks_nothing(people: People, enabled: str) -> None:
-    await promised(people, enabled)
-    await people.admin.patch(NAMESPACES, enabled, {"metadata": {"labels": {"gpuwarden.io/enabled": None}}})
+async def test_removing_the_namespace_label_does_not_allow_changes(users: ClusterUsers, enabled: str) -> None:
+    await reserved_pod(users, enabled)
+    await users.admin.patch(NAMESPACES, enabled, {"metadata": {"labels": {"gpuwarden.io/enabled": None}}})
     for key in OUTPUTS:
-        # The API server learns of the label a moment later; it makes no difference.
-        await refused(people.user.patch(PODS, "a", forged(key), enabled), key)
+        # The API server learns of the label a moment later; this makes no difference.
+        await refused(users.user.patch(PODS, "a", forged(key), enabled), key)
 
 
 @pytest.mark.parametrize("labels", [CANONICAL, ALIAS, CANONICAL | ALIAS], ids=["canonical", "older", "both"])
-async def test_a_forgery_at_creation_vanishes(people: People, labels: dict[str, str]) -> None:
+async def test_forged_annotations_are_removed_at_creation(users: ClusterUsers, labels: dict[str, str]) -> None:
     notes = {**dict.fromkeys(STRIPPED, "forged"), "gpuwarden.io/required-hash": "sha256:a", "example.test/a.b": "x"}
-    async with new_namespace(people.admin, labels) as namespace:
-        await people.user.create(PODS, pod("a", annotations=notes, containers=[BLINDED]), namespace)
+    async with new_namespace(users.admin, labels) as namespace:
+        await users.user.create(PODS, pod("a", annotations=notes, containers=[BLINDED]), namespace)
         kept = {"gpuwarden.io/required-hash": "sha256:a", "example.test/a.b": "x"}
-        assert await annotations(people, namespace) == kept
-        await people.user.create(PODS, pod("b"), namespace)
-        assert await annotations(people, namespace, "b") == {}
+        assert await annotations(users, namespace) == kept
+        await users.user.create(PODS, pod("b"), namespace)
+        assert await annotations(users, namespace, "b") == {}
 
 
-async def test_where_nobody_asked_our_own_names_vanish_too(people: People) -> None:
-    """No webhook looks there, and whoever goes by the annotations of pods must find none that we did not write."""
+async def test_forged_annotations_are_removed_in_namespaces_without_opt_in(users: ClusterUsers) -> None:
+    """No webhook reviews these namespaces, and readers of pods' annotations must find only those that gpuwarden
+    wrote."""
     notes = {**dict.fromkeys(STRIPPED_ANYWHERE, "forged"), "fudo.org/gpu.node": "x", "gpuwarden.io/gpu-count": "1"}
-    async with new_namespace(people.admin) as namespace:
-        await people.user.create(PODS, pod("a", annotations=notes), namespace)
+    async with new_namespace(users.admin) as namespace:
+        await users.user.create(PODS, pod("a", annotations=notes), namespace)
         kept = {"fudo.org/gpu.node": "x", "gpuwarden.io/gpu-count": "1"}
-        assert await annotations(people, namespace) == kept
+        assert await annotations(users, namespace) == kept

@@ -1,4 +1,5 @@
-"""Who may write Bindings puts pods past the scheduler: on other nodes, without GPUs or evidence, in another's place."""
+"""A user who may create Bindings places pods without the scheduler: on other nodes, without GPUs or evidence, or in
+another pod's place."""
 
 import json
 import re
@@ -11,8 +12,6 @@ from attrs import frozen
 
 from scripts.controlplane.cluster import Cluster
 from tests.e2e.conftest import new_namespace
-from tests.e2e.doors import HASH, NOBODY, PROVEN, QUIET, is_said, registered, trusting
-from tests.e2e.hooks import is_reviewed
 from tests.e2e.kube import (
     PODS,
     ApiError,
@@ -23,6 +22,8 @@ from tests.e2e.kube import (
     wait_until,
 )
 from tests.e2e.test_ledger import GPU_NODES, installed
+from tests.e2e.webhook_calls import HASH, PROVEN, QUIET, UNREACHABLE_URL, ca_of, is_refused_with, registered
+from tests.e2e.webhook_configurations import is_reviewed
 from tests.ledger.fake_store import gpu_node
 from tests.running import serving
 from webhook.kube.install.policies import Installation
@@ -30,12 +31,12 @@ from webhook.kube.install.policies import Installation
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-# Where reservations are kept in the cluster.
+# With reservations in the cluster ledger.
 
 
 @frozen
 class Bound:
-    """A namespace whose Bindings are reviewed. No scheduler places its pods: the tests do."""
+    """A namespace whose Bindings are reviewed. No scheduler binds its pods; the tests do."""
 
     kube: Kube
     namespace: str
@@ -46,7 +47,7 @@ class Bound:
     async def bind(
         self, name: str, node: str, uid: str | None = None, route: str = "binding", **options: str
     ) -> ApiError | None:
-        """What was said against it."""
+        """Why the binding was denied."""
         path = PODS.path(self.namespace, name, "binding")
         if route == "bindings":
             path = f"/api/v1/namespaces/{self.namespace}/bindings"
@@ -87,7 +88,7 @@ async def bound(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> A
         installation = Installation(
             opt_in="example.test/clustered",
             url=running.urls["https"],
-            ca_bundle=trusting(running),
+            ca_bundle=ca_of(running),
             reviews_bindings=True,
         )
         await stack.enter_async_context(registered(kube, installation, "clustered"))
@@ -106,7 +107,9 @@ OTHER = {"node-1": "node-2", "node-2": "node-1"}
 
 @pytest.mark.parametrize("route", ["binding", "bindings"])
 @pytest.mark.parametrize("names_uid", [True, False], ids=["with a uid", "without"])
-async def test_a_pod_is_bound_by_hand_to_the_node_of_its_gpus_alone(bound: Bound, route: str, names_uid: bool) -> None:
+async def test_manual_binding_is_allowed_only_to_the_node_of_the_pods_gpus(
+    bound: Bound, route: str, names_uid: bool
+) -> None:
     made = await bound.create(gpus=1)
     name, uid = made["metadata"]["name"], made["metadata"]["uid"] if names_uid else None
     own = reserved_node(made)
@@ -121,15 +124,15 @@ async def test_a_pod_is_bound_by_hand_to_the_node_of_its_gpus_alone(bound: Bound
     assert await bound.node_of(name) == own
 
 
-async def test_a_binding_for_the_pod_before_of_that_name_is_refused(bound: Bound) -> None:
+async def test_binding_for_a_deleted_pod_of_the_same_name_is_denied(bound: Bound) -> None:
     made = await bound.create(gpus=1)
     refused = await bound.bind(made["metadata"]["name"], reserved_node(made), "00000000-0000-4000-8000-000000000000")
     assert refused is not None
     assert (refused.status, refused.reason) == (409, "ReservationConflict")
 
 
-async def test_a_pod_whose_reservation_was_taken_away_cannot_be_bound(bound: Bound) -> None:
-    """Its environment names a GPU that the next pod may hold."""
+async def test_pod_without_its_reservation_cannot_be_bound(bound: Bound) -> None:
+    """Its environment names a GPU that the next pod may get."""
     made = await bound.create(gpus=1)
     name, own = made["metadata"]["name"], reserved_node(made)
     slot = made["metadata"]["annotations"]["gpuwarden.io/gpu-uuid"] + "/0"
@@ -143,7 +146,7 @@ async def test_a_pod_whose_reservation_was_taken_away_cannot_be_bound(bound: Bou
     assert await bound.node_of(name) is None
 
 
-async def test_a_pod_held_to_proven_nodes_is_bound_to_no_other(bound: Bound) -> None:
+async def test_pod_that_requires_evidence_is_bound_only_to_proven_nodes(bound: Bound) -> None:
     name = (await bound.create(annotations=HASH))["metadata"]["name"]
     for node, reason in (("node-2", "NoProvenNode"), ("node-nowhere", "NoSuitableNode")):
         refused = await bound.bind(name, node)
@@ -153,21 +156,21 @@ async def test_a_pod_held_to_proven_nodes_is_bound_to_no_other(bound: Bound) -> 
     assert await bound.node_of(name) == "node-1"
 
 
-async def test_a_pod_that_asks_for_nothing_is_bound_anywhere(bound: Bound) -> None:
+async def test_pod_without_a_claim_is_bound_anywhere(bound: Bound) -> None:
     name = (await bound.create())["metadata"]["name"]
     assert await bound.bind(name, "node-2") is None
 
 
-async def test_where_bindings_are_reviewed_nobody_but_a_scheduler_puts_pods_on_nodes_meanwhile(kube: Kube) -> None:
-    """A Binding does not say what its pod asks for. Schedulers: tests/e2e/attacks/test_bound_while_down.py."""
+async def test_only_schedulers_bind_pods_while_no_replica_answers(kube: Kube) -> None:
+    """A Binding does not contain its pod's claim. For schedulers see tests/e2e/attacks/test_bound_while_down.py."""
     label = {"example.test/unbound": "true"}
     async with new_namespace(kube, label) as namespace:
         await kube.create(PODS, pod("plain", schedulerName="nobody"), namespace)
         target = {"metadata": {"name": "plain"}, "target": {"kind": "Node", "name": "node-0"}}
-        installation = Installation(opt_in="example.test/unbound", url=NOBODY)
+        installation = Installation(opt_in="example.test/unbound", url=UNREACHABLE_URL)
         async with registered(kube, installation, "unbound"):
             refused = re.compile(r'failed calling webhook "validate-binding\.gpuwarden\.io"')
-            await wait_until(lambda: is_said(kube, f"{PODS.path(namespace, 'plain')}/binding", target, refused))
+            await wait_until(lambda: is_refused_with(kube, f"{PODS.path(namespace, 'plain')}/binding", target, refused))
         assert "nodeName" not in (await kube.get(PODS, "plain", namespace))["spec"]
 
 

@@ -1,4 +1,4 @@
-"""Which pods are put on which nodes while no replica of ours answers."""
+"""Which pods are bound to which nodes while no replica of gpuwarden answers."""
 
 import asyncio
 import signal
@@ -16,10 +16,8 @@ from attrs import evolve, frozen
 
 from scripts.controlplane.cluster import Cluster
 from tests.e2e.attacks.test_gpu_variables import HOSTILE, hostile_pod, seen, tenant_of
+from tests.e2e.cluster_users import CRDS
 from tests.e2e.conftest import new_namespace
-from tests.e2e.crew import OPT_IN, Site, Worker, ended, guarded, site
-from tests.e2e.figures import percentile, tell
-from tests.e2e.hooks import is_reviewed
 from tests.e2e.kube import (
     EVENTS,
     NAMESPACES,
@@ -34,9 +32,11 @@ from tests.e2e.kube import (
     pod_in_phase,
     wait_until,
 )
-from tests.e2e.people import CRDS
-from tests.e2e.test_continuous import stamp
+from tests.e2e.measurements import percentile, report_figures
+from tests.e2e.processes import OPT_IN, Site, Worker, cancel_and_wait, site, with_policies
 from tests.e2e.test_discovery import NODE_EVIDENCES
+from tests.e2e.test_evidence_loss import stamp
+from tests.e2e.webhook_configurations import is_reviewed
 from tests.running import GPUWARDEN, challenging
 from webhook.admission.binding_ends import NAME
 from webhook.evidence.node_evidence import new_node_evidence
@@ -46,7 +46,8 @@ BINDING_ENDS = Resource("apis/gpuwarden.io/v1alpha1", "bindingends", is_namespac
 HASH = "sha256:d0d0"
 ASKING = {"gpuwarden.io/required-hash": HASH}
 GATE = "example.test/wait"
-# Its list has room for some forty pods: twenty thousand are the same, and take the test's machine minutes to make.
+# Its list has room for about forty pods. A real list has room for about twenty thousand, which take minutes to create
+# on the test's machine.
 WITH_A_SMALL_LIST = """
 import webhook.admission.binding_ends
 from webhook.cli import main
@@ -54,15 +55,15 @@ webhook.admission.binding_ends.MAX_BYTES = 3_000
 raise SystemExit(main())
 """
 CROWD = 60
-# kube-scheduler tries a pod again after 1 to 10 s.
+# kube-scheduler retries a pod after 1 to 10 s.
 TRIES = 15.0
-# From when a replica says that it is ready: how long a process takes to start is the machine's affair.
+# Counted from when a replica is ready: the start of a process depends on the machine.
 RECOVERY = 5.0
 
 
 @frozen(eq=False)
-class Scene:
-    """Nodes that have proven themselves, of which tests name two; replicas, and one reconciler."""
+class Harness:
+    """Proven nodes, two of which tests name; replicas, and one reconciler."""
 
     site: Site
     kube: Kube
@@ -73,7 +74,7 @@ class Scene:
         return self.site.namespace
 
     async def prove(self, node: str, lasts: timedelta = timedelta(hours=1), **said: Any) -> None:
-        """As a replica writes it down, which has an answer to its challenge."""
+        """Writes evidence as a replica does that has an answer to its challenge."""
         now = utc_now()
         entry = {"hash": HASH, "banned": False, "conflict": False, "since": stamp(now), "until": stamp(now + lasts)}
         made = await self.kube.get(NODE_EVIDENCES, node)
@@ -82,17 +83,17 @@ class Scene:
         )
 
     async def ends(self) -> dict[str, str]:
-        """What is written for the time without us."""
+        """The stored end times for an outage."""
         found = await self.kube.find(BINDING_ENDS, NAME)
         spec = (found or {}).get("spec") or {}
         return {**spec.get("nodes", {}), **spec.get("namespaces", {}), **spec.get("pods", {})}
 
     async def kept(self, *names: str) -> None:
-        """Wait until there is an end for each of them, in this installation's time."""
+        """Waits until each of these nodes, pods or namespaces has an end time that is not in the past."""
         await wait_until(self.ends, lambda data: all(data.get(name, "1970") > "1971" for name in names))
 
-    async def held_back(self, name: str, node: str, gpus: int = 1) -> Raw:
-        """A pod that has its GPUs on that node, and waits behind somebody else's gate."""
+    async def create_gated_pod(self, name: str, node: str, gpus: int = 1) -> Raw:
+        """A pod with GPUs on that node, held back by another scheduling gate."""
         content = pod(name, gpus, ASKING, schedulingGates=[{"name": GATE}])
         content["spec"]["nodeSelector"] = {"kubernetes.io/hostname": node}
 
@@ -108,7 +109,7 @@ class Scene:
             await self.kept(found["metadata"]["uid"])
         return found
 
-    async def opened(self, name: str) -> None:
+    async def open_gate(self, name: str) -> None:
         await self.kube.patch(PODS, name, [{"op": "remove", "path": "/spec/schedulingGates/0"}], self.namespace)
 
     async def node_of(self, name: str) -> str | None:
@@ -116,24 +117,24 @@ class Scene:
         return node
 
     async def bound(self, name: str) -> str:
-        """Where; with what was said against it, if it takes too long."""
+        """Waits until the pod is bound; returns its node. A timeout shows the scheduler's message."""
 
         async def seen() -> str:
-            said = await self.said_of(name)
+            said = await self.scheduling_message(name)
             return await self.node_of(name) or f"unbound: {said}"
 
         return await wait_until(seen, lambda found: not found.startswith("unbound"))
 
-    async def said_of(self, name: str) -> list[str]:
+    async def scheduling_message(self, name: str) -> list[str]:
         found = await self.kube.list(EVENTS, self.namespace, fieldSelector=f"involvedObject.name={name}")
         return [one["message"] for one in found]
 
     async def refused(self, name: str, words: str) -> None:
-        """The scheduler has tried, was told so, and the pod stays where it is, whatever is tried again."""
+        """Waits until the scheduler has reported the refusal; the pod stays unbound, also on retries."""
 
         async def said() -> list[str]:
             assert await self.node_of(name) is None
-            return await self.said_of(name)
+            return await self.scheduling_message(name)
 
         await wait_until(said, lambda found: any(words in one for one in found), TRIES)
         await asyncio.sleep(2)
@@ -141,13 +142,13 @@ class Scene:
 
 
 @pytest.fixture
-async def scene(cluster: Cluster, kube: Kube, tmp_path: Path) -> AsyncIterator[Scene]:
-    async with scenery(cluster, kube, tmp_path) as found:
+async def harness(cluster: Cluster, kube: Kube, tmp_path: Path) -> AsyncIterator[Harness]:
+    async with running_harness(cluster, kube, tmp_path) as found:
         yield found
 
 
 @asynccontextmanager
-async def scenery(
+async def running_harness(
     cluster: Cluster,
     kube: Kube,
     directory: Path,
@@ -156,11 +157,11 @@ async def scenery(
     gpus: int = 4,
     replicas: int = 1,
     program: Sequence[str] = (GPUWARDEN,),
-) -> AsyncIterator[Scene]:
+) -> AsyncIterator[Harness]:
     shape: dict[str, Any] = {"nodes": nodes, "gpus": gpus, "replicas": replicas, "name": "down"}
     async with site(cluster, kube, directory, **shape, flags=(*challenging(directory), *flags)) as here:
         first, second, *_ = here.nodes
-        found = Scene(here, kube, (first, second))
+        found = Harness(here, kube, (first, second))
         try:
             for node in here.nodes:
                 await kube.create(NODE_EVIDENCES, new_node_evidence(node))
@@ -177,7 +178,7 @@ async def scenery(
 
 @contextmanager
 def frozen_process(worker: Worker) -> Iterator[None]:
-    """It keeps its connections and answers nothing."""
+    """The process keeps its connections and does not answer."""
     worker.process.send_signal(signal.SIGSTOP)
     try:
         yield
@@ -185,99 +186,101 @@ def frozen_process(worker: Worker) -> Iterator[None]:
         worker.process.send_signal(signal.SIGCONT)
 
 
-async def test_plain_pods_are_bound_while_every_replica_is_down(scene: Scene, request: pytest.FixtureRequest) -> None:
-    await scene.site.stop()
+async def test_pods_without_a_claim_are_bound_while_every_replica_is_down(
+    harness: Harness, request: pytest.FixtureRequest
+) -> None:
+    await harness.site.stop()
     took = []
     for number in range(10):
         began = time.monotonic()
-        await scene.kube.create(PODS, pod(f"plain-{number}"), scene.namespace)
-        await scene.bound(f"plain-{number}")
+        await harness.kube.create(PODS, pod(f"plain-{number}"), harness.namespace)
+        await harness.bound(f"plain-{number}")
         took.append(time.monotonic() - began)
-    tell(request, median_ms_create_to_bound=percentile(took, 0.5) * 1000, worst_ms=max(took) * 1000)
+    report_figures(request, median_ms_create_to_bound=percentile(took, 0.5) * 1000, worst_ms=max(took) * 1000)
     with pytest.raises(ApiError, match="failed calling webhook"):
-        await scene.kube.create(PODS, pod("asking", 1, ASKING), scene.namespace)
+        await harness.kube.create(PODS, pod("asking", 1, ASKING), harness.namespace)
 
 
-async def test_a_plain_pod_with_a_sidecar_is_made_blinded_and_bound_while_nothing_of_us_runs(
-    scene: Scene, cluster: Cluster
+async def test_pod_with_a_sidecar_is_created_blinded_and_bound_while_gpuwarden_is_down(
+    harness: Harness, cluster: Cluster
 ) -> None:
-    """With all that an installation has put into the API server."""
-    async with guarded(scene.site), tenant_of(cluster, scene.kube, OPT_IN) as (tenant, namespace):
-        await wait_until(lambda: is_reviewed(scene.kube, namespace))
-        await scene.site.stop()
+    """With everything that an installation creates in the API server."""
+    async with with_policies(harness.site), tenant_of(cluster, harness.kube, OPT_IN) as (tenant, namespace):
+        await wait_until(lambda: is_reviewed(harness.kube, namespace))
+        await harness.site.stop()
         for number, members in enumerate(HOSTILE.values()):
             content = hostile_pod(members, name=f"plain-{number}")
             reply = await tenant.http.post(PODS.path(namespace), json=content)
             assert reply.status_code == 201, reply.text
             assert seen(reply.json()) == dict.fromkeys(("init", "side", "a", "b"), "void")
-            made = await pod_in_phase(scene.kube, namespace, f"plain-{number}", "Running")
+            made = await pod_in_phase(harness.kube, namespace, f"plain-{number}", "Running")
             assert made["spec"]["nodeName"]
             assert set(seen(made).values()) == {"void"}
         with pytest.raises(ApiError, match="failed calling webhook"):
             await tenant.create(PODS, pod("asking", 1), namespace)
 
 
-async def test_a_pod_whose_evidence_ends_meanwhile_is_not_bound_and_one_whose_evidence_lasts_is(
-    scene: Scene, request: pytest.FixtureRequest
+async def test_pod_is_bound_during_an_outage_only_while_evidence_is_valid(
+    harness: Harness, request: pytest.FixtureRequest
 ) -> None:
-    ending, lasting = scene.proven
-    await scene.held_back("late", ending)
-    await scene.held_back("held-to-it", ending, gpus=0)
-    made = await scene.held_back("lasting", lasting)
-    await scene.prove(ending, timedelta(seconds=8))
-    await wait_until(scene.ends, lambda data: near(data[ending]))
-    await scene.site.stop()
-    await wait_until(scene.ends, lambda data: data[ending] <= stamp(utc_now()))
+    ending, lasting = harness.proven
+    await harness.create_gated_pod("late", ending)
+    await harness.create_gated_pod("held-to-it", ending, gpus=0)
+    made = await harness.create_gated_pod("lasting", lasting)
+    await harness.prove(ending, timedelta(seconds=8))
+    await wait_until(harness.ends, lambda data: near(data[ending]))
+    await harness.site.stop()
+    await wait_until(harness.ends, lambda data: data[ending] <= stamp(utc_now()))
     for name in ("late", "held-to-it", "lasting"):
-        await scene.opened(name)
-    assert await scene.bound("lasting") == made["metadata"]["annotations"]["gpuwarden.io/node"] == lasting
+        await harness.open_gate(name)
+    assert await harness.bound("lasting") == made["metadata"]["annotations"]["gpuwarden.io/node"] == lasting
     for name in ("late", "held-to-it"):
-        await scene.refused(name, f"the evidence of node {ending} ended")
-    # Back, first without that evidence, then with it.
+        await harness.refused(name, f"the evidence of node {ending} ended")
+    # gpuwarden is back, first without that evidence, then with it.
     began = time.monotonic()
-    await scene.site.replica()
+    await harness.site.replica()
     ready = time.monotonic()
-    await scene.kube.create(PODS, pod("asking", 1, ASKING), scene.namespace)
+    await harness.kube.create(PODS, pod("asking", 1, ASKING), harness.namespace)
     back = time.monotonic() - ready
-    tell(request, seconds_to_start=ready - began, seconds_to_the_next_claim=back)
+    report_figures(request, seconds_to_start=ready - began, seconds_to_the_next_claim=back)
     assert back < RECOVERY
-    await scene.bound("asking")
-    assert await scene.node_of("late") is None
-    await scene.prove(ending)
+    await harness.bound("asking")
+    assert await harness.node_of("late") is None
+    await harness.prove(ending)
     for name in ("late", "held-to-it"):
-        assert await scene.bound(name) == ending
-    assert len(await scene.site.held()) == 3
+        assert await harness.bound(name) == ending
+    assert len(await harness.site.held()) == 3
 
 
-async def test_plain_pods_wait_once_the_evidence_of_every_node_has_ended(scene: Scene) -> None:
-    """A policy that let them pass would let the pods with a claim pass that are on no list."""
-    await scene.site.reconcilers[0].kill()
-    node = scene.proven[0]
+async def test_pods_without_a_claim_wait_when_evidence_of_every_node_has_expired(harness: Harness) -> None:
+    """A policy that allowed them would also allow pods with a claim that are on no list."""
+    await harness.site.reconcilers[0].kill()
+    node = harness.proven[0]
     content = pod(
         "unlisted", 1, ASKING, schedulingGates=[{"name": GATE}], nodeSelector={"kubernetes.io/hostname": node}
     )
-    made = await scene.kube.create(PODS, content, scene.namespace)
+    made = await harness.kube.create(PODS, content, harness.namespace)
     assert made["metadata"]["annotations"]["gpuwarden.io/node"] == node
-    await scene.held_back("unlisted-without-gpus", node, gpus=0)
+    await harness.create_gated_pod("unlisted-without-gpus", node, gpus=0)
     unlisted = ("unlisted", "unlisted-without-gpus")
-    uids = {(await scene.kube.get(PODS, name, scene.namespace))["metadata"]["uid"] for name in unlisted}
-    # As it reads when the evidence has lasted for as long as it can.
+    uids = {(await harness.kube.get(PODS, name, harness.namespace))["metadata"]["uid"] for name in unlisted}
+    # The end times as they are after the longest validity of evidence.
     over = stamp(utc_now() - timedelta(minutes=2))
-    await scene.kube.patch(BINDING_ENDS, NAME, {"spec": {"nodes": dict.fromkeys(scene.proven, over)}})
-    assert not uids & (await scene.ends()).keys()
-    await scene.site.stop()
+    await harness.kube.patch(BINDING_ENDS, NAME, {"spec": {"nodes": dict.fromkeys(harness.proven, over)}})
+    assert not uids & (await harness.ends()).keys()
+    await harness.site.stop()
     for name in unlisted:
-        await scene.opened(name)
-    attested = {"key": "kubernetes.io/hostname", "operator": "In", "values": list(scene.proven)}
+        await harness.open_gate(name)
+    attested = {"key": "kubernetes.io/hostname", "operator": "In", "values": list(harness.proven)}
     held = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [{"matchExpressions": [attested]}]}}
-    await scene.kube.create(PODS, pod("plain", affinity={"nodeAffinity": held}), scene.namespace)
+    await harness.kube.create(PODS, pod("plain", affinity={"nodeAffinity": held}), harness.namespace)
     for name in (*unlisted, "plain"):
-        await scene.refused(name, "the evidence of node")
-    # A node that has never had evidence is open.
-    await scene.kube.create(PODS, pod("elsewhere"), scene.namespace)
-    assert await scene.bound("elsewhere") not in scene.proven
-    await scene.site.replica()
-    await scene.bound("plain")
+        await harness.refused(name, "the evidence of node")
+    # A node that never had evidence is open.
+    await harness.kube.create(PODS, pod("elsewhere"), harness.namespace)
+    assert await harness.bound("elsewhere") not in harness.proven
+    await harness.site.replica()
+    await harness.bound("plain")
 
 
 def near(text: str) -> bool:
@@ -285,8 +288,8 @@ def near(text: str) -> bool:
 
 
 @contextmanager
-def flooded(here: Site, attack: str, number: int) -> Iterator[None]:
-    """Attackers of the pod network, in a process of their own."""
+def flood(here: Site, attack: str, number: int) -> Iterator[None]:
+    """Runs attackers of the pod network in another process."""
     port, ca = str(here.replicas[0].port), str(here.directory / "ca.crt")
     command = [sys.executable, "-m", "tests.e2e.attacks.flood", port, ca, attack, str(number)]
     with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
@@ -296,8 +299,8 @@ def flooded(here: Site, attack: str, number: int) -> Iterator[None]:
             process.kill()
 
 
-async def starved(worker: Worker) -> None:
-    """It has the processor for a moment now and then, as on a machine with far too much to do."""
+async def slow_down(worker: Worker) -> None:
+    """Lets the process run only for moments, as on an overloaded machine."""
     while True:
         with frozen_process(worker):
             await asyncio.sleep(12)
@@ -307,167 +310,167 @@ async def starved(worker: Worker) -> None:
 @pytest.mark.parametrize(
     ("attack", "is_starved"), [("deep", False), ("unfinished-small", False), ("deep", True)], ids=str
 )
-async def test_no_flood_lets_a_pod_onto_a_node_whose_evidence_has_ended(
-    scene: Scene, attack: str, request: pytest.FixtureRequest, *, is_starved: bool
+async def test_flood_does_not_let_a_pod_onto_a_node_with_expired_evidence(
+    harness: Harness, attack: str, request: pytest.FixtureRequest, *, is_starved: bool
 ) -> None:
-    """Under a flood alone Bindings are still reviewed. Where a review fails all the same it is passed over, and the
+    """Under a flood Bindings are still reviewed. If a review fails nevertheless, the API server ignores it, and the
     policy judges that Binding."""
-    ending, lasting = scene.proven
+    ending, lasting = harness.proven
     late = [f"late-{number}" for number in range(4)]
     for name in late:
-        await scene.held_back(name, ending)
-    await scene.held_back("lasting", lasting)
-    await scene.prove(ending, timedelta(seconds=8))
-    await wait_until(scene.ends, lambda data: data[ending] <= stamp(utc_now()))
-    with flooded(scene.site, attack, 200):
+        await harness.create_gated_pod(name, ending)
+    await harness.create_gated_pod("lasting", lasting)
+    await harness.prove(ending, timedelta(seconds=8))
+    await wait_until(harness.ends, lambda data: data[ending] <= stamp(utc_now()))
+    with flood(harness.site, attack, 200):
         await asyncio.sleep(2)
-        starving = asyncio.create_task(starved(scene.site.replicas[0])) if is_starved else None
+        starving = asyncio.create_task(slow_down(harness.site.replicas[0])) if is_starved else None
         await asyncio.sleep(0.1)
         for name in late:
-            await scene.opened(name)
+            await harness.open_gate(name)
         for name in late:
-            await wait_until(lambda name=name: refusals(scene, name))  # type: ignore[misc]  # bound now, not later
+            await wait_until(lambda name=name: refusals(harness, name))  # type: ignore[misc]  # bound now, not later
         await asyncio.sleep(TRIES)
-        assert [await scene.node_of(name) for name in late] == [None] * len(late)
-        said = [one for name in late for one in await refusals(scene, name)]
+        assert [await harness.node_of(name) for name in late] == [None] * len(late)
+        said = [one for name in late for one in await refusals(harness, name)]
         if starving is not None:
-            await ended([starving])
+            await cancel_and_wait([starving])
     by_policy = sum(f"the evidence of node {ending} ended" in one for one in said)
-    tell(request, refusals=len(said), by_policy=by_policy)
+    report_figures(request, refusals=len(said), by_policy=by_policy)
     assert (by_policy > 0) == is_starved
-    await scene.opened("lasting")
-    assert await scene.bound("lasting") == lasting
-    assert [await scene.node_of(name) for name in late] == [None] * len(late)
+    await harness.open_gate("lasting")
+    assert await harness.bound("lasting") == lasting
+    assert [await harness.node_of(name) for name in late] == [None] * len(late)
 
 
-async def refusals(scene: Scene, name: str) -> list[str]:
-    """What the scheduler was told when it bound the pod."""
-    return [one for one in await scene.said_of(name) if "denied" in one or "evidence" in one]
+async def refusals(harness: Harness, name: str) -> list[str]:
+    """The refusals that the scheduler got when it bound the pod."""
+    return [one for one in await harness.scheduling_message(name) if "denied" in one or "evidence" in one]
 
 
-async def test_a_ban_from_before_holds(scene: Scene, request: pytest.FixtureRequest) -> None:
-    banned, _ = scene.proven
-    await scene.held_back("late", banned)
+async def test_ban_from_before_the_outage_applies(harness: Harness, request: pytest.FixtureRequest) -> None:
+    banned, _ = harness.proven
+    await harness.create_gated_pod("late", banned)
     began = time.monotonic()
-    await scene.prove(banned, banned=True)
-    await wait_until(scene.ends, lambda data: data[banned].startswith("1970"))
-    tell(request, seconds_from_ban_to_list=time.monotonic() - began)
-    await scene.site.stop()
-    await scene.opened("late")
-    await scene.refused("late", f"the evidence of node {banned} ended")
+    await harness.prove(banned, banned=True)
+    await wait_until(harness.ends, lambda data: data[banned].startswith("1970"))
+    report_figures(request, seconds_from_ban_to_list=time.monotonic() - began)
+    await harness.site.stop()
+    await harness.open_gate("late")
+    await harness.refused("late", f"the evidence of node {banned} ended")
 
 
-async def test_another_hash_than_the_pod_asked_for_is_no_evidence(scene: Scene) -> None:
-    changed, _ = scene.proven
-    uid = (await scene.held_back("late", changed))["metadata"]["uid"]
-    await scene.prove(changed, hash="sha256:0ther")
-    await wait_until(scene.ends, lambda data: data[uid].startswith("1970"))
-    await scene.site.stop()
-    await scene.opened("late")
-    await scene.refused("late", "the pod may no longer be bound without a review")
+async def test_node_with_another_hash_than_required_is_refused(harness: Harness) -> None:
+    changed, _ = harness.proven
+    uid = (await harness.create_gated_pod("late", changed))["metadata"]["uid"]
+    await harness.prove(changed, hash="sha256:0ther")
+    await wait_until(harness.ends, lambda data: data[uid].startswith("1970"))
+    await harness.site.stop()
+    await harness.open_gate("late")
+    await harness.refused("late", "the pod may no longer be bound without a review")
 
 
-async def test_overload_is_not_taken_for_down(scene: Scene) -> None:
-    """A replica that answers too late is passed over like one that is not there; what is refused stays refused."""
-    ending, lasting = scene.proven
-    await scene.held_back("late", ending)
-    await scene.held_back("lasting", lasting)
-    await scene.prove(ending, timedelta(seconds=1))
-    await wait_until(scene.ends, lambda data: data[ending] <= stamp(utc_now()))
-    with frozen_process(scene.site.replicas[0]):
+async def test_denied_binding_stays_denied_while_replicas_are_overloaded(harness: Harness) -> None:
+    """A replica that answers too late is treated like one that is down; a denial stays a denial."""
+    ending, lasting = harness.proven
+    await harness.create_gated_pod("late", ending)
+    await harness.create_gated_pod("lasting", lasting)
+    await harness.prove(ending, timedelta(seconds=1))
+    await wait_until(harness.ends, lambda data: data[ending] <= stamp(utc_now()))
+    with frozen_process(harness.site.replicas[0]):
         for name in ("late", "lasting"):
-            await scene.opened(name)
-        assert await scene.bound("lasting") == lasting
-        await scene.refused("late", f"the evidence of node {ending} ended")
+            await harness.open_gate(name)
+        assert await harness.bound("lasting") == lasting
+        await harness.refused("late", f"the evidence of node {ending} ended")
 
 
-async def test_nobody_but_a_scheduler_binds_meanwhile(scene: Scene) -> None:
-    """Whoever may bind could put a pod with GPUs on any node, so the review stays the only way for others."""
-    node, _ = scene.proven
-    await scene.held_back("claim", node)
-    await scene.kube.create(PODS, pod("plain", schedulerName="nobody"), scene.namespace)
-    await scene.site.stop()
-    await scene.opened("claim")
-    await scene.bound("claim")
+async def test_only_schedulers_bind_during_an_outage(harness: Harness) -> None:
+    """Any user who may bind could place a pod with GPUs on any node, so for others a review is required."""
+    node, _ = harness.proven
+    await harness.create_gated_pod("claim", node)
+    await harness.kube.create(PODS, pod("plain", schedulerName="nobody"), harness.namespace)
+    await harness.site.stop()
+    await harness.open_gate("claim")
+    await harness.bound("claim")
     target: Raw = {"apiVersion": "v1", "kind": "Binding", "target": {"kind": "Node", "name": node}}
-    for path in (PODS.path(scene.namespace, "plain", "binding"), f"/api/v1/namespaces/{scene.namespace}/bindings"):
+    for path in (PODS.path(harness.namespace, "plain", "binding"), f"/api/v1/namespaces/{harness.namespace}/bindings"):
         for finalizers in ([], [f"gpuwarden.io/reviewed-for-{node}"]):
             content = {**target, "metadata": {"name": "plain", "finalizers": finalizers}}
             with pytest.raises(ApiError, match="failed calling webhook"):
-                await scene.kube.call("POST", path, content)
-    assert await scene.node_of("plain") is None
+                await harness.kube.call("POST", path, content)
+    assert await harness.node_of("plain") is None
 
 
-async def test_a_pod_past_its_time_is_bound_no_more(cluster: Cluster, kube: Kube, tmp_path: Path) -> None:
-    """Its GPUs may have been given to another when we went down."""
-    async with scenery(cluster, kube, tmp_path, "--bind-deadline", "5s", "--on-bind-deadline", "keep") as scene:
-        await scene.held_back("late", scene.proven[0])
-        await scene.site.stop()
+async def test_pod_is_not_bound_after_its_bind_deadline(cluster: Cluster, kube: Kube, tmp_path: Path) -> None:
+    """Its GPUs may have been assigned to another pod when gpuwarden went down."""
+    async with running_harness(
+        cluster, kube, tmp_path, "--bind-deadline", "5s", "--on-bind-deadline", "keep"
+    ) as harness:
+        await harness.create_gated_pod("late", harness.proven[0])
+        await harness.site.stop()
         await asyncio.sleep(6)
-        await scene.opened("late")
-        await scene.refused("late", "the pod may no longer be bound without a review")
+        await harness.open_gate("late")
+        await harness.refused("late", "the pod may no longer be bound without a review")
 
 
-async def test_a_pod_that_was_bound_on_the_word_of_before_is_evicted_when_we_are_back(
+async def test_pod_bound_on_outdated_evidence_is_evicted_after_the_outage(
     cluster: Cluster, kube: Kube, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """A ban that nobody could tell the API server of is the window that is left."""
-    async with scenery(cluster, kube, tmp_path, "--on-evidence-lost", "evict") as scene:
-        banned, _ = scene.proven
-        await scene.held_back("meanwhile", banned)
-        await scene.site.stop()
-        await scene.prove(banned, banned=True)
-        await scene.opened("meanwhile")
-        assert await scene.bound("meanwhile") == banned
-        await scene.site.reconciler()
+    """The remaining window: a ban during the outage cannot reach the API server."""
+    async with running_harness(cluster, kube, tmp_path, "--on-evidence-lost", "evict") as harness:
+        banned, _ = harness.proven
+        await harness.create_gated_pod("meanwhile", banned)
+        await harness.site.stop()
+        await harness.prove(banned, banned=True)
+        await harness.open_gate("meanwhile")
+        assert await harness.bound("meanwhile") == banned
+        await harness.site.reconciler()
         leading = time.monotonic()
-        await gone(kube, PODS, "meanwhile", scene.namespace)
-        tell(request, seconds_from_leading_to_gone=time.monotonic() - leading)
-        assert any("banned" in one for one in await scene.said_of("meanwhile"))
+        await gone(kube, PODS, "meanwhile", harness.namespace)
+        report_figures(request, seconds_from_leading_to_gone=time.monotonic() - leading)
+        assert any("banned" in one for one in await harness.scheduling_message("meanwhile"))
 
 
-async def test_a_crowd_of_pods_closes_its_own_namespace_and_no_other(
-    cluster: Cluster, kube: Kube, tmp_path: Path
-) -> None:
-    """More pods with a claim than the list has room for: of a namespace that has not opted in, then of one that has."""
+async def test_too_many_pods_close_only_their_own_namespace(cluster: Cluster, kube: Kube, tmp_path: Path) -> None:
+    """More pods with a claim than the list has room for: first in a namespace without opt-in, then in one with."""
     program = (sys.executable, "-c", WITH_A_SMALL_LIST)
-    async with new_namespace(kube) as crowd, scenery(cluster, kube, tmp_path, program=program) as scene:
-        banned, lasting = scene.proven
-        await scene.held_back("late", banned)
-        await scene.held_back("lasting", lasting)
+    async with new_namespace(kube) as many_pods, running_harness(cluster, kube, tmp_path, program=program) as harness:
+        banned, lasting = harness.proven
+        await harness.create_gated_pod("late", banned)
+        await harness.create_gated_pod("lasting", lasting)
         for number in range(CROWD):
-            await kube.create(PODS, asking(f"crowd-{number}"), crowd)
-        await scene.prove(banned, banned=True)
-        await wait_until(scene.ends, lambda data: data.get(banned, "").startswith("1970"))
-        assert crowd not in await scene.ends()
-        await kube.patch(NAMESPACES, crowd, {"metadata": {"labels": OPT_IN}})
-        await wait_until(scene.ends, lambda data: data.get(crowd, "").startswith("1970"))
-        await scene.site.stop()
-        await kube.create(PODS, pod("plain"), scene.namespace)
-        await scene.bound("plain")
+            await kube.create(PODS, asking(f"crowd-{number}"), many_pods)
+        await harness.prove(banned, banned=True)
+        await wait_until(harness.ends, lambda data: data.get(banned, "").startswith("1970"))
+        assert many_pods not in await harness.ends()
+        await kube.patch(NAMESPACES, many_pods, {"metadata": {"labels": OPT_IN}})
+        await wait_until(harness.ends, lambda data: data.get(many_pods, "").startswith("1970"))
+        await harness.site.stop()
+        await kube.create(PODS, pod("plain"), harness.namespace)
+        await harness.bound("plain")
         for name in ("late", "lasting"):
-            await scene.opened(name)
-        assert await scene.bound("lasting") == lasting
-        await scene.refused("late", f"the evidence of node {banned} ended")
-        await kube.create(PODS, pod("plain"), crowd)
-        await evolve(scene, site=evolve(scene.site, namespace=crowd)).refused(
-            "plain", f"more pods with a claim wait in namespace {crowd}"
+            await harness.open_gate(name)
+        assert await harness.bound("lasting") == lasting
+        await harness.refused("late", f"the evidence of node {banned} ended")
+        await kube.create(PODS, pod("plain"), many_pods)
+        await evolve(harness, site=evolve(harness.site, namespace=many_pods)).refused(
+            "plain", f"more pods with a claim wait in namespace {many_pods}"
         )
 
 
-async def test_a_crowd_is_not_bound_where_the_definition_is_that_of_a_version_without_closed_namespaces(
+async def test_too_many_pods_are_not_bound_with_a_crd_without_closed_namespaces(
     cluster: Cluster, kube: Kube, tmp_path: Path
 ) -> None:
-    """The API server leaves out what it does not know, and answers 200."""
+    """The API server drops unknown fields and answers 200."""
     program = (sys.executable, "-c", WITH_A_SMALL_LIST)
-    async with new_namespace(kube) as crowd, scenery(cluster, kube, tmp_path, program=program) as scene:
+    async with new_namespace(kube) as many_pods, running_harness(cluster, kube, tmp_path, program=program) as harness:
         for number in range(CROWD):
-            await kube.create(PODS, asking(f"crowd-{number}"), crowd)
-        one = await kube.get(PODS, "crowd-0", crowd)
+            await kube.create(PODS, asking(f"crowd-{number}"), many_pods)
+        one = await kube.get(PODS, "crowd-0", many_pods)
         async with without_closed_namespaces(kube), Kube(cluster.as_user("system:kube-scheduler")) as scheduler:
-            await kube.patch(NAMESPACES, crowd, {"metadata": {"labels": OPT_IN}})
+            await kube.patch(NAMESPACES, many_pods, {"metadata": {"labels": OPT_IN}})
             await wait_until(lambda: kube.get(BINDING_ENDS, NAME), lambda found: "kept" not in found["spec"])
-            await scene.site.stop()
+            await harness.site.stop()
             assert await is_refused(scheduler, one, "has not written yet when evidence ends")
 
 
@@ -497,14 +500,14 @@ async def without_closed_namespaces(kube: Kube) -> AsyncIterator[None]:
 
 
 def asking(name: str) -> Raw:
-    """Where nobody has opted in no review sees it."""
+    """In a namespace without opt-in no webhook reviews it."""
     return pod(name, annotations=ASKING, schedulerName="nobody")
 
 
-async def test_nothing_is_bound_before_somebody_has_written_where_evidence_ends(
+async def test_nothing_is_bound_without_review_before_binding_ends_are_written(
     cluster: Cluster, kube: Kube, tmp_path: Path
 ) -> None:
-    """The object is there, as each replica makes it: what is reviewed is bound."""
+    """The object exists, as each replica creates it: reviewed bindings work."""
     async with site(cluster, kube, tmp_path, nodes=1, gpus=1, name="down", replicas=1) as here:
         await kube.create(PODS, pod("reviewed"), here.namespace)
         await pod_in_phase(kube, here.namespace, "reviewed", "Running")
@@ -514,27 +517,27 @@ async def test_nothing_is_bound_before_somebody_has_written_where_evidence_ends(
         async with Kube(cluster.as_user("system:kube-scheduler")) as scheduler:
             await wait_until(lambda: is_refused(scheduler, left, words))
         await kube.create(PODS, pod("plain"), here.namespace)
-        await Scene(here, kube, ("", "")).refused("plain", words)
+        await Harness(here, kube, ("", "")).refused("plain", words)
         await kube.delete(BINDING_ENDS, NAME)
 
 
-async def test_a_list_of_five_thousand_nodes_costs_a_binding_little(
-    scene: Scene, cluster: Cluster, request: pytest.FixtureRequest
+async def test_binding_is_fast_with_binding_ends_of_five_thousand_nodes(
+    harness: Harness, cluster: Cluster, request: pytest.FixtureRequest
 ) -> None:
-    """Both where a replica has reviewed it and where none was there."""
-    left = await scene.kube.create(PODS, pod("left", schedulerName="nobody"), scene.namespace)
-    reconciler = scene.site.reconcilers[0]
+    """With a replica that has reviewed it, and with none."""
+    left = await harness.kube.create(PODS, pod("left", schedulerName="nobody"), harness.namespace)
+    reconciler = harness.site.reconcilers[0]
     await reconciler.kill()
     seen = {}
     async with Kube(cluster.as_user("system:kube-scheduler")) as scheduler:
         for entries in (2, 5_000):
-            await scene.kube.patch(BINDING_ENDS, NAME, {"spec": {"nodes": long_list(entries)}})
+            await harness.kube.patch(BINDING_ENDS, NAME, {"spec": {"nodes": long_list(entries)}})
             seen[f"ms_reviewed_{entries}"] = await binding_takes(scheduler, left)
-        await scene.site.stop()
+        await harness.site.stop()
         for entries in (2, 5_000):
-            await scene.kube.patch(BINDING_ENDS, NAME, {"spec": {"nodes": long_list(entries)}})
+            await harness.kube.patch(BINDING_ENDS, NAME, {"spec": {"nodes": long_list(entries)}})
             seen[f"ms_unreviewed_{entries}"] = await binding_takes(scheduler, left)
-    tell(request, **seen)
+    report_figures(request, **seen)
     assert max(seen.values()) < 1000
 
 
@@ -543,7 +546,7 @@ def long_list(entries: int) -> dict[str, str]:
 
 
 async def binding_takes(scheduler: Kube, one: Raw, times: int = 100) -> float:
-    """The median of as many, in milliseconds; none of them is carried out."""
+    """The median in milliseconds; all are dry runs."""
     took = []
     for _ in range(times):
         began = time.monotonic()
@@ -553,7 +556,7 @@ async def binding_takes(scheduler: Kube, one: Raw, times: int = 100) -> float:
 
 
 async def is_refused(scheduler: Kube, one: Raw, words: str) -> bool:
-    """A policy acts about a second after it is written."""
+    """A policy starts to act about a second after it is written."""
     meta = {key: one["metadata"][key] for key in ("name", "namespace", "uid")}
     content = {"apiVersion": "v1", "kind": "Binding", "metadata": meta, "target": {"kind": "Node", "name": "node-0"}}
     try:

@@ -1,4 +1,4 @@
-"""A namespace's own hash, and what a cluster demands of all pods, on the real API server."""
+"""The required hash of a namespace, and the requirement of a cluster for all pods, on a real API server."""
 
 import json
 from collections.abc import AsyncIterator, Mapping
@@ -10,8 +10,8 @@ import pytest
 
 from scripts.controlplane.cluster import Cluster
 from tests import builders
-from tests.e2e.crew import OPT_IN, Site, site
 from tests.e2e.kube import NAMESPACES, PODS, SERVICE_ACCOUNTS, ApiError, Kube, Raw, pod, wait_until
+from tests.e2e.processes import OPT_IN, Site, site
 from tests.running import GPUWARDEN, Running, started
 
 KEY = "gpuwarden.io/required-hash"
@@ -20,14 +20,14 @@ TRUSTED, OTHER = "sha256:aa11", "sha256:bb22"
 
 @pytest.fixture
 async def here(cluster: Cluster, kube: Kube, tmp_path: Path) -> AsyncIterator[Site]:
-    """Two replicas that answer in turn, and two nodes that have proven different things."""
+    """Two replicas that answer in turn, and two nodes with different hashes."""
     proven = json.dumps({"bond-0": TRUSTED, "bond-1": OTHER})
     flags = ("--node-hash-map", proven)
     async with site(cluster, kube, tmp_path, nodes=2, gpus=4, name="bond", replicas=2, flags=flags) as there:
         yield there
 
 
-async def demand(kube: Kube, namespace: str, required: str | None) -> None:
+async def require_hash(kube: Kube, namespace: str, required: str | None) -> None:
     await kube.patch(NAMESPACES, namespace, {"metadata": {"annotations": {KEY: required}}})
 
 
@@ -36,7 +36,7 @@ def asking(*hashes: str, gpus: int = 1, **spec: Any) -> Raw:
 
 
 async def outcome(kube: Kube, namespace: str, content: Raw) -> str:
-    """The node whose GPUs a pod would get, or what is said to it; tried without creating it."""
+    """The node whose GPUs a dry run assigns, or the message of the denial."""
     try:
         made = await kube.create(PODS, content, namespace, dryRun="All")
     except ApiError as exc:
@@ -44,17 +44,17 @@ async def outcome(kube: Kube, namespace: str, content: Raw) -> str:
     return str(made["metadata"]["annotations"]["gpuwarden.io/node"])
 
 
-async def heard(here: Site, text: str) -> None:
-    """Until all replicas say the same of a pod that names no hash."""
+async def wait_until_replicas_agree(here: Site, text: str) -> None:
+    """Waits until all replicas answer the same for a pod without a hash."""
     for one in here.replicas:
         await here.balancer.only(one)
         await wait_until(lambda: outcome(here.kube, here.namespace, asking()), lambda said: text in said)
     await here.balancer.only(*here.replicas)
 
 
-async def test_a_namespaces_own_hash_binds_its_pods_and_a_pod_may_only_narrow_it(here: Site, kube: Kube) -> None:
-    await demand(kube, here.namespace, OTHER)
-    await heard(here, "bond-1")
+async def test_namespace_hash_applies_to_its_pods_and_a_pod_can_only_narrow_it(here: Site, kube: Kube) -> None:
+    await require_hash(kube, here.namespace, OTHER)
+    await wait_until_replicas_agree(here, "bond-1")
     made = await kube.create(PODS, asking(), here.namespace)
     assert made["metadata"]["annotations"]["gpuwarden.io/node"] == "bond-1"
     assert json.loads(made["metadata"]["annotations"]["gpuwarden.io/claim"])["hashes"] == [OTHER]
@@ -67,16 +67,16 @@ async def test_a_namespaces_own_hash_binds_its_pods_and_a_pod_may_only_narrow_it
     assert (refused.value.status, refused.value.reason) == (403, "InvalidPod")
     assert f"namespace {here.namespace} allows only {OTHER}" in refused.value.message
 
-    await demand(kube, here.namespace, f"{TRUSTED},{OTHER}")
+    await require_hash(kube, here.namespace, f"{TRUSTED},{OTHER}")
     await wait_until(lambda: outcome(kube, here.namespace, asking(TRUSTED)), lambda said: said == "bond-0")
-    await demand(kube, here.namespace, f"{TRUSTED},")
-    await heard(here, "has an empty hash")
-    await demand(kube, here.namespace, None)
-    await heard(here, "bond-")
+    await require_hash(kube, here.namespace, f"{TRUSTED},")
+    await wait_until_replicas_agree(here, "has an empty hash")
+    await require_hash(kube, here.namespace, None)
+    await wait_until_replicas_agree(here, "bond-")
 
 
-async def test_a_namespace_that_comes_with_its_pods_binds_the_first_of_them(here: Site, kube: Kube) -> None:
-    """No watch has told of it by then, so it is looked up."""
+async def test_namespace_hash_applies_to_pods_created_right_after_the_namespace(here: Site, kube: Kube) -> None:
+    """The watch has not reported the namespace yet, so it is read."""
     for _ in range(10):
         meta = {"generateName": "e2e-", "labels": dict(OPT_IN), "annotations": {KEY: "sha256:nobody-has-this"}}
         namespace = str((await kube.create(NAMESPACES, {"metadata": meta}))["metadata"]["name"])
@@ -88,21 +88,21 @@ async def test_a_namespace_that_comes_with_its_pods_binds_the_first_of_them(here
         assert "attested as sha256:nobody-has-this" in said
 
 
-async def said_to(running: Running, raw: Raw) -> Mapping[str, Any]:
+async def answer_of(running: Running, raw: Raw) -> Mapping[str, Any]:
     async with httpx.AsyncClient(base_url=running.urls["https"], verify=running.trust, trust_env=False) as client:
         answer = await client.post("/mutate", json=builders.mutating_create(raw))
     response: Mapping[str, Any] = answer.raise_for_status().json()["response"]
     return response
 
 
-async def test_a_cluster_demands_evidence_of_every_claim_if_nothing_is_said(
+async def test_cluster_requires_evidence_for_every_claim_by_default(
     cluster: Cluster, here: Site, tmp_path: Path
 ) -> None:
     directory = tmp_path / "by-default"
     directory.mkdir()
     ports = ["--port", "0", "--ui-port", "0", "--extender-port", "0"]
     with started([GPUWARDEN, "serve", *ports, "--kubeconfig", str(cluster.kubeconfig)], directory) as running:
-        refused = await said_to(running, builders.raw_pod(builders.raw_container(gpus=1)))
+        refused = await answer_of(running, builders.raw_pod(builders.raw_container(gpus=1)))
     assert not refused["allowed"]
     assert (refused["status"]["code"], refused["status"]["reason"]) == (403, "NoProvenNode")
     assert "no evidence" in refused["status"]["message"]

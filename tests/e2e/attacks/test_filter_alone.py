@@ -1,9 +1,9 @@
-"""Attack: a claim that cannot be read, where the extender's filter is the only guard and no webhook is installed."""
+"""Attack: an invalid claim, where the extender's filter is the only guard and no webhook is installed."""
 
 from tests.e2e.kube import PODS, Raw, wait_until
-from tests.e2e.test_extender import HASH, WITH_A_GPU, Scene, accounts, scene
+from tests.e2e.test_extender import HASH, WITH_A_GPU, Harness, accounts, harness
 
-__all__ = ["accounts", "scene"]
+__all__ = ["accounts", "harness"]
 
 KEY = "gpuwarden.io/required-hash"
 ALIAS = "attestation-hash.my-company.com/required-hash"
@@ -21,25 +21,25 @@ INVALID = {
 }
 
 
-async def test_a_pod_whose_claim_cannot_be_read_is_scheduled_on_no_node(scene: Scene) -> None:
-    """One node has proven itself, two have not. A tenant's pod with an invalid claim gets none of them."""
-    await scene.prove("ext-1", HASH)
-    await scene.is_known("ext-1", proven=True)
-    with scene.scheduler():
+async def test_pod_with_an_invalid_claim_is_scheduled_on_no_node(harness: Harness) -> None:
+    """One node is proven, two are not. A tenant's pod with an invalid claim is scheduled on none of them."""
+    await harness.prove("ext-1", HASH)
+    await harness.is_known("ext-1", proven=True)
+    with harness.scheduler():
         for name, (annotations, spec, _) in INVALID.items():
-            await scene.create(name, annotations, **spec)
-        await scene.create("honest", {KEY: HASH})
-        await scene.is_on("honest", "ext-1")
-        assert await nodes_given(scene) == {}
+            await harness.create(name, annotations, **spec)
+        await harness.create("honest", {KEY: HASH})
+        await harness.is_on("honest", "ext-1")
+        assert await nodes_given(harness) == {}
         for name, (_, _, mistake) in INVALID.items():
-            await scene.waits(name, "the pod's claim cannot be read: InvalidPod: ", mistake)
+            await harness.waits(name, "the pod's claim cannot be read: InvalidPod: ", mistake)
 
 
-async def nodes_given(scene: Scene) -> dict[str, str]:
-    """Where the invalid pods are, once the scheduler has looked at each."""
+async def nodes_given(harness: Harness) -> dict[str, str]:
+    """The nodes of the invalid pods, once the scheduler has considered each."""
 
     async def looked_at() -> list[Raw]:
-        pods = await scene.kube.list(PODS, scene.namespace)
+        pods = await harness.kube.list(PODS, harness.namespace)
         return [one for one in pods if one["metadata"]["name"] in INVALID and one["status"].get("conditions")]
 
     found = await wait_until(looked_at, lambda pods: len(pods) == len(INVALID))

@@ -1,7 +1,5 @@
-"""Release is not the end of use: a forced deletion removes a pod's object at once, while its containers run on.
-
-Nobody else may have their GPUs meanwhile. tests/e2e/node/test_force_delete.py sees it from inside the containers.
-"""
+"""A forced deletion removes a pod's object at once, while its containers run on. No other pod may get their GPUs
+meanwhile. tests/e2e/node/test_force_delete.py observes this from inside the containers."""
 
 import asyncio
 import time
@@ -13,23 +11,23 @@ from typing import Any
 import pytest
 
 from scripts.controlplane.cluster import Cluster
+from tests.e2e.cluster_users import resource_of
 from tests.e2e.conftest import new_namespace
-from tests.e2e.crew import OPT_IN, Site, site
 from tests.e2e.kube import NODES, PODS, ApiError, Kube, Raw, gone, pod, wait_until
-from tests.e2e.people import resource_of
+from tests.e2e.processes import OPT_IN, Site, site
 from webhook.kube.install.policies import Installation, policies
 
-# Pods that say nothing of it have 30 s.
+# The default grace period.
 MARGIN, CAP = 4, 31
 FLAGS = ("--orphan-margin", f"{MARGIN}s", "--max-grace", f"{CAP}s")
-# What is free at once is had by then, on a busy machine too.
+# A GPU that is free at once is assigned within this time, on a busy machine, too.
 SOON = 15.0
-# Between two looks at a node.
+# The interval of polls of a node.
 LOOK = 10.0
 FORCED = 0
-# The grace period of pods that go while no reconciler watches, and how long the next one waits for the Lease.
+# The grace period of pods that are deleted while no reconciler watches, and how long the next one waits for the Lease.
 UNSEEN, ELECTION = 12, 20.0
-# Until a reservation is looked at whose pod nobody has seen.
+# Until a reservation without an observed pod is checked.
 HOLD = 20.0
 HEARS = {"kubelet.test/stops-after": "1s"}
 
@@ -37,13 +35,13 @@ Attack = Callable[[Site, str], Coroutine[Any, Any, None]]
 
 
 def victim(node: str, *, grace: int, **more: Any) -> Raw:
-    """Its containers ignore that they are to stop."""
+    """A pod whose containers ignore SIGTERM."""
     at, deaf = {"kubernetes.io/hostname": node}, {"kubelet.test/stops-after": "1h"}
     return pod(f"old-{node}", 1, deaf, nodeSelector=at, terminationGracePeriodSeconds=grace, **more)
 
 
 async def run_victim(here: Site, node: str, *, grace: int) -> str:
-    """It runs, and its reservation is its own; the GPU that it has."""
+    """Runs the pod with its own reservation; returns its GPU."""
     return await run_this(here, node, victim(node, grace=grace))
 
 
@@ -64,7 +62,7 @@ async def delete(here: Site, node: str, grace: int | None = None) -> None:
 
 
 async def until_had_by_another(here: Site, other: str, node: str, uuid: str, *, seconds: float) -> float:
-    """How long another tenant, who tries again and again, is refused."""
+    """How long another tenant, who retries, is denied the GPU."""
     begun = time.monotonic()
     content = pod(f"next-{node}", gpus=1, nodeSelector={"kubernetes.io/hostname": node})
     while time.monotonic() - begun < seconds:
@@ -85,14 +83,14 @@ async def forced(here: Site, node: str) -> None:
 
 
 async def with_grace_then_forced(here: Site, node: str) -> None:
-    """The kubelet goes on with the grace period that it has begun."""
+    """The kubelet continues with the grace period that it has begun."""
     await delete(here, node, 12)
     await asyncio.sleep(0.5)
     await delete(here, node, FORCED)
 
 
 async def with_grace_then_less_then_forced(here: Site, node: str) -> None:
-    """Nor does a shorter one take the place of a longer one."""
+    """A shorter grace period does not replace a longer one either."""
     await delete(here, node, 12)
     await asyncio.sleep(0.5)
     await delete(here, node, 1)
@@ -100,13 +98,13 @@ async def with_grace_then_less_then_forced(here: Site, node: str) -> None:
 
 
 async def as_usual(here: Site, node: str) -> None:
-    """The kubelet says that the containers have ended before it lets the object go."""
+    """The kubelet reports ended containers before it removes the object."""
     await here.kube.patch(PODS, f"old-{node}", {"metadata": {"annotations": HEARS}}, here.namespace)
     await delete(here, node, 1)
     await gone(here.kube, PODS, f"old-{node}", here.namespace)
 
 
-# What is done to a pod, its own grace period, and how long its GPU is kept from others after the last deletion.
+# The kind of deletion, the pod's grace period, and how long its GPU stays reserved after the last deletion.
 ATTACKS: tuple[tuple[Attack, int, float], ...] = (
     (forced, 5, 5 + MARGIN),
     (forced, 0, 1 + MARGIN),
@@ -116,7 +114,7 @@ ATTACKS: tuple[tuple[Attack, int, float], ...] = (
 )
 
 
-async def test_the_gpu_of_a_pod_deleted_by_force_is_nobodys_until_its_containers_must_have_ended(
+async def test_gpu_of_a_force_deleted_pod_stays_reserved_until_its_containers_must_have_ended(
     cluster: Cluster, kube: Kube, tmp_path: Path
 ) -> None:
     async with (
@@ -124,7 +122,7 @@ async def test_the_gpu_of_a_pod_deleted_by_force_is_nobodys_until_its_containers
         new_namespace(kube, OPT_IN) as other,
     ):
         await here.reconciler()
-        await here.offered()
+        await here.wait_until_offered()
 
         async def attacked(node: str, attack: Attack, grace: int) -> float:
             uuid = await run_victim(here, node, grace=grace)
@@ -141,10 +139,8 @@ async def test_the_gpu_of_a_pod_deleted_by_force_is_nobodys_until_its_containers
             assert least <= seconds <= least + LOOK + SOON, text
 
 
-async def test_who_deletes_by_force_again_and_again_is_given_no_more_and_others_are(
-    cluster: Cluster, kube: Kube, tmp_path: Path
-) -> None:
-    """Nothing else is limited, as where callers prove who they are."""
+async def test_repeated_force_deletion_is_limited_per_namespace(cluster: Cluster, kube: Kube, tmp_path: Path) -> None:
+    """Only this limit applies, as with authenticated callers."""
     unlimited = ("--pending-per-namespace", "0", "--pending-share", "0")
     flags = (*FLAGS, *unlimited, "--orphans-per-namespace", "2")
     async with (
@@ -152,7 +148,7 @@ async def test_who_deletes_by_force_again_and_again_is_given_no_more_and_others_
         new_namespace(kube, OPT_IN) as other,
     ):
         await here.reconciler()
-        await here.offered()
+        await here.wait_until_offered()
         first, second, third, _ = here.nodes
         for node in (first, second):
             await run_victim(here, node, grace=20)
@@ -170,15 +166,13 @@ async def test_who_deletes_by_force_again_and_again_is_given_no_more_and_others_
         await wait_until(asked, lambda said: said == "created", 20 + MARGIN + LOOK + SOON)
 
 
-async def test_a_pod_that_never_was_on_a_node_frees_its_gpu_as_it_goes(
-    cluster: Cluster, kube: Kube, tmp_path: Path
-) -> None:
+async def test_pod_that_was_never_bound_frees_its_gpu_at_deletion(cluster: Cluster, kube: Kube, tmp_path: Path) -> None:
     async with (
         site(cluster, kube, tmp_path, nodes=1, gpus=1, name="unbound", replicas=1, flags=FLAGS) as here,
         new_namespace(kube, OPT_IN) as other,
     ):
         await here.reconciler()
-        await here.offered()
+        await here.wait_until_offered()
         (node,) = here.nodes
         made = await kube.create(PODS, victim(node, grace=30, schedulerName="nobody"), here.namespace)
         await delete(here, node, FORCED)
@@ -186,17 +180,17 @@ async def test_a_pod_that_never_was_on_a_node_frees_its_gpu_as_it_goes(
         assert await until_had_by_another(here, other, node, uuid, seconds=60) < SOON
 
 
-async def test_what_nobody_saw_costs_the_grace_period_that_is_stored_with_the_reservation(
+async def test_unobserved_deletion_keeps_the_gpu_for_the_stored_grace_period(
     cluster: Cluster, kube: Kube, tmp_path: Path
 ) -> None:
-    """The reconciler is away as one pod is deleted by force, and starts anew between two deletions of the other."""
+    """The reconciler is down when one pod is deleted by force, and restarts between two deletions of the other."""
     flags = ("--orphan-margin", f"{MARGIN}s", "--max-grace", "1h")
     async with (
         site(cluster, kube, tmp_path, nodes=2, gpus=1, name="unseen", replicas=1, flags=flags) as here,
         new_namespace(kube, OPT_IN) as other,
     ):
         first = await here.reconciler()
-        await here.offered()
+        await here.wait_until_offered()
         unseen, between = here.nodes
         uuids = [await run_victim(here, node, grace=UNSEEN) for node in here.nodes]
         assert {one["grace"] for node in here.nodes for one in (await here.held_on(node)).values()} == {UNSEEN}
@@ -215,14 +209,14 @@ async def test_what_nobody_saw_costs_the_grace_period_that_is_stored_with_the_re
         assert min(took) >= least, took
 
 
-async def test_a_pod_that_nobody_watched_is_no_pod_that_never_was(cluster: Cluster, kube: Kube, tmp_path: Path) -> None:
-    """It names its node itself, so that no Binding is reviewed, and comes and goes while no reconciler runs."""
+async def test_unobserved_pod_keeps_its_gpu_as_if_it_had_run(cluster: Cluster, kube: Kube, tmp_path: Path) -> None:
+    """The pod names its node, so no Binding is reviewed, and it exists only while no reconciler runs."""
     async with (
         site(cluster, kube, tmp_path, nodes=1, gpus=1, name="unwatched", replicas=1, flags=FLAGS) as here,
         new_namespace(kube, OPT_IN) as other,
     ):
         first = await here.reconciler()
-        await here.offered()
+        await here.wait_until_offered()
         (node,) = here.nodes
         await first.kill()
         made = await kube.create(PODS, victim(node, grace=CAP, nodeName=node), here.namespace)
@@ -239,16 +233,16 @@ async def test_a_pod_that_nobody_watched_is_no_pod_that_never_was(cluster: Clust
         assert time.monotonic() - gone_at >= CAP + MARGIN
 
 
-async def test_while_the_kubelet_is_down_nothing_of_its_node_is_offered_again(
+async def test_gpus_of_a_node_stay_reserved_while_its_kubelet_is_down(
     cluster: Cluster, kube: Kube, tmp_path: Path
 ) -> None:
-    """Nobody stops the containers. A node that has been started anew has none."""
+    """Nothing stops the containers. A restarted node has none."""
     async with (
         site(cluster, kube, tmp_path, nodes=2, gpus=1, name="down", replicas=1, flags=FLAGS) as here,
         new_namespace(kube, OPT_IN) as other,
     ):
         await here.reconciler()
-        await here.offered()
+        await here.wait_until_offered()
         back, rebooted = here.nodes
         await boot(kube, rebooted, "boot-1")
         uuids = {node: await run_victim(here, node, grace=1) for node in here.nodes}
@@ -266,17 +260,15 @@ async def test_while_the_kubelet_is_down_nothing_of_its_node_is_offered_again(
 EVICTION: Raw = {"apiVersion": "policy/v1", "kind": "Eviction"}
 
 
-async def test_nobody_asks_for_a_longer_grace_period_than_gpus_are_kept_for(
-    cluster: Cluster, kube: Kube, tmp_path: Path
-) -> None:
-    """Or what went unseen would run longer than it is waited for."""
+async def test_grace_period_above_the_limit_is_denied(cluster: Cluster, kube: Kube, tmp_path: Path) -> None:
+    """Otherwise a pod whose deletion was not observed would run longer than its GPU is kept."""
     too_long = CAP + 1
     async with (
         site(cluster, kube, tmp_path, nodes=1, gpus=1, name="grace", replicas=1, flags=FLAGS) as here,
-        guarded(kube, CAP),
+        with_policies(kube, CAP),
     ):
         await here.reconciler()
-        await here.offered()
+        await here.wait_until_offered()
         (node,) = here.nodes
         probe = {"livenessProbe": {"terminationGracePeriodSeconds": too_long, "tcpSocket": {"port": 80}}}
         with_probe = victim(node, grace=1)
@@ -295,7 +287,7 @@ async def test_nobody_asks_for_a_longer_grace_period_than_gpus_are_kept_for(
         assert await is_refused(everything)
         assert "deletionTimestamp" not in (await kube.get(PODS, name, here.namespace))["metadata"]
 
-        # What asks for no more goes, and pods without GPUs as their owners like.
+        # Pods within the limit can be deleted, and pods without GPUs always.
         await kube.create(PODS, pod("plain"), here.namespace)
         evicted = {"metadata": {"name": "plain"}, "deleteOptions": {"gracePeriodSeconds": too_long}}
         await kube.post(PODS, "plain", "eviction", {**EVICTION, **evicted}, here.namespace)
@@ -305,15 +297,17 @@ async def test_nobody_asks_for_a_longer_grace_period_than_gpus_are_kept_for(
         await delete(here, node, FORCED)
 
 
-async def test_no_deletion_takes_longer_than_the_pod_itself_says(cluster: Cluster, kube: Kube, tmp_path: Path) -> None:
-    """Or what is stored with its reservation would be too little, where nobody saw the deletion."""
+async def test_deletion_with_a_longer_grace_period_than_the_pods_is_denied(
+    cluster: Cluster, kube: Kube, tmp_path: Path
+) -> None:
+    """Otherwise the grace period stored with the reservation would be too short for an unobserved deletion."""
     own, of_a_probe = 5, 9
     async with (
         site(cluster, kube, tmp_path, nodes=2, gpus=1, name="own-grace", replicas=1, flags=FLAGS) as here,
-        guarded(kube, CAP),
+        with_policies(kube, CAP),
     ):
         await here.reconciler()
-        await here.offered()
+        await here.wait_until_offered()
         deleted, evicted = here.nodes
         probe = {"startupProbe": {"terminationGracePeriodSeconds": of_a_probe, "tcpSocket": {"port": 80}}}
         for node in here.nodes:
@@ -339,7 +333,7 @@ async def test_no_deletion_takes_longer_than_the_pod_itself_says(cluster: Cluste
             await delete(here, node, FORCED)
 
 
-async def test_a_pod_from_before_the_limit_was_lowered_can_be_deleted_and_evicted(
+async def test_pod_with_a_grace_period_above_a_lowered_limit_can_be_deleted_and_evicted(
     cluster: Cluster, kube: Kube, tmp_path: Path
 ) -> None:
     """A deletion that names no grace period asks for the pod's own."""
@@ -347,10 +341,10 @@ async def test_a_pod_from_before_the_limit_was_lowered_can_be_deleted_and_evicte
     flags = ("--orphan-margin", f"{MARGIN}s", "--max-grace", "3h")
     async with (
         site(cluster, kube, tmp_path, nodes=2, gpus=1, name="old-grace", replicas=1, flags=flags) as here,
-        guarded(kube, CAP),
+        with_policies(kube, CAP),
     ):
         await here.reconciler()
-        await here.offered()
+        await here.wait_until_offered()
         deleted, evicted = here.nodes
         for node in here.nodes:
             await run_victim(here, node, grace=own)
@@ -376,8 +370,8 @@ async def test_a_pod_from_before_the_limit_was_lowered_can_be_deleted_and_evicte
 
 
 @asynccontextmanager
-async def guarded(kube: Kube, longest: int) -> AsyncIterator[None]:
-    """By the policies on deletions and evictions alone."""
+async def with_policies(kube: Kube, longest: int) -> AsyncIterator[None]:
+    """Installs only the policies on deletions and evictions."""
     every = policies(Installation(max_grace=longest))
     wanted = [one for one in every if one["metadata"]["name"].startswith("gpuwarden-grace")]
     assert len(wanted) == 4

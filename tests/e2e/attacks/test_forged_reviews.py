@@ -1,4 +1,4 @@
-"""Reviews that no API server has sent, and creations that end after our webhook: what they take from others."""
+"""Forged reviews, and creations that fail after gpuwarden's webhook: their effect on others."""
 
 import asyncio
 import time
@@ -11,21 +11,21 @@ import pytest
 from scripts.controlplane.cluster import Cluster
 from tests.e2e.attacks.forger import forging
 from tests.e2e.conftest import new_namespace
-from tests.e2e.crew import OPT_IN, Site, site
-from tests.e2e.figures import tell
-from tests.e2e.hooks import is_reviewed
 from tests.e2e.kube import PODS, RESOURCE_QUOTAS, ApiError, Kube, gone, pod, wait_until
+from tests.e2e.measurements import report_figures
+from tests.e2e.processes import OPT_IN, Site, site
 from tests.e2e.test_ledger import GPU_NODES
+from tests.e2e.webhook_configurations import is_reviewed
 
 ATTACK_SECONDS = 20.0
-# How many reviews or creations an attacker has under way.
+# The number of concurrent reviews or creations of an attacker.
 AT_ONCE = 8
-# How long a review may hold GPUs in a cluster.
+# How long a review holds GPUs in a cluster.
 HOLD_SECONDS = 15.0
 
 
 async def creations(kube: Kube, namespace: str, until: float, answers: Counter[str]) -> None:
-    """A tenant that needs one GPU for a moment, again and again."""
+    """A tenant that repeatedly needs one GPU for a moment."""
     while time.monotonic() < until:
         try:
             made = await kube.create(PODS, pod(None, gpus=1), namespace)
@@ -44,7 +44,7 @@ async def free_gpus(here: Site) -> int:
 
 
 @pytest.mark.parametrize("names_uids", [False, True], ids=["mutate", "mutate-and-validate"])
-async def test_forged_reviews_of_an_invented_namespace_refuse_no_creation_of_a_tenant(
+async def test_forged_reviews_of_an_unknown_namespace_deny_no_creation_of_a_tenant(
     cluster: Cluster, kube: Kube, tmp_path: Path, request: pytest.FixtureRequest, *, names_uids: bool
 ) -> None:
     async with (
@@ -52,7 +52,7 @@ async def test_forged_reviews_of_an_invented_namespace_refuse_no_creation_of_a_t
         forging(here) as thief,
     ):
         await here.reconciler()
-        await here.offered()
+        await here.wait_until_offered()
         for _ in range(AT_ONCE):
             await thief.mutate("made-up")
         first = Counter(thief.answers)
@@ -61,23 +61,23 @@ async def test_forged_reviews_of_an_invented_namespace_refuse_no_creation_of_a_t
         tenant: Counter[str] = Counter()
         floods = (thief.flood("made-up", until, names_uids=names_uids) for _ in range(AT_ONCE))
         await asyncio.gather(creations(kube, here.namespace, until, tenant), *floods)
-        tell(request, first=dict(first), free=left, tenant=dict(tenant), forged=dict(thief.answers))
+        report_figures(request, first=dict(first), free=left, tenant=dict(tenant), forged=dict(thief.answers))
         assert left >= len(here.gpus) // 2
         assert set(tenant) == {"created"}
         assert tenant["created"] >= 10
-        here.judge.acquit()
+        here.checker.assert_no_violations()
 
 
-async def test_forged_reviews_of_the_tenants_own_namespace_keep_no_queued_pod_from_its_gpu(
+async def test_forged_reviews_of_a_namespace_do_not_delay_its_queued_pods(
     cluster: Cluster, kube: Kube, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """Nothing tells these from the tenant's own. Its pods wait behind the gate, and what the reconciler reserves for
-    pods that exist no forged review can take."""
+    """They look like the tenant's own reviews. Its pods wait behind the gate, and no forged review can take what the
+    reconciler reserves for existing pods."""
     flags = ("--when-unavailable", "queue")
     shape: dict[str, Any] = {"nodes": 1, "gpus": 8, "replicas": 2, "flags": flags, "name": "forged"}
     async with site(cluster, kube, tmp_path, **shape) as here, forging(here) as thief:
         await here.reconciler()
-        await here.offered()
+        await here.wait_until_offered()
         until = time.monotonic() + ATTACK_SECONDS
         tenant: Counter[str] = Counter()
         floods = [asyncio.create_task(thief.flood(here.namespace, until)) for _ in range(AT_ONCE)]
@@ -88,22 +88,22 @@ async def test_forged_reviews_of_the_tenants_own_namespace_keep_no_queued_pod_fr
         await wait_until(lambda: running(kube, here.namespace), lambda seen: names <= seen, seconds=ATTACK_SECONDS)
         served = time.monotonic() - started
         await asyncio.gather(*floods)
-        tell(request, tenant=dict(tenant), forged=dict(thief.answers), served_s=served)
-        here.judge.acquit()
+        report_figures(request, tenant=dict(tenant), forged=dict(thief.answers), served_s=served)
+        here.checker.assert_no_violations()
 
 
-async def test_forged_reviews_of_a_tenants_own_namespace_cost_no_other_one_and_end_with_the_flood(
+async def test_forged_reviews_of_a_namespace_affect_only_that_namespace_while_they_last(
     cluster: Cluster, kube: Kube, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """With the defaults of a cluster, callers unverified, nothing queued: the tenant named by the forged reviews is
-    refused GPUs, for as long as they come and one hold longer. Other tenants are refused nothing."""
+    """With the defaults of a cluster, unauthenticated callers and no queue: the tenant that the forged reviews name is
+    denied GPUs while they come and one deadline longer. No other tenant is denied."""
     async with (
         site(cluster, kube, tmp_path, nodes=1, gpus=8, replicas=2, name="forged") as here,
         new_namespace(kube, OPT_IN) as other,
         forging(here) as thief,
     ):
         await here.reconciler()
-        await here.offered()
+        await here.wait_until_offered()
         await wait_until(lambda: is_reviewed(kube, other))
         until = time.monotonic() + ATTACK_SECONDS
         named: Counter[str] = Counter()
@@ -121,13 +121,13 @@ async def test_forged_reviews_of_a_tenants_own_namespace_cost_no_other_one_and_e
         recovered = time.monotonic() - ended
         await wait_until(lambda: free_gpus(here), lambda free: free == 8)
         figures = {"named": dict(named), "neighbour": dict(neighbour), "forged": dict(thief.answers)}
-        tell(request, **figures, recovered_s=recovered, all_free_s=time.monotonic() - ended)
+        report_figures(request, **figures, recovered_s=recovered, all_free_s=time.monotonic() - ended)
         assert left >= len(here.gpus) // 2
         assert set(neighbour) == {"created"}
         assert neighbour["created"] >= 5
-        # A hold that the last forged review made, the ledger's next look, and the creation that finds the GPU.
+        # The reservation of the last forged review, the next pass of the ledger, and the creation that gets the GPU.
         assert recovered < HOLD_SECONDS + 5
-        here.judge.acquit()
+        here.checker.assert_no_violations()
 
 
 async def running(kube: Kube, namespace: str) -> set[str]:
@@ -135,7 +135,7 @@ async def running(kube: Kube, namespace: str) -> set[str]:
     return {one["metadata"]["name"] for one in found if one.get("status", {}).get("phase") == "Running"}
 
 
-async def test_creations_that_a_quota_refuses_keep_gpus_from_nobody_else(
+async def test_creations_refused_by_a_quota_do_not_hold_gpus(
     cluster: Cluster, kube: Kube, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     async with (
@@ -143,7 +143,7 @@ async def test_creations_that_a_quota_refuses_keep_gpus_from_nobody_else(
         new_namespace(kube, OPT_IN) as poor,
     ):
         await here.reconciler()
-        await here.offered()
+        await here.wait_until_offered()
         quota = {"metadata": {"name": "none"}, "spec": {"hard": {"pods": "0"}}}
         await kube.create(RESOURCE_QUOTAS, quota, poor)
         await wait_until(lambda: kube.get(RESOURCE_QUOTAS, "none", poor), lambda one: "hard" in one.get("status", {}))
@@ -155,24 +155,24 @@ async def test_creations_that_a_quota_refuses_keep_gpus_from_nobody_else(
         await wait_until(lambda: free_gpus(here), lambda free: free < 8)
         await creations(kube, here.namespace, until, tenant)
         await asyncio.gather(*attack)
-        tell(request, tenant=dict(tenant), attacker=dict(attacker))
+        report_figures(request, tenant=dict(tenant), attacker=dict(attacker))
         assert not attacker["created"]
         assert attacker["Forbidden"]
         assert set(tenant) == {"created"}
         assert tenant["created"] >= 10
 
 
-async def test_what_a_quota_refuses_while_no_reconciler_runs_counts_for_the_limit_on_orphans(
+async def test_creations_refused_by_a_quota_without_a_reconciler_count_as_orphans(
     cluster: Cluster, kube: Kube, tmp_path: Path
 ) -> None:
-    """Nothing else is limited, as where callers prove who they are."""
+    """Only this limit applies, as with authenticated callers."""
     unlimited = ("--pending-per-namespace", "0", "--pending-share", "0", "--orphans-per-namespace", "2")
     async with (
         site(cluster, kube, tmp_path, nodes=1, gpus=8, replicas=1, name="piled", flags=unlimited) as here,
         new_namespace(kube, OPT_IN) as poor,
     ):
         reconciler = await here.reconciler()
-        await here.offered()
+        await here.wait_until_offered()
         quota = {"metadata": {"name": "none"}, "spec": {"hard": {"pods": "0"}}}
         await kube.create(RESOURCE_QUOTAS, quota, poor)
         await wait_until(lambda: kube.get(RESOURCE_QUOTAS, "none", poor), lambda one: "hard" in one.get("status", {}))

@@ -1,4 +1,5 @@
-"""Our verification of JWT-SVIDs against go-spiffe's, over good and bad tokens: we may refuse more, and never less."""
+"""gpuwarden's verification of JWT-SVIDs compared with go-spiffe's, over valid and invalid tokens: gpuwarden may reject
+more, never less."""
 
 import json
 import random
@@ -44,7 +45,7 @@ NO_GO = "there is no Go here to build go-spiffe with"
 
 KEYS = [SigningKey.make(f"key-{name}", name) for name in (ES256, ES384, RS256)]
 KEY = SigningKey("key-1", ES256, KEYS[0].private)
-# go-spiffe takes it, we do not.
+# Accepted by go-spiffe, rejected by gpuwarden.
 UNLIKED = SigningKey.make("key-ES512", ES512)
 FOREIGN = SigningKey.make("key-1")
 HEADER = {"typ", "kid", "alg"}
@@ -69,7 +70,7 @@ def go_spiffe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def random_cases(rng: random.Random, nonce: str, now: datetime, number: int) -> Iterator[Case]:
-    """Tokens with up to three odd things about them, and each of those with one letter changed."""
+    """Tokens with up to three anomalies, and each of them with one character changed."""
     letters = string.ascii_letters + string.digits + "-_.=+/ "
     for at in range(number):
         key = rng.choice([*KEYS, *KEYS, KEY, UNLIKED, FOREIGN])
@@ -83,7 +84,7 @@ def random_cases(rng: random.Random, nonce: str, now: datetime, number: int) -> 
 
 
 def oddities(nonce: str, now: datetime) -> list[tuple[str, list[Any]]]:
-    """What a header or a claim may be; not all of it is wrong."""
+    """Values of headers and claims; not all of them are invalid."""
     at = seconds(now)
     return [
         ("typ", ["JOSE", None, "jwt", "", "JWT ", 1]),
@@ -119,7 +120,7 @@ def corpus(rng: random.Random, world: World, number: int = 300) -> list[Case]:
 
 
 def asked(binary: Path, cases: list[Case], nonce: str) -> list[str]:
-    """The SPIFFE ID that go-spiffe believes, or nothing."""
+    """The SPIFFE ID that go-spiffe accepts, or an empty text."""
     question = {
         "trustDomain": TRUST_DOMAIN,
         "bundle": BUNDLE.decode(),
@@ -138,7 +139,7 @@ def verified(verifier: TokenVerifier, keys: Mapping[str, jwt.PyJWK], text: str, 
     return proof
 
 
-def test_we_accept_nothing_that_go_spiffe_refuses(go_spiffe: Path) -> None:
+def test_gpuwarden_accepts_no_token_that_go_spiffe_rejects(go_spiffe: Path) -> None:
     now, secret = utc_now(), b"k" * 32
     nonces = Nonces(lambda: (secret,), SKEW)
     verifier = TokenVerifier(EvidenceId(DEFAULT_TEMPLATE, TRUST_DOMAIN), nonces, SKEW)
@@ -159,7 +160,7 @@ def test_we_accept_nothing_that_go_spiffe_refuses(go_spiffe: Path) -> None:
             both += 1
         else:
             stricter[ours] += bool(believed)
-    # All of them tell something: many are good for both, and many bad for both.
+    # The corpus is balanced: both accept many tokens, and both reject many.
     print(f"{len(cases)} tokens, good for both {both}, refused by us alone {dict(stricter)}, seed {seed}")  # noqa: T201
     assert both >= 100
     assert len(cases) - both - stricter.total() >= 250

@@ -10,15 +10,15 @@ import pytest_asyncio
 from attrs import frozen
 
 from scripts.controlplane.cluster import Cluster
+from tests.e2e.cluster_users import resource_of
 from tests.e2e.conftest import new_namespace
-from tests.e2e.doors import NOBODY, QUIET, registered, trusting
-from tests.e2e.hooks import another_webhook
 from tests.e2e.kube import PODS, ROLE_BINDINGS, ApiError, Kube, Raw, pod, wait_until
-from tests.e2e.people import resource_of
+from tests.e2e.webhook_calls import QUIET, UNREACHABLE_URL, ca_of, registered
+from tests.e2e.webhook_configurations import another_webhook
 from tests.running import Running, serving
 from webhook.kube.install.policies import Blinds, Installation, policies
 
-# One label for the policies, one for each webhook configuration: what acts in a namespace is up to its labels.
+# One label for the policies, one for each webhook configuration: the labels of a namespace select what acts there.
 GUARDED, OLDER = {"gpuwarden.io/enabled": "true"}, {"scheduler.radix.ai/enabled": "true"}
 ALONE, SERVED, SENT = ({f"example.test/{name}": "true"} for name in ("alone", "served", "sent"))
 NVD = "NVIDIA_VISIBLE_DEVICES"
@@ -55,7 +55,7 @@ def container(name: str, **members: Any) -> Raw:
 
 
 def hostile_pod(members: Raw, **meta: Any) -> Raw:
-    """The variables in a container, a sidecar and an init container."""
+    """The variables, in a container, a sidecar and an init container."""
     spec = {
         "containers": [container("a", **members), container("b", **members)],
         "initContainers": [container("init", **members), container("side", restartPolicy="Always", **members)],
@@ -69,7 +69,7 @@ def containers_of(made: Raw) -> Iterator[Raw]:
 
 
 def read_by_runtime(one: Raw) -> str:
-    """What decides which GPUs the container sees: of a name given twice the last value counts."""
+    """The values that decide which GPUs the container sees: of duplicate names the last one counts."""
     own = [env for env in one.get("env", ()) if env["name"] == NVD]
     if not own:
         return "whatever image and envFrom say"
@@ -94,8 +94,8 @@ async def tenant_of(cluster: Cluster, kube: Kube, labels: dict[str, str]) -> Asy
 
 
 @frozen
-class Place:
-    """Where an attack takes place: a tenant in an opted-in namespace."""
+class Harness:
+    """A tenant in an opted-in namespace."""
 
     kube: Kube
     tenant: Kube
@@ -117,10 +117,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def kube(cluster: Cluster, server: Running) -> AsyncIterator[Kube]:
-    """The API server with the shipped policies and webhooks, for each label another server or none."""
-    url, bundle = server.urls["https"], trusting(server)
+    """The API server with the shipped policies and webhooks; each label has another server or none."""
+    url, bundle = server.urls["https"], ca_of(server)
     hooks = (
-        Installation(opt_in="example.test/alone", url=NOBODY, reviews_bindings=False),
+        Installation(opt_in="example.test/alone", url=UNREACHABLE_URL, reviews_bindings=False),
         Installation(opt_in="example.test/served", url=url, ca_bundle=bundle, reviews_bindings=False),
         Installation(
             opt_in="example.test/sent", url=url, ca_bundle=bundle, reviews_bindings=False, blinds=Blinds.WEBHOOK
@@ -135,7 +135,7 @@ async def kube(cluster: Cluster, server: Running) -> AsyncIterator[Kube]:
             name = one.opt_in.rpartition("/")[2]
             await stack.enter_async_context(registered(kube, one, f"gpuwarden-{name}"))
         async with new_namespace(kube, GUARDED | SERVED) as probes:
-            # A policy acts about a second after it is written.
+            # A policy starts to act about a second after it is written.
             await wait_until(lambda: acts(kube, probes), seconds=20)
         yield kube
 
@@ -150,43 +150,43 @@ async def acts(kube: Kube, namespace: str) -> bool:
 
 
 @asynccontextmanager
-async def place_of(cluster: Cluster, kube: Kube, labels: dict[str, str]) -> AsyncIterator[Place]:
+async def new_harness(cluster: Cluster, kube: Kube, labels: dict[str, str]) -> AsyncIterator[Harness]:
     async with tenant_of(cluster, kube, labels) as (tenant, namespace):
-        yield Place(kube, tenant, namespace)
-        # Tests of deletes count them: the last of these is in before another module begins.
+        yield Harness(kube, tenant, namespace)
+        # Other tests count deletes: the last of these is done before another module begins.
         await kube.call("DELETE", PODS.path(namespace), query={"gracePeriodSeconds": "0"})
         await wait_until(lambda: kube.list(PODS, namespace), lambda left: left == [])
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def alone(cluster: Cluster, kube: Kube) -> AsyncIterator[Place]:
-    """Policies act; the webhooks lead to a server that is not there."""
-    async with place_of(cluster, kube, GUARDED | ALONE) as place:
-        yield place
+async def alone(cluster: Cluster, kube: Kube) -> AsyncIterator[Harness]:
+    """Policies act; the server of the webhooks does not exist."""
+    async with new_harness(cluster, kube, GUARDED | ALONE) as harness:
+        yield harness
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def served(cluster: Cluster, kube: Kube) -> AsyncIterator[Place]:
+async def served(cluster: Cluster, kube: Kube) -> AsyncIterator[Harness]:
     """Policies act, and the server answers."""
-    async with place_of(cluster, kube, GUARDED | SERVED) as place:
-        yield place
+    async with new_harness(cluster, kube, GUARDED | SERVED) as harness:
+        yield harness
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def unguarded(cluster: Cluster, kube: Kube) -> AsyncIterator[Place]:
+async def unguarded(cluster: Cluster, kube: Kube) -> AsyncIterator[Harness]:
     """The server answers, and no policy acts: before 1.36 Kubernetes has no MutatingAdmissionPolicy."""
-    async with place_of(cluster, kube, SERVED) as place:
-        yield place
+    async with new_harness(cluster, kube, SERVED) as harness:
+        yield harness
 
 
 # No server runs.
 
 
 @pytest.mark.parametrize("members", HOSTILE.values(), ids=HOSTILE)
-async def test_plain_pod_sees_no_gpu_while_no_server_runs(alone: Place, members: Raw) -> None:
+async def test_pod_without_a_claim_sees_no_gpu_while_no_server_runs(alone: Harness, members: Raw) -> None:
     made = await alone.made(hostile_pod(members))
     assert seen(made) == dict.fromkeys(("init", "side", "a", "b"), "void")
-    # Nothing else of it is changed.
+    # Nothing else is changed.
     for one in containers_of(made):
         others = [env for env in one["env"] if env["name"] != NVD]
         assert others == [env for env in members.get("env", ()) if env["name"] != NVD]
@@ -200,14 +200,14 @@ async def test_namespace_opts_in_by_either_label(cluster: Cluster, kube: Kube, l
         assert set(seen(made).values()) == {"void"}
 
 
-async def test_other_namespaces_are_left_alone(cluster: Cluster, kube: Kube) -> None:
+async def test_other_namespaces_are_not_affected(cluster: Cluster, kube: Kube) -> None:
     async with tenant_of(cluster, kube, {}) as (tenant, namespace):
         made = await tenant.create(PODS, hostile_pod(HOSTILE["all"]), namespace)
         assert set(seen(made).values()) == {"all"}
 
 
-async def test_forged_annotation_does_not_keep_a_pod_from_being_blinded(alone: Place) -> None:
-    """Policies run in no fixed order, so a policy that strips the annotation may be the second."""
+async def test_forged_annotation_does_not_keep_a_pod_from_being_blinded(alone: Harness) -> None:
+    """Policies run in no fixed order, so the policy that removes the annotation may run second."""
     forged = dict.fromkeys(("gpuwarden.io/reservation-id", "gpuwarden.io/gpu-uuid", "gpuwarden.io/node"), "x")
     for number in range(20):
         content = hostile_pod(HOSTILE["all"])
@@ -220,21 +220,21 @@ async def test_forged_annotation_does_not_keep_a_pod_from_being_blinded(alone: P
 @pytest.mark.parametrize(
     "key", ["gpuwarden.io/claim", "gpuwarden.io/gpu-count", "gpuwarden.io/required-hash", "gpu-scheduling-map"]
 )
-async def test_pod_that_asks_gpuwarden_is_not_created_unseen(alone: Place, key: str) -> None:
-    """What the policy leaves to the webhook is refused while nobody answers."""
+async def test_pod_with_a_claim_is_not_created_without_review(alone: Harness, key: str) -> None:
+    """A pod that the policy leaves to the webhook is refused while no server answers."""
     with pytest.raises(ApiError) as refused:
         await alone.made(hostile_pod(HOSTILE["envFrom"], annotations={key: "0"}))
     assert "failed calling webhook" in refused.value.message
 
 
-async def test_container_with_a_gpu_of_the_device_plugin_is_not_created_unseen(alone: Place) -> None:
+async def test_container_with_a_device_plugin_gpu_is_not_created_without_review(alone: Harness) -> None:
     with pytest.raises(ApiError) as refused:
         await alone.made(pod("a", gpus=1))
     assert "failed calling webhook" in refused.value.message
 
 
 @pytest.mark.parametrize("members", HOSTILE.values(), ids=HOSTILE)
-async def test_debug_container_sees_no_gpu_while_no_server_runs(alone: Place, members: Raw) -> None:
+async def test_debug_container_sees_no_gpu_while_no_server_runs(alone: Harness, members: Raw) -> None:
     await alone.made(pod("a", schedulerName="nobody"))
     made = await alone.debugged("a", container("first", **members))
     assert seen(made) == {"main": "void", "first": "void"}
@@ -242,7 +242,7 @@ async def test_debug_container_sees_no_gpu_while_no_server_runs(alone: Place, me
     assert seen(made) == {"main": "void", "first": "void", "second": "void"}
 
 
-async def test_large_pod_is_not_too_costly_to_blind(alone: Place) -> None:
+async def test_large_pod_is_blinded_within_the_cost_limit(alone: Harness) -> None:
     env = [{"name": f"VARIABLE_{n}", "value": "x"} for n in range(100)]
     content = hostile_pod({})
     content["spec"] = {"containers": [container(f"c{n}", env=env) for n in range(200)]}
@@ -250,7 +250,7 @@ async def test_large_pod_is_not_too_costly_to_blind(alone: Place) -> None:
     assert set(seen(made).values()) == {"void"}
 
 
-async def test_invalid_pod_is_told_so_by_the_api_server(alone: Place) -> None:
+async def test_invalid_pod_gets_the_api_servers_own_error(alone: Harness) -> None:
     specs: list[Raw] = [{}, {"containers": None}, {"containers": []}, {"containers": None, "initContainers": None}]
     for spec in specs:
         with pytest.raises(ApiError) as refused:
@@ -258,16 +258,16 @@ async def test_invalid_pod_is_told_so_by_the_api_server(alone: Place) -> None:
         assert refused.value.status == 422, refused.value.message
 
 
-# Another webhook of the cluster adds containers that say nothing.
+# Another webhook of the cluster adds containers without variables.
 
 
 def injecting(one: Raw) -> list[Raw]:
-    """A sidecar, once."""
+    """Adds a sidecar once."""
     return [] if has(one, "first") else [added("first")]
 
 
 def injecting_again(one: Raw) -> list[Raw]:
-    """Another when the pod comes back: then no policy runs any more."""
+    """Adds another sidecar at reinvocation, when no policy runs any more."""
     return [added("second" if has(one, "first") else "first")]
 
 
@@ -280,13 +280,13 @@ def added(name: str) -> Raw:
 
 
 @pytest.mark.parametrize("policy", ["Never", "IfNeeded"])
-async def test_container_that_another_webhook_adds_is_blinded(alone: Place, tmp_path: Path, policy: str) -> None:
+async def test_container_added_by_another_webhook_is_blinded(alone: Harness, tmp_path: Path, policy: str) -> None:
     async with another_webhook(alone.kube, alone.namespace, tmp_path, injecting, policy):
         made = await alone.made(hostile_pod(HOSTILE["envFrom"]))
     assert seen(made) == dict.fromkeys(("init", "side", "a", "b", "first"), "void")
 
 
-async def test_container_that_is_added_after_all_policies_is_refused(alone: Place, tmp_path: Path) -> None:
+async def test_container_added_after_all_policies_is_refused(alone: Harness, tmp_path: Path) -> None:
     async with another_webhook(alone.kube, alone.namespace, tmp_path, injecting_again, "IfNeeded") as asked:
         with pytest.raises(ApiError) as refused:
             await alone.made(hostile_pod(HOSTILE["envFrom"]))
@@ -304,8 +304,8 @@ async def test_container_that_is_added_after_all_policies_is_refused(alone: Plac
     [pod("a", gpus=1, schedulerName="nobody"), pod("a", annotations={"gpuwarden.io/gpu-count": "0"})],
     ids=["a claim", "a count of none"],
 )
-async def test_container_that_another_webhook_adds_to_a_pod_that_asks_sees_no_gpu(
-    served: Place, tmp_path: Path, content: Raw, change: Callable[[Raw], list[Raw]]
+async def test_container_added_by_another_webhook_to_a_pod_with_a_claim_sees_no_gpu(
+    served: Harness, tmp_path: Path, content: Raw, change: Callable[[Raw], list[Raw]]
 ) -> None:
     async with another_webhook(served.kube, served.namespace, tmp_path, change, "IfNeeded"):
         try:
@@ -331,7 +331,7 @@ UNSAID = {name: HOSTILE[name] for name in ("nothing but its image", "CUDA_VERSIO
 
 
 @pytest.mark.parametrize("members", HOSTILE.values(), ids=HOSTILE)
-async def test_second_container_beside_a_claim_sees_no_more_than_the_claim(served: Place, members: Raw) -> None:
+async def test_second_container_beside_a_claim_sees_no_more_than_the_claim(served: Harness, members: Raw) -> None:
     made = await served.made(beside_a_gpu(members))
     own = made["metadata"]["annotations"]["gpuwarden.io/gpu-uuid"]
     others = "void" if members in UNSAID.values() else own
@@ -339,20 +339,20 @@ async def test_second_container_beside_a_claim_sees_no_more_than_the_claim(serve
 
 
 @pytest.mark.parametrize("members", UNSAID.values(), ids=UNSAID)
-async def test_second_container_beside_a_claim_is_blinded_without_policies(unguarded: Place, members: Raw) -> None:
+async def test_second_container_beside_a_claim_is_blinded_without_policies(unguarded: Harness, members: Raw) -> None:
     made = await unguarded.made(beside_a_gpu(members))
     assert {name: value for name, value in seen(made).items() if name != "main"} == dict.fromkeys(
         ("init", "side", "b"), "void"
     )
 
 
-async def test_pod_with_cuda_version_is_blinded_without_policies(unguarded: Place) -> None:
+async def test_pod_with_cuda_version_is_blinded_without_policies(unguarded: Harness) -> None:
     made = await unguarded.made(hostile_pod(HOSTILE["CUDA_VERSION"]))
     assert set(seen(made).values()) == {"void"}
 
 
 @pytest.mark.parametrize("name", [name for name in HOSTILE if name not in UNSAID])
-async def test_pod_without_a_claim_that_names_gpus_is_refused_without_policies(unguarded: Place, name: str) -> None:
+async def test_pod_without_a_claim_that_names_gpus_is_refused_without_policies(unguarded: Harness, name: str) -> None:
     with pytest.raises(ApiError) as refused:
         await unguarded.made(hostile_pod(HOSTILE[name]))
     assert (refused.value.status, refused.value.reason) == (403, "GpuWithoutClaim")
@@ -367,8 +367,8 @@ async def test_pod_without_a_claim_that_names_gpus_is_refused_without_policies(u
     ],
     ids=["a count of none", "a record of nothing", "a limit of none"],
 )
-async def test_pod_that_asks_for_no_gpu_is_blinded_by_the_webhook(
-    served: Place, annotations: dict[str, str], resources: Raw
+async def test_pod_that_requests_no_gpu_is_blinded_by_the_webhook(
+    served: Harness, annotations: dict[str, str], resources: Raw
 ) -> None:
     content = hostile_pod({**HOSTILE["envFrom"], "resources": resources}, annotations=annotations)
     assert set(seen(await served.made(content)).values()) == {"void"}
@@ -387,7 +387,7 @@ DEBUGGERS: dict[str, Raw] = {
 
 
 @pytest.mark.parametrize("members", DEBUGGERS.values(), ids=DEBUGGERS)
-async def test_debug_container_beside_a_claim_sees_no_more_than_the_claim(served: Place, members: Raw) -> None:
+async def test_debug_container_beside_a_claim_sees_no_more_than_the_claim(served: Harness, members: Raw) -> None:
     made = await served.made(pod("a", gpus=1, schedulerName="nobody"))
     own = seen(made)["main"]
     if members in OPEN_DEBUGGERS.values():
@@ -400,28 +400,28 @@ async def test_debug_container_beside_a_claim_sees_no_more_than_the_claim(served
 
 
 @pytest.mark.parametrize("members", DEBUGGERS.values(), ids=DEBUGGERS)
-async def test_debug_container_beside_a_claim_is_refused_without_policies(unguarded: Place, members: Raw) -> None:
+async def test_debug_container_beside_a_claim_is_refused_without_policies(unguarded: Harness, members: Raw) -> None:
     await unguarded.made(pod("a", gpus=1, schedulerName="nobody"))
     with pytest.raises(ApiError) as refused:
         await unguarded.debugged("a", container("debug", **members))
     assert refused.value.reason == "Immutable"
 
 
-async def test_debug_container_may_see_the_gpus_of_its_pod(served: Place) -> None:
+async def test_debug_container_may_see_the_gpus_of_its_pod(served: Harness) -> None:
     made = await served.made(pod("a", gpus=2, schedulerName="nobody"))
     own = seen(made)["main"]
     debugged = await served.debugged("a", container("debug", env=[shows(own)]))
     assert seen(debugged) == {"main": own, "debug": own}
 
 
-# The webhook is asked about every pod.
+# The webhook reviews every pod.
 
 
-async def test_webhook_blinds_every_pod_where_it_is_told_to(cluster: Cluster, kube: Kube) -> None:
-    async with place_of(cluster, kube, SENT) as place:
+async def test_webhook_blinds_every_pod_if_configured(cluster: Cluster, kube: Kube) -> None:
+    async with new_harness(cluster, kube, SENT) as harness:
         for number, members in enumerate(UNSAID.values()):
             content = hostile_pod(members)
             content["metadata"]["name"] = f"plain-{number}"
-            assert set(seen(await place.made(content)).values()) == {"void"}
-            debugged = await place.debugged(f"plain-{number}", container("debug", **members))
+            assert set(seen(await harness.made(content)).values()) == {"void"}
+            debugged = await harness.debugged(f"plain-{number}", container("debug", **members))
             assert seen(debugged)["debug"] == "void"

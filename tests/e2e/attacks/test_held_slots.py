@@ -1,4 +1,4 @@
-"""Another controller writes into GPUNodes what is held. The API server refuses to give a held device away, whoever
+"""Another controller writes reservations into GPUNodes. The API server refuses to release a held device, whoever
 writes."""
 
 import asyncio
@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from scripts.controlplane.cluster import Cluster
+from tests.e2e.cluster_users import GPU_NODES
 from tests.e2e.kube import ApiError, Kube, forced_away
-from tests.e2e.people import GPU_NODES
 from tests.e2e.test_ledger import NODE_A, NODE_B, ApiBench, installed
 from tests.ledger.contract import ask, on, pod
 from webhook.core.reservation import PodProof, ReservationId
@@ -53,7 +53,7 @@ async def bench(cluster: Cluster, kube: Kube) -> AsyncIterator[ApiBench]:
         ),
     ],
 )
-async def test_a_hand_that_goes_round_us_cannot_give_a_held_device_away(
+async def test_api_server_refuses_writes_that_release_a_held_device(
     bench: ApiBench, change: list[dict[str, Any]]
 ) -> None:
     await bench.reserve(bench.ledger, ask(1), on("node-a", "GPU-a0"))
@@ -65,7 +65,7 @@ async def test_a_hand_that_goes_round_us_cannot_give_a_held_device_away(
     assert await bench.held() == before
 
 
-async def test_of_blind_writers_to_one_slot_one_wins(bench: ApiBench) -> None:
+async def test_one_of_several_concurrent_writers_gets_the_slot(bench: ApiBench) -> None:
     async def write(number: int) -> int:
         entry = {"reservation": f"blind-{number}", "phase": "pending", "namespace": "ml", "digest": "d"}
         change = {"status": {"held": {"GPU-b0/0": entry}}}
@@ -82,7 +82,7 @@ async def test_of_blind_writers_to_one_slot_one_wins(bench: ApiBench) -> None:
 
 
 @pytest.mark.parametrize("slot", ["GPU-a0", "GPU-a0/", "GPU-a0/01", "GPU-a0/-1", "GPU-a0/\u0663", "GPU-a0/k"])
-async def test_what_names_no_slot_cannot_be_held(bench: ApiBench, slot: str) -> None:
+async def test_reservation_of_an_unknown_slot_is_refused(bench: ApiBench, slot: str) -> None:
     entry = {"reservation": "x", "phase": "pending", "namespace": "ml", "digest": "d"}
     await bench.reserve(bench.ledger, ask(1), on("node-a", "GPU-a1"))
     with pytest.raises(ApiError, match="a slot is named by the UUID of its device and a number"):

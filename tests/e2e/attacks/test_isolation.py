@@ -1,5 +1,5 @@
-"""A tenant with the role `edit` in an opted-in namespace tries to reach GPUs past variables: by privileges, paths of
-the node, volumes. No server of ours runs here. What `gpuwarden audit` says of each pod is what the policy says."""
+"""A tenant with the role `edit` in an opted-in namespace tries to reach GPUs without variables: by privileges, host
+paths, volumes. No gpuwarden server runs here. `gpuwarden audit` agrees with the policy on each pod."""
 
 import asyncio
 import json
@@ -13,7 +13,8 @@ import pytest_asyncio
 from attrs import frozen
 
 from scripts.controlplane.cluster import Cluster
-from tests.e2e.attacks.test_gpu_variables import GUARDED, OLDER, Place, container, place_of
+from tests.e2e.attacks.test_gpu_variables import GUARDED, OLDER, Harness, container, new_harness
+from tests.e2e.cluster_users import resource_of
 from tests.e2e.kube import (
     CLAIMS,
     CLUSTER_ROLE_BINDINGS,
@@ -29,7 +30,6 @@ from tests.e2e.kube import (
     pod,
     wait_until,
 )
-from tests.e2e.people import resource_of
 from tests.e2e.test_ledger import installed
 from tests.running import GPUWARDEN
 from webhook.admission.audit import AuditRules, Facts, FindingKind, findings
@@ -69,16 +69,16 @@ async def kube(cluster: Cluster) -> AsyncIterator[Kube]:
         bound = {"metadata": {"name": "provisioner"}, "roleRef": ref, "subjects": subjects}
         await kube.create(CLUSTER_ROLE_BINDINGS, bound)
         stack.push_async_callback(kube.delete, CLUSTER_ROLE_BINDINGS, "provisioner")
-        async with place_of(cluster, kube, GUARDED) as place, Kube(cluster.as_user("provisioner")) as provisioner:
-            await wait_until(lambda: acts(place, provisioner), seconds=20)
+        async with new_harness(cluster, kube, GUARDED) as harness, Kube(cluster.as_user("provisioner")) as provisioner:
+            await wait_until(lambda: acts(harness, provisioner), seconds=20)
         yield kube
 
 
-async def acts(place: Place, provisioner: Kube) -> bool:
-    """Each policy acts about a second after it is written."""
-    named = await place.made(pod("probe"), dryRun="All")
+async def acts(harness: Harness, provisioner: Kube) -> bool:
+    """Each policy starts to act about a second after it is written."""
+    named = await harness.made(pod("probe"), dryRun="All")
     is_blinded = named["spec"]["containers"][0].get("env") is not None
-    is_isolated = await is_refused(place.made(with_host_path("/dev"), dryRun="All"))
+    is_isolated = await is_refused(harness.made(with_host_path("/dev"), dryRun="All"))
     return is_blinded and is_isolated and await is_refused(provisioner.create(VOLUMES, local_volume("/dev")))
 
 
@@ -91,36 +91,36 @@ async def is_refused(what: Awaitable[Raw]) -> bool:
 
 
 @frozen
-class JudgedPlace(Place):
-    """Where each pod is judged by the policy and by the audit, and they agree."""
+class PolicyAndAuditHarness(Harness):
+    """Checks each pod with the policy and with the audit, which must agree."""
 
     reading: AuditRules
 
     async def made(self, content: Raw, **options: str) -> Raw:
-        return await self._judged(super().made(content, **options), content)
+        return await self._compare_with_audit(super().made(content, **options), content)
 
     async def debugged(self, name: str, *debuggers: Raw) -> Raw:
         stored = await self.kube.get(PODS, name, self.namespace)
         wanted = {**stored, "spec": {**stored["spec"], "ephemeralContainers": list(debuggers)}}
-        return await self._judged(super().debugged(name, *debuggers), wanted)
+        return await self._compare_with_audit(super().debugged(name, *debuggers), wanted)
 
-    async def _judged(self, request: Awaitable[Raw], content: Raw) -> Raw:
+    async def _compare_with_audit(self, request: Awaitable[Raw], content: Raw) -> Raw:
         refusal = None
         try:
             stored = await request
         except ApiError as exc:
             refusal = exc
         if refusal is None:
-            assert await self._found_in(stored) == ()
+            assert await self._audit_denies(stored) == ()
             return stored
-        # What the API server finds invalid no policy is asked about.
+        # Policies do not see pods that the API server finds invalid.
         if refusal.status == 403:
-            found = await self._found_in(content)
+            found = await self._audit_denies(content)
             assert found, refusal.message
             assert found[0] in refusal.message
         raise refusal
 
-    async def _found_in(self, content: Raw) -> tuple[str, ...]:
+    async def _audit_denies(self, content: Raw) -> tuple[str, ...]:
         namespace = await self.kube.get(NAMESPACES, self.namespace)
         pod = self.reading.pod({**content, "metadata": {**content["metadata"], "namespace": self.namespace}})
         ours = {self.namespace} if opted_in(namespace, keys.OPT_IN.name) else set()
@@ -132,8 +132,8 @@ class JudgedPlace(Place):
         return pod.exposed if pod and found else ()
 
 
-def judged(place: Place, host_paths: tuple[str, ...] = ALLOWED) -> Place:
-    return JudgedPlace(place.kube, place.tenant, place.namespace, reading(*host_paths))
+def judged(harness: Harness, host_paths: tuple[str, ...] = ALLOWED) -> Harness:
+    return PolicyAndAuditHarness(harness.kube, harness.tenant, harness.namespace, reading(*host_paths))
 
 
 async def refused(what: Awaitable[Raw], *words: str) -> None:
@@ -146,15 +146,15 @@ async def refused(what: Awaitable[Raw], *words: str) -> None:
 
 
 @pytest_asyncio.fixture(loop_scope="module", params=[GUARDED, OLDER, GUARDED | OLDER], ids=["new", "older", "both"])
-async def any_place(request: pytest.FixtureRequest, cluster: Cluster, kube: Kube) -> AsyncIterator[Place]:
-    async with place_of(cluster, kube, request.param) as place:
-        yield judged(place)
+async def any_harness(request: pytest.FixtureRequest, cluster: Cluster, kube: Kube) -> AsyncIterator[Harness]:
+    async with new_harness(cluster, kube, request.param) as harness:
+        yield judged(harness)
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def place(cluster: Cluster, kube: Kube) -> AsyncIterator[Place]:
-    async with place_of(cluster, kube, GUARDED) as place:
-        yield judged(place)
+async def harness(cluster: Cluster, kube: Kube) -> AsyncIterator[Harness]:
+    async with new_harness(cluster, kube, GUARDED) as harness:
+        yield judged(harness)
 
 
 def of_container(members: Raw, group: str = "containers", **spec: Any) -> Raw:
@@ -201,26 +201,26 @@ STRONG: dict[str, Raw] = {
 
 @pytest.mark.parametrize("group", ["containers", "initContainers"])
 @pytest.mark.parametrize("members", STRONG.values(), ids=STRONG)
-async def test_container_that_could_open_devices_is_refused(place: Place, members: Raw, group: str) -> None:
-    await refused(place.made(of_container(members, group)), f"spec.{group}[hostile].securityContext")
+async def test_container_that_could_open_devices_is_refused(harness: Harness, members: Raw, group: str) -> None:
+    await refused(harness.made(of_container(members, group)), f"spec.{group}[hostile].securityContext")
 
 
-async def test_namespace_opts_in_by_either_label(any_place: Place) -> None:
+async def test_namespace_opts_in_by_either_label(any_harness: Harness) -> None:
     for content in (of_container(STRONG["SYS_ADMIN"]), with_host_path("/dev/nvidia0"), pod("a", hostPID=True)):
-        await refused(any_place.made(content))
+        await refused(any_harness.made(content))
 
 
 @pytest.mark.parametrize("members", STRONG.values(), ids=STRONG)
-async def test_debug_container_that_could_open_devices_is_refused(place: Place, members: Raw) -> None:
-    await place.made(pod("a", schedulerName="nobody"))
-    await refused(place.debugged("a", container("hostile", **members)), "spec.ephemeralContainers[hostile]")
+async def test_debug_container_that_could_open_devices_is_refused(harness: Harness, members: Raw) -> None:
+    await harness.made(pod("a", schedulerName="nobody"))
+    await refused(harness.debugged("a", container("hostile", **members)), "spec.ephemeralContainers[hostile]")
 
 
-async def test_pod_that_sees_the_processes_of_its_node_is_refused(place: Place) -> None:
-    await refused(place.made(pod("a", hostPID=True)), "spec.hostPID")
+async def test_pod_that_sees_the_processes_of_its_node_is_refused(harness: Harness) -> None:
+    await refused(harness.made(pod("a", hostPID=True)), "spec.hostPID")
 
 
-# Where devices, sockets, programs and secrets of the node are.
+# Paths of devices, sockets, programs and secrets of the node.
 PLACES = (
     "/",
     "//",
@@ -266,7 +266,7 @@ PLACES = (
     "/srv/kubernetes",
     "/sysroot/ostree/deploy/fedora/var/lib/kubelet",
 )
-# Tenants write here by PersistentVolumes, so each path below could be a link to `/run`.
+# Tenants can write here through PersistentVolumes, so each path below could be a link to `/run`.
 WRITABLE = ("/opt/local-path-provisioner/pvc-1/link", "/var/lib/rancher/k3s/storage/pvc-1/link", "/var/openebs/a/link")
 
 
@@ -274,16 +274,16 @@ OUTSIDE = (*PLACES, *WRITABLE, "/devices", "/mnt", "/mnt/datasets2", "/data2", "
 
 
 @pytest.mark.parametrize("path", OUTSIDE)
-async def test_path_of_the_node_that_no_administrator_allows_is_refused(place: Place, path: str) -> None:
-    await refused(place.made(with_host_path(path)), "spec.volumes[host].hostPath")
-    # Whether or not a container mounts it: a debug container could.
-    await refused(place.made(pod("b", volumes=[{"name": "host", "hostPath": {"path": path}}])))
+async def test_host_path_that_is_not_allowed_is_refused(harness: Harness, path: str) -> None:
+    await refused(harness.made(with_host_path(path)), "spec.volumes[host].hostPath")
+    # Refused also if no container mounts it: a debug container could.
+    await refused(harness.made(pod("b", volumes=[{"name": "host", "hostPath": {"path": path}}])))
 
 
-async def test_path_that_goes_back_is_refused(cluster: Cluster, kube: Kube, place: Place) -> None:
-    """By the API server itself, which the policies rely on."""
+async def test_host_path_with_parent_references_is_refused(cluster: Cluster, kube: Kube, harness: Harness) -> None:
+    """The API server refuses these itself, and the policies rely on it."""
     for tried in (
-        place.made(with_host_path("/data/../dev")),
+        harness.made(with_host_path("/data/../dev")),
         kube.create(VOLUMES, local_volume("/var/lib/rancher/k3s/storage/../server", "hostPath"), dryRun="All"),
         kube.create(VOLUMES, local_volume("/var/lib/rancher/k3s/storage/../server"), dryRun="All"),
     ):
@@ -295,39 +295,39 @@ DEVICE_TYPES = ("Socket", "CharDevice", "BlockDevice")
 
 
 @pytest.mark.parametrize("kind", DEVICE_TYPES)
-async def test_socket_or_device_of_the_node_is_refused_wherever_it_is(place: Place, kind: str) -> None:
-    await refused(place.made(with_host_path("/data/x", type=kind)))
+async def test_host_path_to_a_socket_or_device_is_refused(harness: Harness, kind: str) -> None:
+    await refused(harness.made(with_host_path("/data/x", type=kind)))
 
 
-async def test_allowed_path_of_the_node_is_not_written(place: Place) -> None:
-    """The runtime follows links when it mounts: who may write a directory could link from there to `/run`."""
-    await refused(place.made(with_host_path("/data", read_only=False)), "not readOnly")
-    # A second container or a debug container may not write it either.
+async def test_allowed_host_path_cannot_be_mounted_for_writing(harness: Harness) -> None:
+    """The runtime follows links when it mounts: a tenant who may write a directory could link from there to `/run`."""
+    await refused(harness.made(with_host_path("/data", read_only=False)), "not readOnly")
+    # A second container or a debug container cannot write it either.
     content = with_host_path("/data")
-    await place.made({**content, "spec": {**content["spec"], "schedulerName": "nobody"}})
+    await harness.made({**content, "spec": {**content["spec"], "schedulerName": "nobody"}})
     writer = container("writer", volumeMounts=[{"name": "host", "mountPath": "/host"}])
-    await refused(place.debugged("a", writer), "spec.ephemeralContainers[writer]", "not readOnly")
+    await refused(harness.debugged("a", writer), "spec.ephemeralContainers[writer]", "not readOnly")
 
 
 INSIDE = ("/data", "/data/", "/data//a", "/data/./a", "/mnt/datasets", "/mnt/datasets/a")
 
 
 @pytest.mark.parametrize("path", INSIDE)
-async def test_allowed_path_of_the_node_is_mounted_for_reading(place: Place, path: str) -> None:
-    await place.made(with_host_path(path), dryRun="All")
+async def test_allowed_host_path_can_be_mounted_for_reading(harness: Harness, path: str) -> None:
+    await harness.made(with_host_path(path), dryRun="All")
 
 
-async def test_no_path_of_the_node_is_allowed_unless_an_administrator_says_so(cluster: Cluster, kube: Kube) -> None:
-    async with place_of(cluster, kube, GUARDED) as place:
+async def test_no_host_path_is_allowed_by_default(cluster: Cluster, kube: Kube) -> None:
+    async with new_harness(cluster, kube, GUARDED) as harness:
         async with replaced(kube, Installation()):
-            await wait_until(lambda: is_refused(place.made(with_host_path("/data"), dryRun="All")))
-            await refused(judged(place, ()).made(with_host_path("/mnt/datasets")), "spec.volumes[host].hostPath")
-        await wait_until(lambda: is_let_in(place, with_host_path("/data")))
+            await wait_until(lambda: is_refused(harness.made(with_host_path("/data"), dryRun="All")))
+            await refused(judged(harness, ()).made(with_host_path("/mnt/datasets")), "spec.volumes[host].hostPath")
+        await wait_until(lambda: is_let_in(harness, with_host_path("/data")))
 
 
 @asynccontextmanager
 async def replaced(kube: Kube, installation: Installation) -> AsyncIterator[None]:
-    """The policy for pods as another installation has it."""
+    """Replaces the policy for pods by that of another installation."""
 
     async def write(installation: Installation) -> None:
         found = next(one for one in policies(installation) if one["metadata"]["name"] == "gpuwarden-isolation")
@@ -347,12 +347,12 @@ HARMLESS: tuple[Raw, ...] = (
 )
 
 
-async def test_harmless_pods_are_let_in(place: Place) -> None:
+async def test_harmless_pods_are_allowed(harness: Harness) -> None:
     for members in HARMLESS:
-        await place.made(of_container(members, volumes=[{"name": "own", "emptyDir": {}}]), dryRun="All")
+        await harness.made(of_container(members, volumes=[{"name": "own", "emptyDir": {}}]), dryRun="All")
 
 
-# Annotations by which runtimes and their plugins inject devices and paths of the node.
+# Annotations with which runtimes and their plugins inject devices and host paths.
 
 INJECTING = (
     "devices.nri.io",
@@ -385,12 +385,12 @@ def annotated(name: str, value: str = "- nvidia.com/gpu=all") -> Raw:
 
 
 @pytest.mark.parametrize("name", INJECTING)
-async def test_annotation_that_injects_devices_is_refused(place: Place, name: str) -> None:
-    await refused(place.made(annotated(name)), f"metadata.annotations[{name}]")
-    await place.made(pod("a", schedulerName="nobody"))
+async def test_annotation_that_injects_devices_is_refused(harness: Harness, name: str) -> None:
+    await refused(harness.made(annotated(name)), f"metadata.annotations[{name}]")
+    await harness.made(pod("a", schedulerName="nobody"))
     later = {"metadata": {"annotations": {name: "- nvidia.com/gpu=all"}}}
-    await refused(place.tenant.patch(PODS, "a", later, place.namespace), f"metadata.annotations[{name}]")
-    await refused(place.kube.patch(PODS, "a", later, place.namespace, "status"), f"metadata.annotations[{name}]")
+    await refused(harness.tenant.patch(PODS, "a", later, harness.namespace), f"metadata.annotations[{name}]")
+    await refused(harness.kube.patch(PODS, "a", later, harness.namespace, "status"), f"metadata.annotations[{name}]")
 
 
 OTHER_ANNOTATIONS = (
@@ -403,23 +403,23 @@ OTHER_ANNOTATIONS = (
 
 
 @pytest.mark.parametrize("name", OTHER_ANNOTATIONS)
-async def test_other_annotations_of_runtimes_are_let_in(place: Place, name: str) -> None:
-    await place.made(annotated(name), dryRun="All")
+async def test_other_runtime_annotations_are_allowed(harness: Harness, name: str) -> None:
+    await harness.made(annotated(name), dryRun="All")
 
 
-async def test_annotation_from_before_stays_and_is_not_changed(cluster: Cluster, kube: Kube) -> None:
+async def test_existing_annotation_can_stay_and_cannot_be_changed(cluster: Cluster, kube: Kube) -> None:
     name = "devices.nri.io/pod"
-    async with place_of(cluster, kube, {}) as place:
-        await place.made(annotated(name))
-        await kube.patch(NAMESPACES, place.namespace, {"metadata": {"labels": GUARDED}})
-        await wait_until(lambda: is_refused(place.made(annotated(name), dryRun="All")))
-        await place.tenant.patch(PODS, "a", {"metadata": {"labels": {"a": "b"}}}, place.namespace)
+    async with new_harness(cluster, kube, {}) as harness:
+        await harness.made(annotated(name))
+        await kube.patch(NAMESPACES, harness.namespace, {"metadata": {"labels": GUARDED}})
+        await wait_until(lambda: is_refused(harness.made(annotated(name), dryRun="All")))
+        await harness.tenant.patch(PODS, "a", {"metadata": {"labels": {"a": "b"}}}, harness.namespace)
         changed = {"metadata": {"annotations": {name: "- path: /dev/nvidia1"}}}
-        await refused(place.tenant.patch(PODS, "a", changed, place.namespace), name)
-        await place.tenant.patch(PODS, "a", {"metadata": {"annotations": {name: None}}}, place.namespace)
+        await refused(harness.tenant.patch(PODS, "a", changed, harness.namespace), name)
+        await harness.tenant.patch(PODS, "a", {"metadata": {"annotations": {name: None}}}, harness.namespace)
 
 
-# Volumes that no pod names by path.
+# PersistentVolumes.
 
 
 PROVISIONED = (
@@ -435,7 +435,7 @@ PROVISIONED = (
 
 @pytest.mark.parametrize("kind", ["hostPath", "local"])
 @pytest.mark.parametrize("path", [*PLACES, "/var/lib/kubelet/pods"])
-async def test_volume_of_such_a_place_is_made_with_the_permission_only(
+async def test_volume_with_a_sensitive_path_needs_manage_permission(
     cluster: Cluster, kube: Kube, path: str, kind: str
 ) -> None:
     async with Kube(cluster.as_user("provisioner")) as provisioner:
@@ -444,62 +444,62 @@ async def test_volume_of_such_a_place_is_made_with_the_permission_only(
 
 
 @pytest.mark.parametrize("path", PROVISIONED)
-async def test_provisioners_make_their_volumes(cluster: Cluster, kube: Kube, path: str) -> None:
+async def test_provisioners_can_create_volumes(cluster: Cluster, kube: Kube, path: str) -> None:
     async with Kube(cluster.as_user("provisioner")) as provisioner:
         for kind in ("hostPath", "local"):
             await provisioner.create(VOLUMES, local_volume(path, kind), dryRun="All")
 
 
-# What is exempt, and what was there before.
+# Exempt namespaces, and existing pods.
 
 
-async def test_administrators_exempt_a_namespace_and_tenants_do_not(cluster: Cluster, kube: Kube) -> None:
-    async with place_of(cluster, kube, GUARDED) as place:
+async def test_only_administrators_can_exempt_a_namespace(cluster: Cluster, kube: Kube) -> None:
+    async with new_harness(cluster, kube, GUARDED) as harness:
         with pytest.raises(ApiError) as caught:
-            await place.tenant.patch(NAMESPACES, place.namespace, {"metadata": {"labels": EXEMPT}})
+            await harness.tenant.patch(NAMESPACES, harness.namespace, {"metadata": {"labels": EXEMPT}})
         assert caught.value.status == 403
-        await kube.patch(NAMESPACES, place.namespace, {"metadata": {"labels": EXEMPT}})
+        await kube.patch(NAMESPACES, harness.namespace, {"metadata": {"labels": EXEMPT}})
         privileged = of_container(STRONG["privileged"])
-        await wait_until(lambda: is_let_in(place, privileged))
+        await wait_until(lambda: is_let_in(harness, privileged))
         exposed = (pod("b", hostPID=True), with_host_path("/dev", read_only=False), annotated("devices.nri.io/pod"))
         for content in (privileged, *exposed):
-            await judged(place).made(content, dryRun="All")
+            await judged(harness).made(content, dryRun="All")
 
 
-async def is_let_in(place: Place, content: Raw) -> bool:
-    return not await is_refused(place.made(content, dryRun="All"))
+async def is_let_in(harness: Harness, content: Raw) -> bool:
+    return not await is_refused(harness.made(content, dryRun="All"))
 
 
-async def test_other_namespaces_are_left_alone(cluster: Cluster, kube: Kube) -> None:
-    async with place_of(cluster, kube, {}) as place:
+async def test_other_namespaces_are_not_affected(cluster: Cluster, kube: Kube) -> None:
+    async with new_harness(cluster, kube, {}) as harness:
         for content in (of_container(STRONG["privileged"]), with_host_path("/dev", read_only=False)):
-            await judged(place).made(content, dryRun="All")
+            await judged(harness).made(content, dryRun="All")
 
 
-async def test_pod_from_before_lives_and_ends_as_it_would(cluster: Cluster, kube: Kube) -> None:
-    async with place_of(cluster, kube, {}) as place:
+async def test_existing_pod_can_run_change_status_and_be_deleted(cluster: Cluster, kube: Kube) -> None:
+    async with new_harness(cluster, kube, {}) as harness:
         before = with_host_path("/dev", read_only=False)
         before["spec"] |= {"hostPID": True, "schedulerName": "nobody"}
         before["spec"]["containers"][0] |= STRONG["privileged"]
-        await place.made(before)
-        await kube.patch(NAMESPACES, place.namespace, {"metadata": {"labels": GUARDED}})
-        await wait_until(lambda: is_refused(place.made(pod("b", hostPID=True), dryRun="All")))
+        await harness.made(before)
+        await kube.patch(NAMESPACES, harness.namespace, {"metadata": {"labels": GUARDED}})
+        await wait_until(lambda: is_refused(harness.made(pod("b", hostPID=True), dryRun="All")))
         held = {"metadata": {"labels": {"a": "b"}, "finalizers": ["example.test/hold"]}}
-        await kube.patch(PODS, "a", held, place.namespace)
+        await kube.patch(PODS, "a", held, harness.namespace)
         ready = {"status": {"conditions": [{"type": "Mine", "status": "True"}]}}
-        await kube.patch(PODS, "a", ready, place.namespace, "status")
-        debugged = await place.debugged("a", container("harmless"))
+        await kube.patch(PODS, "a", ready, harness.namespace, "status")
+        debugged = await harness.debugged("a", container("harmless"))
         mount = container("d", volumeMounts=[{"name": "host", "mountPath": "/host", "readOnly": True}])
         await refused(
-            place.debugged("a", *debugged["spec"]["ephemeralContainers"], mount),
+            harness.debugged("a", *debugged["spec"]["ephemeralContainers"], mount),
             "spec.ephemeralContainers[d].volumeMounts",
         )
-        await kube.delete(PODS, "a", place.namespace, grace=0)
-        await kube.patch(PODS, "a", {"metadata": {"finalizers": None}}, place.namespace)
-        await gone(kube, PODS, "a", place.namespace)
+        await kube.delete(PODS, "a", harness.namespace, grace=0)
+        await kube.patch(PODS, "a", {"metadata": {"finalizers": None}}, harness.namespace)
+        await gone(kube, PODS, "a", harness.namespace)
 
 
-# The audit of what is stored.
+# The audit of stored pods.
 
 
 def tried() -> Iterator[Raw]:
@@ -518,7 +518,7 @@ def tried() -> Iterator[Raw]:
         yield of_container(members, volumes=[{"name": "own", "emptyDir": {}}])
 
 
-# Some of the places, for each volume waits until it is bound.
+# Only some of the paths, because each volume waits until it is bound.
 VOLUME_PLACES = ("/", "/dev", "//dev/", "/var/run", "/var/lib/rancher/k3s/server", "/var/lib/kubelet/pods")
 
 
@@ -528,7 +528,7 @@ def stored_as(name: str, content: Raw) -> Raw:
 
 
 async def bound_volume(kube: Kube, stack: AsyncExitStack, namespace: str, name: str, volume: Raw) -> None:
-    """With its claim, both of the pod's name."""
+    """Creates the volume and its claim, both with the pod's name."""
     reference = {"namespace": namespace, "name": name}
     meta, spec = {"name": f"{namespace}-{name}"}, {**volume["spec"], "claimRef": reference}
     await kube.create(VOLUMES, {"metadata": meta, "spec": spec})
@@ -540,7 +540,7 @@ async def bound_volume(kube: Kube, stack: AsyncExitStack, namespace: str, name: 
 
 
 async def not_isolated(cluster: Cluster, *namespaces: str) -> set[str]:
-    """The pods that `gpuwarden audit` finds there."""
+    """The pods that `gpuwarden audit` reports."""
     command = [GPUWARDEN, "audit", "-o", "json", "--kubeconfig", str(cluster.kubeconfig)]
     command += ["--host-paths", ",".join(ALLOWED)]
     process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
@@ -550,12 +550,12 @@ async def not_isolated(cluster: Cluster, *namespaces: str) -> set[str]:
     return {one["object"].rpartition("/")[2] for one in found if one["namespace"] in namespaces}
 
 
-async def test_audit_finds_the_stored_pods_that_the_policies_would_refuse(cluster: Cluster, kube: Kube) -> None:
+async def test_audit_finds_stored_pods_that_the_policies_would_refuse(cluster: Cluster, kube: Kube) -> None:
     await installed(kube)
     async with (
-        place_of(cluster, kube, {}) as before,
-        place_of(cluster, kube, GUARDED) as place,
-        place_of(cluster, kube, GUARDED | EXEMPT) as exempt,
+        new_harness(cluster, kube, {}) as before,
+        new_harness(cluster, kube, GUARDED) as harness,
+        new_harness(cluster, kube, GUARDED | EXEMPT) as exempt,
         Kube(cluster.as_user("provisioner")) as provisioner,
         AsyncExitStack() as stack,
     ):
@@ -563,7 +563,7 @@ async def test_audit_finds_the_stored_pods_that_the_policies_would_refuse(cluste
         for content in tried():
             name = f"p{next(numbers)}"
             await before.made(stored_as(name, content))
-            if await is_refused(place.made(stored_as(name, content), dryRun="All")):
+            if await is_refused(harness.made(stored_as(name, content), dryRun="All")):
                 expected.add(name)
         await before.made(stored_as("debugged", pod("a")))
         await before.debugged("debugged", container("hostile", **STRONG["SYS_ADMIN"]))

@@ -1,7 +1,5 @@
-"""Requests whose bodies are late, never end or come in tiny pieces. Only the sender waits.
-
-Needs no control plane: `serve` is a process, the attacker is on loopback.
-"""
+"""Requests with bodies that are late, incomplete or in tiny pieces. Only the sender waits. Needs no control plane:
+`serve` is a process, the attacker is on loopback."""
 
 import asyncio
 import time
@@ -38,7 +36,7 @@ async def connected(running: Running, listener: str) -> AsyncIterator[Streams]:
 
 
 async def until_the_end(reader: asyncio.StreamReader) -> bytes:
-    """All that comes until the server closes the connection; what came so far if it resets it."""
+    """Reads until the server closes or resets the connection."""
     found = bytearray()
     try:
         while piece := await reader.read(2**16):
@@ -49,7 +47,7 @@ async def until_the_end(reader: asyncio.StreamReader) -> bytes:
 
 
 async def slowest_probe(running: Running, until: asyncio.Task[bytes]) -> float:
-    """How long another caller waits for its answer at most while `until` runs."""
+    """The longest response time of another caller while `until` runs."""
     slowest = 0.0
     async with running.client() as client:
         while not until.done():
@@ -63,7 +61,7 @@ async def slowest_probe(running: Running, until: asyncio.Task[bytes]) -> float:
 @pytest.mark.parametrize("listener", ["https", "http"])
 @pytest.mark.parametrize("framing", ["content-length: 1000", "transfer-encoding: chunked"])
 @pytest.mark.parametrize("path", ["/devices", "/", "/nowhere"])
-async def test_an_answer_that_needs_no_body_does_not_wait_for_it(
+async def test_response_that_needs_no_body_does_not_wait_for_it(
     running: Running, listener: str, framing: str, path: str
 ) -> None:
     async with connected(running, listener) as (reader, writer):
@@ -79,7 +77,7 @@ async def test_an_answer_that_needs_no_body_does_not_wait_for_it(
 
 
 @pytest.mark.parametrize("listener", ["https", "http"])
-async def test_a_body_in_tiny_pieces_stops_nobody_else(running: Running, listener: str) -> None:
+async def test_body_in_tiny_pieces_does_not_delay_other_requests(running: Running, listener: str) -> None:
     pieces = b"1\r\n[\r\n" * SIZE + b"0\r\n\r\n"
     async with connected(running, listener) as (reader, writer):
         started = time.monotonic()
@@ -90,7 +88,7 @@ async def test_a_body_in_tiny_pieces_stops_nobody_else(running: Running, listene
     assert (took < AT_ONCE, slowest < AT_ONCE) == (True, True), (took, slowest)
 
 
-async def test_deep_json_is_refused_at_once(running: Running) -> None:
+async def test_deeply_nested_json_is_refused_immediately(running: Running) -> None:
     deep = b"[" * (SIZE // 2) + b"]" * (SIZE // 2)
     started = time.monotonic()
     async with running.client() as client:
@@ -98,15 +96,15 @@ async def test_deep_json_is_refused_at_once(running: Running) -> None:
     assert (reply.status_code, time.monotonic() - started < AT_ONCE) == (413, True)
 
 
-async def test_what_is_told_to_finalize_is_not_echoed(running: Running) -> None:
+async def test_finalize_does_not_echo_its_input(running: Running) -> None:
     told = {"namespace": "a", "name": "b", "uid": "c", "reservation-id": "d", "gpu-uuid": "x" * 16_385}
     async with running.client() as client:
         reply = await client.post("/finalize", json=told)
     assert (reply.status_code, len(reply.content) < 1000) == (400, True)
 
 
-async def test_an_unfinished_body_is_still_waited_for_where_it_is_read(running: Running, tmp_path: Path) -> None:
-    """The review of a slow peer is no attack: only the deadline of the body ends it."""
+async def test_review_waits_for_an_unfinished_body_until_the_deadline(running: Running, tmp_path: Path) -> None:
+    """A slow review is no attack: only the deadline of the body ends it."""
     body = b'{"namespace": "a"}'
     async with connected(running, "https") as (reader, writer):
         writer.write(f"POST /finalize HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n".encode())

@@ -1,4 +1,5 @@
-"""Attack: a placement map is used to keep GPUs from everybody, or to get the GPUs that another tenant's set keeps."""
+"""Attack: a placement map that blocks GPUs for everyone, or that gets the GPUs that another tenant's StatefulSet
+keeps."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -8,8 +9,8 @@ import pytest
 
 from scripts.controlplane.cluster import Cluster
 from tests.e2e.conftest import new_namespace
-from tests.e2e.crew import OPT_IN, Site, site
 from tests.e2e.kube import PODS, STATEFUL_SETS, ApiError, Kube, Raw, pod, stateful_set, wait_until
+from tests.e2e.processes import OPT_IN, Site, site
 from tests.e2e.test_maps import MAP
 from tests.e2e.test_queue import GPU
 
@@ -22,7 +23,7 @@ async def two_gpus(cluster: Cluster, kube: Kube, directory: Path) -> AsyncIterat
     flags = ("--when-unavailable", "deny")
     async with site(cluster, kube, directory, nodes=1, gpus=2, name="hoard", replicas=1, flags=flags) as here:
         await here.reconciler()
-        await here.offered()
+        await here.wait_until_offered()
         yield here
 
 
@@ -38,7 +39,7 @@ async def could_have(kube: Kube, here: Site, gpus: int) -> bool:
 
 
 async def create_set(kube: Kube, namespace: str, name: str, replicas: int, text: str) -> Raw:
-    """Without pods: the API server refuses them, for their account does not exist."""
+    """Creates a StatefulSet without pods: the API server refuses them because their account does not exist."""
     content = stateful_set(name, replicas, annotations={MAP: text})
     content["spec"]["template"]["spec"]["serviceAccountName"] = "nobody"
     return await kube.create(STATEFUL_SETS, content, namespace)
@@ -48,7 +49,7 @@ async def create_set(kube: Kube, namespace: str, name: str, replicas: int, text:
     ("labels", "replicas"),
     [pytest.param(OPT_IN, 3, id="without-the-label"), pytest.param(LABELLED, 0, id="of-no-replicas")],
 )
-async def test_a_set_without_pods_denies_no_gpu_to_other_tenants(
+async def test_stateful_set_without_pods_does_not_keep_gpus_from_other_tenants(
     cluster: Cluster, kube: Kube, tmp_path: Path, labels: dict[str, str], replicas: int
 ) -> None:
     async with (
@@ -58,13 +59,13 @@ async def test_a_set_without_pods_denies_no_gpu_to_other_tenants(
     ):
         (node,) = here.nodes
         await create_set(kube, attacker, "hoard", replicas, f"0={node}:GPU-{node}-0\n1={node}:GPU-{node}-1")
-        # Heard of later, by the same watch; what this one keeps shows that the other has been heard of.
+        # This set is reported later by the same watch: once its GPUs are kept, the other set has been processed.
         await create_set(kube, honest, "kept", 1, f"0={node}:GPU-{node}-1")
         await wait_until(lambda: could_have(kube, here, 2), lambda is_admitted: not is_admitted)
         assert await could_have(kube, here, 1)
 
 
-async def test_the_uid_of_a_set_opens_nothing_in_another_namespace(
+async def test_uid_of_a_stateful_set_gives_no_access_from_another_namespace(
     cluster: Cluster, kube: Kube, tmp_path: Path
 ) -> None:
     async with (
@@ -81,6 +82,6 @@ async def test_the_uid_of_a_set_opens_nothing_in_another_namespace(
         forged["metadata"]["ownerReferences"] = [{**owner, "controller": True}]
         found = await kube.create(PODS, forged, attacker, dryRun="All")
         assert GPU not in found["metadata"]["annotations"]
-        # The set's own pods have them.
+        # The set's own pods get them.
         own = await kube.create(PODS, forged, honest, dryRun="All")
         assert own["metadata"]["annotations"][GPU] == f"GPU-{node}-0"

@@ -1,16 +1,16 @@
-"""Attack: a node labels itself with another node's name, to get the pods that a placement map puts there."""
+"""Attack: a node labels itself with another node's name to get the pods of a placement map."""
 
 from pathlib import Path
 
 from scripts.controlplane.cluster import Cluster
-from tests.e2e.crew import Site
 from tests.e2e.kube import EVENTS, NODES, PODS, STATEFUL_SETS, ApiError, Kube, Raw, pod, stateful_set, wait_until
+from tests.e2e.processes import Site
 from tests.e2e.test_ledger import GPU_NODES
 from tests.e2e.test_maps import MAP, placed
 from tests.e2e.test_queue import GPU, queueing
 
 
-async def test_a_map_is_followed_to_the_node_of_that_name_whatever_labels_others_have(
+async def test_map_leads_to_the_node_of_that_name_despite_labels_of_other_nodes(
     cluster: Cluster, kube: Kube, tmp_path: Path
 ) -> None:
     async with queueing(cluster, kube, tmp_path, nodes=2, gpus=1) as here:
@@ -18,7 +18,7 @@ async def test_a_map_is_followed_to_the_node_of_that_name_whatever_labels_others
         for node in here.nodes:
             await kube.patch(GPU_NODES, node, {"spec": {"devices": [{"uuid": f"GPU-{node}-0", "index": 0}]}})
         await here.reconciler()
-        await here.offered()
+        await here.wait_until_offered()
         # A kubelet may write this label on its own Node.
         await kube.patch(NODES, thief, {"metadata": {"labels": {"gpu-node-name": honest}}})
         await label_is_known(kube, here, honest)
@@ -26,15 +26,15 @@ async def test_a_map_is_followed_to_the_node_of_that_name_whatever_labels_others
         await placed(kube, here, {"web-0": (honest, f"GPU-{honest}-0")})
         for node in here.nodes:
             await conflict_told(kube, node)
-        # The label gives the thief nothing, and takes its GPUs from nobody.
+        # The label gives the attacker no pod and blocks no GPU.
         other = stateful_set("other", 1, annotations={MAP: f"0={thief}:0"})
         await kube.create(STATEFUL_SETS, other, here.namespace)
         await placed(kube, here, {"other-0": (thief, f"GPU-{thief}-0")})
-        here.judge.acquit()
+        here.checker.assert_no_violations()
 
 
 async def label_is_known(kube: Kube, here: Site, label: str) -> None:
-    """A pod that selects the label could have a GPU."""
+    """Waits until a pod that selects the label could get a GPU."""
 
     async def is_possible() -> bool:
         probe = pod("probe", gpus=1, nodeSelector={"gpu-node-name": label})
@@ -48,7 +48,7 @@ async def label_is_known(kube: Kube, here: Site, label: str) -> None:
 
 
 async def conflict_told(kube: Kube, node: str) -> None:
-    """By an Event on the Node."""
+    """Waits for the Event on the Node."""
 
     async def events() -> list[Raw]:
         about = f"involvedObject.name={node},involvedObject.kind=Node"

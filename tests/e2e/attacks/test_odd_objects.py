@@ -1,7 +1,5 @@
-"""Objects that anybody may have the API server store: nested deeper than a reader can follow, or longer than a line.
-
-The cluster is the module's own: the tests' own readers would trip over them too.
-"""
+"""Objects that any user can store: nested deeper than a reader can follow, or longer than a line. The module has its
+own cluster: the tests' own readers would fail on them, too."""
 
 import json
 from collections.abc import Iterator
@@ -30,7 +28,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 
 
 def nested(raw: Raw) -> bytes:
-    """With fields that somebody says he manages. They are written as text: encoders, too, go only so deep."""
+    """An object with deeply nested `managedFields`, built as text because encoders have a depth limit, too."""
     deep = '{"f:a":' * LEVELS + "{}" + "}" * LEVELS
     kept = {"manager": "x", "operation": "Update", "apiVersion": raw["apiVersion"], "fieldsType": "FieldsV1"}
     raw["metadata"]["managedFields"] = [{**kept, "time": "2026-01-01T00:00:00Z", "fieldsV1": "@@@"}]
@@ -47,7 +45,7 @@ def deep_set() -> Raw:
 
 
 def long_pod() -> bytes:
-    """In the store it takes a sixth of what it is on its way to who watches: Go escapes these."""
+    """In the store it has a sixth of its size in a watch: Go escapes these characters."""
     made = pod("long", schedulerName=OURS)
     made["spec"]["containers"][0]["env"] = [{"name": "X", "value": "<" * 1_000_000}]
     return json.dumps(made).encode()
@@ -60,7 +58,7 @@ async def created(kube: Kube, path: str, body: bytes) -> None:
 
 @contextmanager
 def all_of_us(directory: Path, kubeconfig: Path, name: str) -> Iterator[list[Running]]:
-    """Each says that it is ready once its first lists are in."""
+    """Starts all processes; each is ready after its first lists."""
     where = ["--kubeconfig", str(kubeconfig), "--lease-namespace", "default"]
     with ExitStack() as stack:
         processes = []
@@ -83,7 +81,7 @@ async def works(running: Running) -> None:
         assert (await client.get("/readyz")).status_code == 200
 
 
-async def test_what_anybody_may_store_ends_no_process_and_keeps_none_from_starting(
+async def test_malformed_objects_do_not_stop_a_process_or_its_start(
     cluster: Cluster, kube: Kube, tmp_path: Path
 ) -> None:
     await installed(kube)
@@ -91,7 +89,7 @@ async def test_what_anybody_may_store_ends_no_process_and_keeps_none_from_starti
         await created(kube, PODS_PATH, nested(pod("deep", schedulerName=OURS)))
         await created(kube, SETS_PATH, nested(deep_set()))
         await created(kube, PODS_PATH, long_pod())
-        assert len((await kube.http.get(f"{PODS_PATH}/long")).content) > 2**22  # as much as aiohttp takes for a line
+        assert len((await kube.http.get(f"{PODS_PATH}/long")).content) > 2**22  # aiohttp's limit for a line
         await bound(kube, "later")
         for one in processes:
             await works(one)

@@ -1,4 +1,4 @@
-"""A tenant with a token of its own asks for what is another tenant's. Real API server, tokens of service accounts."""
+"""A tenant with its own token requests another tenant's data. Real API server, tokens of service accounts."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -12,7 +12,6 @@ from attrs import define
 from scripts.controlplane.cluster import Cluster
 from tests.e2e.attacks.forger import trust
 from tests.e2e.conftest import new_namespace
-from tests.e2e.crew import OPT_IN, Site, site
 from tests.e2e.kube import (
     NAMESPACES,
     PODS,
@@ -24,6 +23,7 @@ from tests.e2e.kube import (
     pod_in_phase,
     wait_until,
 )
+from tests.e2e.processes import OPT_IN, Site, site
 from tests.e2e.test_access import bearer
 from webhook.core.device_state import DeviceState
 
@@ -32,8 +32,8 @@ DEMANDED = "sha256:" + "5e" * 32
 
 
 @define
-class Scene:
-    """A victim's pod that runs with a GPU, and two tenants."""
+class Harness:
+    """The running GPU pod of a victim, and two tenants."""
 
     here: Site
     cluster: Cluster
@@ -61,7 +61,7 @@ class Scene:
 
     @property
     def told(self) -> dict[str, str]:
-        """What `/finalize` is told of the victim's pod."""
+        """The `/finalize` request for the victim's pod."""
         meta = self.victim["metadata"]
         notes = meta["annotations"]
         return {
@@ -78,22 +78,22 @@ class Scene:
 
 
 @pytest_asyncio.fixture
-async def scene(cluster: Cluster, kube: Kube, tmp_path: Path) -> AsyncIterator[Scene]:
+async def harness(cluster: Cluster, kube: Kube, tmp_path: Path) -> AsyncIterator[Harness]:
     async with (
         site(cluster, kube, tmp_path, nodes=1, gpus=4, replicas=1, name="tenants") as here,
         new_namespace(kube, OPT_IN) as thief,
     ):
         await here.reconciler()
-        await here.offered()
+        await here.wait_until_offered()
         await kube.create(PODS, pod("victims-pod", gpus=1), here.namespace)
         victim = await pod_in_phase(kube, here.namespace, "victims-pod", "Running")
         for namespace in (here.namespace, thief):
             await reader_of_pods(kube, namespace)
-        yield Scene(here, cluster, thief, victim)
+        yield Harness(here, cluster, thief, victim)
 
 
 async def reader_of_pods(kube: Kube, namespace: str) -> None:
-    """The default account of the namespace may list its pods, as a tenant may."""
+    """Lets the default account of the namespace list its pods, as a tenant may."""
     await allowed(kube, namespace, {"apiGroups": [""], "resources": ["pods"], "verbs": ["list"]}, "reads-pods")
 
 
@@ -109,93 +109,93 @@ async def assignments(client: httpx.AsyncClient) -> list[dict[str, Any]]:
     return [one["assignment"] for one in found.values() if "assignment" in one]
 
 
-async def test_other_tenants_see_devices_and_no_names(scene: Scene) -> None:
-    uuid = scene.told["gpu-uuid"]
-    async with scene.client(scene.stolen) as client:
+async def test_other_tenants_see_devices_and_no_names(harness: Harness) -> None:
+    uuid = harness.told["gpu-uuid"]
+    async with harness.client(harness.stolen) as client:
         for path, accept in (("/devices", "application/json"), ("/", "text/html"), ("/devices", "text/html")):
             text = (await client.get(path, headers={"Accept": accept})).raise_for_status().text
             assert uuid in text
-            assert [secret for secret in scene.secrets() if secret in text] == []
-        for secret in scene.secrets():  # nor by asking for it
+            assert [secret for secret in harness.secrets() if secret in text] == []
+        for secret in harness.secrets():  # nor with a search
             found = (await client.get("/", params={"text": secret})).raise_for_status().text
             assert "No device matches the filter" in found
         assert await assignments(client) == [{"exists?": True, "state": "active"}]
 
 
-async def test_who_may_list_the_pods_of_a_namespace_sees_their_names(scene: Scene, kube: Kube) -> None:
-    told = scene.told
+async def test_caller_that_may_list_pods_sees_their_names(harness: Harness, kube: Kube) -> None:
+    told = harness.told
     whole = {"exists?": True, "state": "active", **{name: told[name] for name in ("namespace", "name", "uid")}}
-    async with scene.client(scene.own) as client:
+    async with harness.client(harness.own) as client:
         assert await assignments(client) == [{**whole, "reservation-id": told["reservation-id"]}]
         assert "victims-pod" in (await client.get("/", params={"text": told["uid"]})).text
-    admin = {"Authorization": f"Bearer {scene.cluster.admin_token}"}
-    async with scene.client(admin) as client:
+    admin = {"Authorization": f"Bearer {harness.cluster.admin_token}"}
+    async with harness.client(admin) as client:
         assert (await assignments(client))[0]["name"] == "victims-pod"
 
 
-async def test_a_browser_sends_the_token_as_a_password(scene: Scene) -> None:
-    token = scene.own["Authorization"].removeprefix("Bearer ")
-    async with scene.client() as client:
+async def test_token_is_accepted_as_a_basic_auth_password(harness: Harness) -> None:
+    token = harness.own["Authorization"].removeprefix("Bearer ")
+    async with harness.client() as client:
         refused = await client.get("/")
         assert (refused.status_code, refused.headers["www-authenticate"]) == (401, 'Basic realm="gpuwarden", Bearer')
         assert "victims-pod" in (await client.get("/", auth=("token", token))).raise_for_status().text
 
 
-async def test_another_tenant_finalizes_nothing(scene: Scene) -> None:
-    async with scene.client(scene.stolen) as client:
-        assert (await client.post("/finalize", json=scene.told)).status_code == 403
-        own = {**scene.told, "namespace": scene.thief}
+async def test_other_tenants_cannot_finalize(harness: Harness) -> None:
+    async with harness.client(harness.stolen) as client:
+        assert (await client.post("/finalize", json=harness.told)).status_code == 403
+        own = {**harness.told, "namespace": harness.thief}
         assert (await client.post("/finalize", json=own)).status_code == 403
 
 
-async def test_the_pod_itself_finalizes_and_who_has_the_right(scene: Scene, kube: Kube, cluster: Cluster) -> None:
-    meta = scene.victim["metadata"]
+async def test_pod_itself_and_authorized_callers_can_finalize(harness: Harness, kube: Kube, cluster: Cluster) -> None:
+    meta = harness.victim["metadata"]
     bound = {"kind": "Pod", "apiVersion": "v1", "name": meta["name"], "uid": meta["uid"]}
     with cluster.api() as api:
         path = f"/api/v1/namespaces/{meta['namespace']}/{TOKEN_REQUESTS}"
         reply = api.post(path, json={"spec": {"boundObjectRef": bound}}).raise_for_status()
     token = reply.json()["status"]["token"]
-    async with scene.client({"Authorization": f"Bearer {token}"}) as client:
-        got = await client.post("/finalize", json=scene.told)
+    async with harness.client({"Authorization": f"Bearer {token}"}) as client:
+        got = await client.post("/finalize", json=harness.told)
         assert (got.status_code, got.json()) == (200, {"status": "ok"})
-        assert (await client.post("/finalize", json={**scene.told, "uid": "another"})).status_code == 403
-    async with scene.client(scene.own) as client:
-        assert (await client.post("/finalize", json=scene.told)).status_code == 403
+        assert (await client.post("/finalize", json={**harness.told, "uid": "another"})).status_code == 403
+    async with harness.client(harness.own) as client:
+        assert (await client.post("/finalize", json=harness.told)).status_code == 403
         rule = {"apiGroups": ["gpuwarden.io"], "resources": ["reservations"], "verbs": ["finalize"]}
-        await allowed(kube, scene.here.namespace, rule, "finalizes")
+        await allowed(kube, harness.here.namespace, rule, "finalizes")
 
         async def status() -> int:
-            return (await client.post("/finalize", json=scene.told)).status_code
+            return (await client.post("/finalize", json=harness.told)).status_code
 
-        await wait_until(status, lambda code: code == 200, 30)  # a refusal is remembered for some seconds
+        await wait_until(status, lambda code: code == 200, 30)  # a refusal is cached for some seconds
 
 
-async def test_what_another_namespace_demands_is_not_explained(scene: Scene, kube: Kube) -> None:
+async def test_required_hashes_of_another_namespace_are_not_shown(harness: Harness, kube: Kube) -> None:
     demand = {"metadata": {"annotations": {"gpuwarden.io/required-hash": DEMANDED}}}
-    await kube.patch(NAMESPACES, scene.here.namespace, demand)
+    await kube.patch(NAMESPACES, harness.here.namespace, demand)
     asked = pod("mine", gpus=1)
-    asked["metadata"]["namespace"] = scene.here.namespace
-    question = {"Pod": asked, "Nodes": None, "NodeNames": list(scene.here.nodes)}
-    extender = scene.url["extender"]
-    async with scene.client(scene.stolen) as client:
+    asked["metadata"]["namespace"] = harness.here.namespace
+    question = {"Pod": asked, "Nodes": None, "NodeNames": list(harness.here.nodes)}
+    extender = harness.url["extender"]
+    async with harness.client(harness.stolen) as client:
         told = await client.post("/explain", json=asked)
         assert (told.status_code, DEMANDED in told.text) == (403, False)
         for verb in ("filter", "prioritize", "preempt"):
             got = await client.post(f"{extender}/{verb}", json=question)
             assert (got.status_code, "token's user may not" in got.text) == (403, True), got.text
-    async with scene.client(scene.own) as client:
+    async with harness.client(harness.own) as client:
         assert (await client.post("/explain", json=asked)).status_code == 200
 
 
-async def test_no_token_is_taken_in_plain_http(scene: Scene) -> None:
-    async with httpx.AsyncClient(base_url=scene.url["http"], trust_env=False, headers=scene.own) as client:
-        assert (await client.post("/finalize", json=scene.told)).status_code == 404
+async def test_tokens_are_not_accepted_over_plain_http(harness: Harness) -> None:
+    async with httpx.AsyncClient(base_url=harness.url["http"], trust_env=False, headers=harness.own) as client:
+        assert (await client.post("/finalize", json=harness.told)).status_code == 404
         summary = await client.get("/devices")
         numbers = summary.json()
         assert (set(numbers), set(numbers["devices"])) == ({"nodes", "devices"}, set(DeviceState))
         assert numbers["devices"]["assigned"] == 1
         page = await client.get("/")
         for text in (summary.text, page.text):
-            assert [secret for secret in (*scene.secrets(), scene.told["gpu-uuid"]) if secret in text] == []
+            assert [secret for secret in (*harness.secrets(), harness.told["gpu-uuid"]) if secret in text] == []
         for path in ("/healthz", "/readyz", "/metrics"):
             assert (await client.get(path)).status_code == 200

@@ -1,7 +1,5 @@
-"""Floods of large bodies. `serve` stays small, and others are answered.
-
-Needs no control plane: `serve` is a process, the attackers are another on loopback, bounded in number and time.
-"""
+"""Floods of large bodies: the memory of `serve` stays small, and other requests are answered. Needs no control plane:
+`serve` is a process, the attackers are another on loopback, limited in number and time."""
 
 import asyncio
 import json
@@ -18,16 +16,16 @@ import httpx
 import pytest
 
 from tests.e2e.attacks.flood import head, review
-from tests.e2e.figures import tell
+from tests.e2e.measurements import report_figures
 from tests.running import Running, serving
 
 INVENTORY = {"nodes": [{"name": "node-0", "devices": [{"uuid": f"GPU-{k}"} for k in range(64)]}]}
 SECONDS = 8.0
 MOST_RSS = 300  # MiB; the unfixed server took 1,175
 AT_ONCE = 1.0  # seconds for a small honest review; the unfixed server took 13.8
-# The share of the machine that other programs may take while it counts as quiet.
+# The CPU share of other programs below which the machine counts as quiet.
 QUIET = 0.1
-# What the last answer may take while others use the machine.
+# The limit for the slowest answer while others use the machine.
 AT_LAST = 3 * AT_ONCE
 
 
@@ -39,7 +37,7 @@ def running(tmp_path: Path) -> Iterator[Running]:
 
 @contextmanager
 def attacked(running: Running, attack: str, number: int) -> Iterator[int]:
-    """The pid of the attackers."""
+    """Runs the attackers; yields their PID."""
     command = [sys.executable, "-m", "tests.e2e.attacks.flood", str(running.port)]
     ca = str(running.directory / "certs/dev/ca.crt")
     with subprocess.Popen([*command, ca, attack, str(number)], stderr=subprocess.DEVNULL) as process:
@@ -50,13 +48,13 @@ def attacked(running: Running, attack: str, number: int) -> Iterator[int]:
 
 
 def rss(running: Running) -> int:
-    """MiB that the process has in memory."""
+    """The resident memory in MiB."""
     status = Path(f"/proc/{running.process.pid}/status").read_text()
     return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS")) // 1024
 
 
 class Neighbours:
-    """How much of the machine programs take that this test has not started."""
+    """The CPU share of programs that this test has not started."""
 
     def __init__(self, *own: int) -> None:
         self._own = own
@@ -70,7 +68,7 @@ class Neighbours:
         return max(0.0, (spent - (idle - first_idle) - (used - first_used)) / spent) if spent else 0.0
 
     def _taken(self) -> tuple[int, int]:
-        """Idle time, and all time of all processors; what a hypervisor takes is not idle."""
+        """Idle time and total time of all processors; time taken by a hypervisor is not idle."""
         times = [int(one) for one in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
         return times[3] + times[4], sum(times)
 
@@ -80,7 +78,7 @@ class Neighbours:
 
 
 async def kept(client: httpx.AsyncClient, uid: str) -> float:
-    """How long a small review takes over a connection that is there, as the API server sends it."""
+    """The duration of a small review over an existing connection, as the API server sends it."""
     started = time.monotonic()
     answer = await client.post("/mutate", content=review(uid), extensions={"trace": refuse_to_connect})
     assert answer.status_code == 200
@@ -88,7 +86,7 @@ async def kept(client: httpx.AsyncClient, uid: str) -> float:
 
 
 async def asked(running: Running, trust: ssl.SSLContext, uid: str) -> tuple[float, int]:
-    """How long a small review takes over a connection of its own, and the answer's status."""
+    """The duration and the status of a small review over a new connection."""
     started = time.monotonic()
     body = review(uid)
     reader, writer = await asyncio.open_connection("127.0.0.1", running.port, ssl=trust, server_hostname="localhost")
@@ -105,13 +103,13 @@ async def asked(running: Running, trust: ssl.SSLContext, uid: str) -> tuple[floa
 @pytest.mark.parametrize(
     ("attack", "number", "lasts"),
     [
-        ("unfinished", 300, 3 * SECONDS),  # connections that are refused come again and again
+        ("unfinished", 300, 3 * SECONDS),  # refused connections are retried continuously
         ("unfinished-small", 300, SECONDS),
         ("large", 200, SECONDS),
         ("deep", 200, SECONDS),
     ],
 )
-async def test_a_flood_of_bodies_takes_little_memory_and_keeps_nobody_waiting(
+async def test_flood_of_large_bodies_uses_little_memory_and_delays_no_small_review(
     running: Running, attack: str, number: int, lasts: float, request: pytest.FixtureRequest
 ) -> None:
     most, took, over_kept, statuses = 0, list[float](), list[float](), set[int]()
@@ -131,24 +129,25 @@ async def test_a_flood_of_bodies_takes_little_memory_and_keeps_nobody_waiting(
             others = neighbours.share
     slowest = {"slowest": round(max(took), 2), "slowest over a kept connection": round(max(over_kept), 2)}
     figures = {"RSS_MiB": most, "reviews": len(took), **slowest, "machine_used_by_others": round(others, 2)}
-    tell(request, **figures)
+    report_figures(request, **figures)
     told = json.dumps({**figures, "statuses": sorted(statuses)})
     assert statuses == {200}, told
     assert most < MOST_RSS, told
     assert max(over_kept) < AT_ONCE, told
-    assert max(took) < (AT_ONCE if others < QUIET else AT_LAST), told  # the handshake, behind those of the attackers
+    # the handshake waits behind those of the attackers
+    assert max(took) < (AT_ONCE if others < QUIET else AT_LAST), told
 
 
 @pytest.fixture
 def small(tmp_path: Path) -> Iterator[Running]:
-    """A server with few places."""
+    """A server with a low connection limit."""
     with serving(tmp_path, INVENTORY, ["--log-level", "error", "--max-connections", "64"]) as process:
         yield process
 
 
 @pytest.mark.parametrize("attack", ["silent", "windowless"])
-async def test_peers_that_send_half_a_request_or_take_no_answer_keep_nobody_out(small: Running, attack: str) -> None:
-    """They come back whenever their connection is closed."""
+async def test_stalled_connections_do_not_block_other_clients(small: Running, attack: str) -> None:
+    """They reconnect whenever their connection is closed."""
     reviews, probes = list[float](), list[float]()
     async with small.client(limits=httpx.Limits(keepalive_expiry=None)) as reviewer:
         assert (await reviewer.get("/healthz")).status_code == 200
@@ -159,7 +158,7 @@ async def test_peers_that_send_half_a_request_or_take_no_answer_keep_nobody_out(
                 probes.append(await soon(probed(small)))
                 await asyncio.sleep(0.2)
             kept_open = await reviewer.get("/healthz", extensions={"trace": refuse_to_connect})
-    assert kept_open.status_code == 200  # over the connection from before the attack
+    assert kept_open.status_code == 200  # over a connection from before the attack
     assert sorted(reviews)[8] < 3 * AT_ONCE, reviews
     assert sorted(probes)[8] < 3 * AT_ONCE, probes
 
@@ -171,7 +170,7 @@ async def soon(answered: Awaitable[tuple[float, int]]) -> float:
 
 
 async def probed(running: Running) -> tuple[float, int]:
-    """How long /healthz takes over a new connection to the plain listener, as the kubelet asks, and its status."""
+    """The duration and the status of /healthz over a new connection to the plain listener, as the kubelet sends it."""
     started = time.monotonic()
     async with httpx.AsyncClient(base_url=running.urls["http"]) as client:
         answer = await client.get("/healthz")

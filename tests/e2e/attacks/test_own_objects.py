@@ -1,5 +1,5 @@
-"""Another controller or user, with all rights on our objects but without `manage reservations.gpuwarden.io`, makes GPUs
-and proofs up."""
+"""Another controller or user, with all rights on gpuwarden's objects but without `manage reservations.gpuwarden.io`,
+forges GPUs and evidence."""
 
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import suppress
@@ -8,6 +8,20 @@ import pytest
 import pytest_asyncio
 
 from scripts.controlplane.cluster import Cluster
+from tests.e2e.cluster_users import (
+    BINDING_ENDS,
+    CRDS,
+    ENDS,
+    FORGED_PROOF,
+    FORGED_STATUS,
+    GPU_NODES,
+    NODE_EVIDENCES,
+    TRUST_BUNDLES,
+    ClusterUsers,
+    failing_open,
+    installed_policies,
+    refused,
+)
 from tests.e2e.kube import (
     MUTATING,
     VALIDATING,
@@ -18,20 +32,6 @@ from tests.e2e.kube import (
     Resource,
     gone,
 )
-from tests.e2e.people import (
-    BINDING_ENDS,
-    CRDS,
-    ENDS,
-    FORGED_PROOF,
-    FORGED_STATUS,
-    GPU_NODES,
-    NODE_EVIDENCES,
-    TRUST_BUNDLES,
-    People,
-    failing_open,
-    installed_policies,
-    refused,
-)
 from webhook.evidence.node_evidence import new_node_evidence
 
 OURS = {"GPUNode": GPU_NODES, "NodeEvidence": NODE_EVIDENCES, "TrustBundle": TRUST_BUNDLES}
@@ -41,14 +41,14 @@ CHANGED: dict[str, Raw] = {
     "NodeEvidence": {"metadata": {"labels": {"a": "b"}}},
     "TrustBundle": {"spec": {"trustDomain": "evil.test"}},
 }
-# What NVIDIA's runtime takes for other GPUs than one, or for none.
+# Values that NVIDIA's runtime interprets as several GPUs or none.
 NO_UUIDS = ("all", "none", "void", "0", "0,1", "GPU-1,GPU-2", "nvidia.com/gpu=all", "management.nvidia.com/gpu=all")
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def people(cluster: Cluster) -> AsyncIterator[People]:
+async def users(cluster: Cluster) -> AsyncIterator[ClusterUsers]:
     async with installed_policies(cluster) as found:
         yield found
 
@@ -66,117 +66,119 @@ async def kept_by_us(what: Awaitable[Raw]) -> None:
 
 
 @pytest_asyncio.fixture(params=KINDS, loop_scope="module")
-async def there(request: pytest.FixtureRequest, people: People) -> AsyncIterator[str]:
-    """One object of ours of each kind, named `victim`."""
+async def there(request: pytest.FixtureRequest, users: ClusterUsers) -> AsyncIterator[str]:
+    """One gpuwarden object of each kind, named `victim`."""
     kind = str(request.param)
-    await people.admin.create(OURS[kind], made(kind, "victim"))
+    await users.admin.create(OURS[kind], made(kind, "victim"))
     yield kind
     with suppress(ApiError):
-        await people.admin.patch(OURS[kind], "victim", {"metadata": {"finalizers": None}})
-        await people.admin.delete(OURS[kind], "victim")
-    await gone(people.admin, OURS[kind], "victim")
+        await users.admin.patch(OURS[kind], "victim", {"metadata": {"finalizers": None}})
+        await users.admin.delete(OURS[kind], "victim")
+    await gone(users.admin, OURS[kind], "victim")
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_others_create_none_of_our_objects(people: People, kind: str) -> None:
-    await kept_by_us(people.user.create(OURS[kind], made(kind, "forged"), dryRun="All"))
-    await people.warden.create(OURS[kind], made(kind, "forged"), dryRun="All")
+async def test_users_without_permission_cannot_create_gpuwarden_objects(users: ClusterUsers, kind: str) -> None:
+    await kept_by_us(users.user.create(OURS[kind], made(kind, "forged"), dryRun="All"))
+    await users.warden.create(OURS[kind], made(kind, "forged"), dryRun="All")
 
 
-async def test_others_change_nothing_that_our_objects_say(people: People, there: str) -> None:
+async def test_users_without_permission_cannot_change_gpuwarden_objects(users: ClusterUsers, there: str) -> None:
     of = OURS[there]
-    await kept_by_us(people.user.patch(of, "victim", CHANGED[there]))
-    whole = await people.admin.get(of, "victim")
+    await kept_by_us(users.user.patch(of, "victim", CHANGED[there]))
+    whole = await users.admin.get(of, "victim")
     if KINDS[there]:
-        await kept_by_us(people.user.replace(of, {key: one for key, one in whole.items() if key != "spec"}))
-    assert await people.admin.get(of, "victim") == whole
+        await kept_by_us(users.user.replace(of, {key: one for key, one in whole.items() if key != "spec"}))
+    assert await users.admin.get(of, "victim") == whole
 
 
-async def test_others_delete_none_of_our_objects(people: People, there: str) -> None:
+async def test_users_without_permission_cannot_delete_gpuwarden_objects(users: ClusterUsers, there: str) -> None:
     of = OURS[there]
-    await kept_by_us(people.user.delete(of, "victim"))
-    await kept_by_us(people.user.call("DELETE", of.path(None), query={"fieldSelector": "metadata.name=victim"}))
-    assert await people.admin.find(of, "victim")
+    await kept_by_us(users.user.delete(of, "victim"))
+    await kept_by_us(users.user.call("DELETE", of.path(None), query={"fieldSelector": "metadata.name=victim"}))
+    assert await users.admin.find(of, "victim")
 
 
-async def test_objects_are_written_again_for_their_stored_version_by_anybody(people: People, there: str) -> None:
-    same = await people.admin.get(OURS[there], "victim")
-    await people.user.replace(OURS[there], same)
+async def test_unchanged_objects_can_be_rewritten_for_storage_migration(users: ClusterUsers, there: str) -> None:
+    same = await users.admin.get(OURS[there], "victim")
+    await users.user.replace(OURS[there], same)
 
 
-async def test_garbage_collector_ends_a_delete_that_was_allowed(cluster: Cluster, people: People, there: str) -> None:
-    """It takes its finalizer off, and holds no permission of ours."""
+async def test_garbage_collector_completes_an_allowed_deletion(
+    cluster: Cluster, users: ClusterUsers, there: str
+) -> None:
+    """The garbage collector removes its finalizer without a permission of gpuwarden."""
     of = OURS[there]
-    await people.warden.patch(of, "victim", {"metadata": {"finalizers": ["example.test/foreground"]}})
-    await people.warden.delete(of, "victim")
+    await users.warden.patch(of, "victim", {"metadata": {"finalizers": ["example.test/foreground"]}})
+    await users.warden.delete(of, "victim")
     async with Kube(cluster.as_user("system:serviceaccount:kube-system:generic-garbage-collector")) as collector:
         await collector.patch(of, "victim", {"metadata": {"finalizers": None}})
-    await gone(people.admin, of, "victim")
+    await gone(users.admin, of, "victim")
 
 
 @pytest.mark.parametrize("uuid", NO_UUIDS)
-async def test_not_even_we_store_a_device_that_is_no_uuid(people: People, uuid: str) -> None:
+async def test_device_without_a_valid_uuid_is_refused_for_every_writer(users: ClusterUsers, uuid: str) -> None:
     content = {**made("GPUNode", "forged"), "spec": {"devices": [{"uuid": uuid}]}}
     with pytest.raises(ApiError) as caught:
-        await people.warden.create(GPU_NODES, content, dryRun="All")
+        await users.warden.create(GPU_NODES, content, dryRun="All")
     assert caught.value.status == 422
     assert "spec.devices[0].uuid" in caught.value.message
 
 
 @pytest.mark.parametrize("uuid", ["GPU-2d6f6a3e-5b0c-4f0e-9b1c-0f6f6f6f6f6f", "MIG-GPU-2d6f6a3e-5b0c/1/0", "GPU-0"])
-async def test_uuids_of_gpus_and_their_slices_are_stored(people: People, uuid: str) -> None:
+async def test_uuids_of_gpus_and_mig_devices_are_accepted(users: ClusterUsers, uuid: str) -> None:
     content = {**made("GPUNode", "node-x"), "spec": {"devices": [{"uuid": uuid}]}}
-    await people.warden.create(GPU_NODES, content, dryRun="All")
+    await users.warden.create(GPU_NODES, content, dryRun="All")
 
 
-# Reservations, evidence and the list for bindings, by their own policies.
+# Reservations, evidence and BindingEnds, each with its own policy.
 
 
-async def test_reservations_are_written_by_gpuwarden(people: People) -> None:
+async def test_only_gpuwarden_writes_reservations(users: ClusterUsers) -> None:
     await refused(
-        people.user.patch(GPU_NODES, "node-p", FORGED_STATUS, subresource="status"),
+        users.user.patch(GPU_NODES, "node-p", FORGED_STATUS, subresource="status"),
         "The reservations on node-p are written by gpuwarden only, not by pat.",
     )
-    await people.warden.patch(GPU_NODES, "node-p", {"status": {"free": 1}}, subresource="status")
-    # What a node has is not a reservation.
-    await people.user.patch(GPU_NODES, "node-p", {"metadata": {"labels": {"a": "b"}}})
+    await users.warden.patch(GPU_NODES, "node-p", {"status": {"free": 1}}, subresource="status")
+    # The devices of a node are no reservation.
+    await users.user.patch(GPU_NODES, "node-p", {"metadata": {"labels": {"a": "b"}}})
 
 
-async def test_reservations_are_not_deleted_with_their_node(people: People) -> None:
+async def test_gpunodes_with_reservations_cannot_be_deleted(users: ClusterUsers) -> None:
     said = "The reservations on node-p are deleted by gpuwarden only, not by pat."
-    await refused(people.user.delete(GPU_NODES, "node-p"), said)
-    # A collection's delete names no object; each is asked about all the same.
+    await refused(users.user.delete(GPU_NODES, "node-p"), said)
+    # A deletion of a collection names no object, but each object is checked.
     await refused(
-        people.user.call("DELETE", GPU_NODES.path(None), query={"fieldSelector": "metadata.name=node-p"}), said
+        users.user.call("DELETE", GPU_NODES.path(None), query={"fieldSelector": "metadata.name=node-p"}), said
     )
-    assert await people.admin.find(GPU_NODES, "node-p")
-    await people.warden.call("DELETE", GPU_NODES.path(None, "node-p"), query={"dryRun": "All"})
+    assert await users.admin.find(GPU_NODES, "node-p")
+    await users.warden.call("DELETE", GPU_NODES.path(None, "node-p"), query={"dryRun": "All"})
 
 
-async def test_what_nodes_have_proven_is_written_by_gpuwarden(people: People) -> None:
+async def test_only_gpuwarden_writes_evidence(users: ClusterUsers) -> None:
     said = "The evidence of node-p is written by gpuwarden only, not by pat."
-    await refused(people.user.patch(NODE_EVIDENCES, "node-p", FORGED_PROOF, subresource="status"), said)
-    await refused(people.user.patch(NODE_EVIDENCES, "node-p", {"metadata": {"labels": {"a": "b"}}}), said)
+    await refused(users.user.patch(NODE_EVIDENCES, "node-p", FORGED_PROOF, subresource="status"), said)
+    await refused(users.user.patch(NODE_EVIDENCES, "node-p", {"metadata": {"labels": {"a": "b"}}}), said)
     new = new_node_evidence("node-q")
-    await refused(people.user.create(NODE_EVIDENCES, new), "The evidence of node-q is written by gpuwarden only")
-    await refused(people.user.delete(NODE_EVIDENCES, "node-p"), "The evidence of node-p is deleted", "pat")
-    await refused(people.user.call("DELETE", NODE_EVIDENCES.path(None)), "is deleted by gpuwarden only", "pat")
-    await people.warden.create(NODE_EVIDENCES, new, dryRun="All")
-    await people.warden.patch(NODE_EVIDENCES, "node-p", FORGED_PROOF, subresource="status")
-    # As for its stored version.
-    same = await people.admin.get(NODE_EVIDENCES, "node-p")
-    await people.user.replace(NODE_EVIDENCES, same)
+    await refused(users.user.create(NODE_EVIDENCES, new), "The evidence of node-q is written by gpuwarden only")
+    await refused(users.user.delete(NODE_EVIDENCES, "node-p"), "The evidence of node-p is deleted", "pat")
+    await refused(users.user.call("DELETE", NODE_EVIDENCES.path(None)), "is deleted by gpuwarden only", "pat")
+    await users.warden.create(NODE_EVIDENCES, new, dryRun="All")
+    await users.warden.patch(NODE_EVIDENCES, "node-p", FORGED_PROOF, subresource="status")
+    # Unchanged, as for a storage migration.
+    same = await users.admin.get(NODE_EVIDENCES, "node-p")
+    await users.user.replace(NODE_EVIDENCES, same)
 
 
-async def test_until_when_pods_are_bound_without_a_review_is_written_by_gpuwarden(people: People) -> None:
+async def test_only_gpuwarden_writes_binding_ends(users: ClusterUsers) -> None:
     said = "BindingEnds are written by gpuwarden only, not by pat."
-    await refused(people.user.create(BINDING_ENDS, {**ENDS, "metadata": {"name": "another"}}), said)
+    await refused(users.user.create(BINDING_ENDS, {**ENDS, "metadata": {"name": "another"}}), said)
     kept = {"spec": {"kept": "2026-01-01T00:00:00Z", "nodes": {}}}
-    await refused(people.user.patch(BINDING_ENDS, "gpuwarden", kept), said)
-    await refused(people.user.delete(BINDING_ENDS, "gpuwarden"), said)
-    await refused(people.user.call("DELETE", BINDING_ENDS.path(None)), said)
-    await people.warden.patch(BINDING_ENDS, "gpuwarden", kept)
-    await people.warden.call("DELETE", BINDING_ENDS.path(None, "gpuwarden"), query={"dryRun": "All"})
+    await refused(users.user.patch(BINDING_ENDS, "gpuwarden", kept), said)
+    await refused(users.user.delete(BINDING_ENDS, "gpuwarden"), said)
+    await refused(users.user.call("DELETE", BINDING_ENDS.path(None)), said)
+    await users.warden.patch(BINDING_ENDS, "gpuwarden", kept)
+    await users.warden.call("DELETE", BINDING_ENDS.path(None, "gpuwarden"), query={"dryRun": "All"})
 
 
 @pytest.mark.parametrize(
@@ -191,19 +193,19 @@ async def test_until_when_pods_are_bound_without_a_review_is_written_by_gpuwarde
     ],
     ids=["mutating", "validating", "gpunodes", "nodeevidences", "trustbundles", "bindingends"],
 )
-async def test_the_installation_cannot_be_taken_away(people: People, of: Resource, name: str) -> None:
+async def test_installation_objects_cannot_be_deleted(users: ClusterUsers, of: Resource, name: str) -> None:
     said = f"{of.plural} {name} belongs to gpuwarden"
-    await refused(people.user.delete(of, name), said, "pat does not have it")
+    await refused(users.user.delete(of, name), said, "pat does not have it")
     if of is CRDS:
-        await refused(people.user.patch(of, name, {"metadata": {"labels": {"a": "b"}}}), said)
-    await people.warden.patch(of, name, {"metadata": {"labels": {"by": "warden"}}})
+        await refused(users.user.patch(of, name, {"metadata": {"labels": {"a": "b"}}}), said)
+    await users.warden.patch(of, name, {"metadata": {"labels": {"by": "warden"}}})
 
 
-async def test_deleting_all_of_them_is_no_way_round(people: People) -> None:
-    """The request has no name then; each object is asked about all the same."""
+async def test_installation_objects_cannot_be_deleted_as_a_collection(users: ClusterUsers) -> None:
+    """The request has no name, but each object is checked."""
     for of in (MUTATING, VALIDATING):
-        await refused(people.user.call("DELETE", of.path(None)), "belongs to gpuwarden")
-        assert await people.admin.find(of, "gpuwarden")
+        await refused(users.user.call("DELETE", of.path(None)), "belongs to gpuwarden")
+        assert await users.admin.find(of, "gpuwarden")
 
 
 @pytest.mark.parametrize(
@@ -226,6 +228,6 @@ async def test_deleting_all_of_them_is_no_way_round(people: People) -> None:
         ),
     ],
 )
-async def test_a_webhook_cannot_be_turned_away(people: People, change: Changes) -> None:
+async def test_webhook_configuration_cannot_be_weakened(users: ClusterUsers, change: Changes) -> None:
     for of in (MUTATING, VALIDATING):
-        await refused(people.user.patch(of, "gpuwarden", change), "belongs to gpuwarden")
+        await refused(users.user.patch(of, "gpuwarden", change), "belongs to gpuwarden")

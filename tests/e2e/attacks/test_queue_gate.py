@@ -1,4 +1,4 @@
-"""Who may write pods opens the gate of a pod that waits, with annotations made up or without."""
+"""A user who may write pods removes the gate of a queued pod, with or without forged annotations."""
 
 from pathlib import Path
 
@@ -12,13 +12,13 @@ from tests.e2e.kube import (
     Raw,
     wait_until,
 )
-from tests.e2e.test_queue import line
+from tests.e2e.test_queue import queue_harness
 
 
-async def test_nobody_else_opens_the_gate_and_no_pod_without_gpus_is_bound(
+async def test_only_gpuwarden_removes_the_gate_and_no_pod_without_gpus_is_bound(
     cluster: Cluster, kube: Kube, tmp_path: Path
 ) -> None:
-    async with line(cluster, kube, tmp_path, gpus=1, acts=False) as queue:
+    async with queue_harness(cluster, kube, tmp_path, gpus=1, acts=False) as queue:
         await queue.create("first")
         await wait_until(queue.here.held)
         await queue.wait("second")

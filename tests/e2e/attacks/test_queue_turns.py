@@ -1,4 +1,4 @@
-"""Attack: a tenant puts so many pods into the queue that nobody else has a turn."""
+"""Attack: a tenant queues so many pods that other tenants get no GPU."""
 
 import asyncio
 from collections import deque
@@ -9,18 +9,18 @@ from attrs import define, field
 
 from scripts.controlplane.cluster import Cluster
 from tests.e2e.conftest import new_namespace
-from tests.e2e.crew import OPT_IN
 from tests.e2e.kube import PODS, Kube, Raw, pod, pod_in_phase, wait_until
-from tests.e2e.test_queue import GATE, Line, gates, line
+from tests.e2e.processes import OPT_IN
+from tests.e2e.test_queue import GATE, QueueHarness, gates, queue_harness
 
 MANY = 300
 Name = tuple[str, str]
-"""Of a pod: namespace and name."""
+"""Namespace and name of a pod."""
 
 
 @define
 class Watcher:
-    """Ends pods one by one, and sees who has the GPU next."""
+    """Ends pods one by one and observes which pod gets the GPU next."""
 
     kube: Kube
     namespaces: tuple[str, str]
@@ -32,7 +32,7 @@ class Watcher:
         return {(there, one["metadata"]["name"]) for there, one in found if not gates(one)}
 
     async def end_one(self) -> str:
-        """The pod that has run the longest. The namespace of the one that follows it."""
+        """Ends the pod that has run longest; returns the namespace of its successor."""
         namespace, name = self.running.popleft()
         await pod_in_phase(self.kube, namespace, name, "Running")
         await self.kube.delete(PODS, name, namespace)
@@ -46,11 +46,11 @@ class Watcher:
 
 
 def of_its_own_kind(number: int) -> Raw:
-    """Pods that tolerate different taints stand in different lines."""
+    """Pods with different tolerations are of different kinds in the queue."""
     return {"tolerations": [{"key": f"own-{number}", "operator": "Exists"}]}
 
 
-async def create_many(queue: Line, *, have_own_kinds: bool) -> None:
+async def create_many(queue: QueueHarness, *, have_own_kinds: bool) -> None:
     room = asyncio.Semaphore(16)
 
     async def create(number: int) -> None:
@@ -61,10 +61,10 @@ async def create_many(queue: Line, *, have_own_kinds: bool) -> None:
 
 
 @pytest.mark.parametrize("have_own_kinds", [False, True], ids=["one-kind", "a-kind-each"])
-async def test_a_tenant_that_comes_after_many_pods_of_another_has_every_other_turn(
+async def test_tenant_behind_many_pods_of_another_gets_every_second_turn(
     cluster: Cluster, kube: Kube, tmp_path: Path, *, have_own_kinds: bool
 ) -> None:
-    async with line(cluster, kube, tmp_path, gpus=2) as queue, new_namespace(kube, OPT_IN) as late:
+    async with queue_harness(cluster, kube, tmp_path, gpus=2) as queue, new_namespace(kube, OPT_IN) as late:
         await queue.run("first", "second")
         await create_many(queue, have_own_kinds=have_own_kinds)
         for number in range(3):
@@ -73,7 +73,7 @@ async def test_a_tenant_that_comes_after_many_pods_of_another_has_every_other_tu
         there = deque([(queue.namespace, "first"), (queue.namespace, "second")])
         watcher = Watcher(kube, (queue.namespace, late), there, set(there))
         turns = [await watcher.end_one() for _ in range(2)]
-        # A new leader counts from the pods that wait: the other tenant may have one turn too many.
+        # A new leader counts from the waiting pods, so the other tenant may get one turn too many.
         await queue.here.reconcilers[-1].kill()
         await queue.here.reconciler()
         turns += [await watcher.end_one() for _ in range(6)]

@@ -1,4 +1,5 @@
-"""Who may write pods, an administrator even, changes what a review has promised, by any door, or comes after it."""
+"""A user who may write pods, even an administrator, changes what a review has written, through any subresource, or runs
+a webhook after gpuwarden's."""
 
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, suppress
@@ -8,24 +9,8 @@ import pytest
 import pytest_asyncio
 
 from scripts.controlplane.cluster import Cluster
+from tests.e2e.cluster_users import resource_of
 from tests.e2e.conftest import new_namespace
-from tests.e2e.doors import (
-    CANONICAL,
-    FORGED,
-    HASH,
-    INVENTORY,
-    QUIET,
-    VISIBLE,
-    Counting,
-    Doors,
-    container,
-    granted,
-    left_alone,
-    nobody_answers,
-    of_containers,
-    opened,
-)
-from tests.e2e.hooks import another_webhook, sees_all
 from tests.e2e.kube import (
     PODS,
     ApiError,
@@ -35,7 +20,23 @@ from tests.e2e.kube import (
     pod_in_phase,
     wait_until,
 )
-from tests.e2e.people import resource_of
+from tests.e2e.webhook_calls import (
+    CANONICAL,
+    FORGED,
+    HASH,
+    INVENTORY,
+    QUIET,
+    VISIBLE,
+    CallCounter,
+    WebhookHarness,
+    container,
+    granted,
+    pod_with_containers,
+    unreachable_webhook,
+    unscheduled_pod,
+    webhook_harness,
+)
+from tests.e2e.webhook_configurations import another_webhook, show_all_gpus
 from tests.running import Running, serving
 from webhook.kube.install.policies import Installation, policies
 
@@ -49,18 +50,18 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def doors(cluster: Cluster, server: Running) -> AsyncIterator[Doors]:
-    async with opened(cluster, server) as found:
+async def harness(cluster: Cluster, server: Running) -> AsyncIterator[WebhookHarness]:
+    async with webhook_harness(cluster, server) as found:
         yield found
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def enabled(doors: Doors) -> AsyncIterator[str]:
-    async with new_namespace(doors.kube, CANONICAL) as name:
+async def enabled(harness: WebhookHarness) -> AsyncIterator[str]:
+    async with new_namespace(harness.kube, CANONICAL) as name:
         yield name
-        # Deletes are reviewed too: the last of them is in before the next test counts.
-        await doors.kube.call("DELETE", PODS.path(name), query={"gracePeriodSeconds": "0"})
-        await wait_until(lambda: doors.kube.list(PODS, name), lambda left: left == [])
+        # Deletes are reviewed, too: the last one is reviewed before the next test counts.
+        await harness.kube.call("DELETE", PODS.path(name), query={"gracePeriodSeconds": "0"})
+        await wait_until(lambda: harness.kube.list(PODS, name), lambda left: left == [])
 
 
 @pytest.mark.parametrize("subresource", ["", "status"], ids=["pod", "status"])
@@ -75,52 +76,52 @@ async def enabled(doors: Doors) -> AsyncIterator[str]:
     ],
     ids=["changed", "older name", "taken away", "made up", "made up by vendor"],
 )
-async def test_a_promise_is_changed_through_no_door(
-    doors: Doors, enabled: str, change: dict[str, str | None], subresource: str
+async def test_reservation_annotations_cannot_be_changed_through_any_subresource(
+    harness: WebhookHarness, enabled: str, change: dict[str, str | None], subresource: str
 ) -> None:
-    """By an administrator neither, whom the policies let pass."""
-    await doors.kube.create(PODS, left_alone(), enabled)
-    async with Counting(doors) as calls:
+    """Not even by an administrator, whom the policies allow."""
+    await harness.kube.create(PODS, unscheduled_pod(), enabled)
+    async with CallCounter(harness) as calls:
         with pytest.raises(ApiError) as refused:
-            await doors.kube.patch(PODS, "a", {"metadata": {"annotations": change}}, enabled, subresource)
+            await harness.kube.patch(PODS, "a", {"metadata": {"annotations": change}}, enabled, subresource)
     assert (refused.value.status, refused.value.reason) == (403, "Immutable")
     assert calls.both == (0, 1)
 
 
-async def test_a_debug_container_is_asked_about_when_it_would_see_gpus(doors: Doors, enabled: str) -> None:
-    made = await doors.kube.create(PODS, left_alone(), enabled)
+async def test_debug_container_is_reviewed_if_it_would_see_gpus(harness: WebhookHarness, enabled: str) -> None:
+    made = await harness.kube.create(PODS, unscheduled_pod(), enabled)
     own = made["metadata"]["annotations"]["gpuwarden.io/gpu-uuid"]
 
     def debug(name: str, value: str) -> Raw:
         env = [{"name": "NVIDIA_VISIBLE_DEVICES", "value": value}]
         return {"spec": {"ephemeralContainers": [container(name, env=env)]}}
 
-    async with Counting(doors) as calls:
+    async with CallCounter(harness) as calls:
         with pytest.raises(ApiError) as refused:
-            await doors.kube.patch(PODS, "a", debug("greedy", "all"), enabled, "ephemeralcontainers")
-        await doors.kube.patch(PODS, "a", debug("modest", own), enabled, "ephemeralcontainers")
+            await harness.kube.patch(PODS, "a", debug("greedy", "all"), enabled, "ephemeralcontainers")
+        await harness.kube.patch(PODS, "a", debug("modest", own), enabled, "ephemeralcontainers")
     assert (refused.value.status, refused.value.reason) == (403, "Immutable")
     assert calls.both == (0, 2)
 
 
-async def test_a_debug_container_of_a_pod_without_a_claim_is_asked_about_too(doors: Doors, enabled: str) -> None:
-    await doors.kube.create(PODS, pod("a"), enabled)
+async def test_debug_container_of_a_pod_without_a_claim_is_reviewed(harness: WebhookHarness, enabled: str) -> None:
+    await harness.kube.create(PODS, pod("a"), enabled)
     debug = {"spec": {"ephemeralContainers": [container("debug", env=VISIBLE)]}}
     with pytest.raises(ApiError, match=r'webhook "validate-update\.gpuwarden\.io" denied the request'):
-        await doors.kube.patch(PODS, "a", debug, enabled, "ephemeralcontainers")
+        await harness.kube.patch(PODS, "a", debug, enabled, "ephemeralcontainers")
 
 
-async def test_our_own_account_writes_its_annotations_without_asking_us(
-    doors: Doors, cluster: Cluster, enabled: str
+async def test_own_account_writes_annotations_without_a_review(
+    harness: WebhookHarness, cluster: Cluster, enabled: str
 ) -> None:
     pods = {"apiGroups": [""], "resources": ["pods"], "verbs": ["*"]}
     manage = {"apiGroups": ["gpuwarden.io"], "resources": ["reservations"], "verbs": ["manage"]}
-    path, own = PODS.path(enabled, "a"), doors.own_namespace
+    path, own = PODS.path(enabled, "a"), harness.own_namespace
     change = {"metadata": {"annotations": {"gpuwarden.io/node": "node-2"}}}
-    await doors.kube.create(PODS, pod("a", gpus=1, annotations=HASH), enabled)
+    await harness.kube.create(PODS, pod("a", gpus=1, annotations=HASH), enabled)
     async with (
-        granted(doors.kube, "doors-writer", [pods, manage], [(own, "gpuwarden"), ("default", "stranger")]),
-        granted(doors.kube, "doors-pods", [pods], [(own, "another")]),
+        granted(harness.kube, "doors-writer", [pods, manage], [(own, "gpuwarden"), ("default", "stranger")]),
+        granted(harness.kube, "doors-pods", [pods], [(own, "another")]),
         Kube(cluster.service_account_kubeconfig(own, "gpuwarden")) as gpuwarden,
         Kube(cluster.service_account_kubeconfig("default", "stranger")) as stranger,
         Kube(cluster.service_account_kubeconfig(own, "another")) as another,
@@ -129,49 +130,54 @@ async def test_our_own_account_writes_its_annotations_without_asking_us(
             with pytest.raises(ApiError) as refused:
                 await client.call("PATCH", path, change, {"dryRun": "All"})
             assert refused.value.reason == "Immutable"
-        async with Counting(doors) as calls:
+        async with CallCounter(harness) as calls:
             await gpuwarden.call("PATCH", path, change, {"dryRun": "All"})
         assert calls.both == (0, 0)
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def guarded(doors: Doors, enabled: str) -> AsyncIterator[str]:
-    """The policies act too."""
+async def with_policies(harness: WebhookHarness, enabled: str) -> AsyncIterator[str]:
+    """Yields the namespace with policies installed, too."""
     strippable = {key: value for key, value in FORGED.items() if key != "gpuwarden.io/claim"}
 
     async def calls_of_a_forgery() -> tuple[int, int]:
         is_made = False
-        async with Counting(doors) as calls:
-            # The policy that refuses what is not blinded may act before the one that blinds.
+        async with CallCounter(harness) as calls:
+            # The policy that refuses unblinded containers can act before the one that blinds.
             with suppress(ApiError):
-                is_made = bool(await doors.kube.create(PODS, pod("a", annotations=strippable), enabled, dryRun="All"))
+                is_made = bool(await harness.kube.create(PODS, pod("a", annotations=strippable), enabled, dryRun="All"))
         return calls.both if is_made else (-1, -1)
 
     async with AsyncExitStack() as stack:
         for manifest in policies(Installation()):
-            await doors.kube.create(resource_of(manifest), manifest)
-            stack.push_async_callback(doors.kube.delete, resource_of(manifest), manifest["metadata"]["name"])
-        # What is taken off before the webhooks leaves nothing that would call.
+            await harness.kube.create(resource_of(manifest), manifest)
+            stack.push_async_callback(harness.kube.delete, resource_of(manifest), manifest["metadata"]["name"])
+        # Annotations that a policy removes cause no webhook call.
         await wait_until(calls_of_a_forgery, lambda seen: seen == (0, 0))
         yield enabled
 
 
-async def test_what_is_forged_is_taken_off_and_what_we_write_stays(doors: Doors, guarded: str) -> None:
+async def test_forged_annotations_are_removed_and_written_annotations_stay(
+    harness: WebhookHarness, with_policies: str
+) -> None:
     asking = pod("a", gpus=1, annotations=FORGED | HASH)
-    async with Counting(doors) as calls:
-        made = (await doors.kube.create(PODS, asking, guarded))["metadata"]["annotations"]
+    async with CallCounter(harness) as calls:
+        made = (await harness.kube.create(PODS, asking, with_policies))["metadata"]["annotations"]
     assert calls.both == (1, 1)
     assert made["gpuwarden.io/node"] == made["fudo.org/gpu.node"] == "node-1"
     assert made["gpuwarden.io/gpu-uuid"].startswith("GPU-")
     assert "forged" not in made.values()
 
 
-async def test_a_copied_manifest_is_served_with_the_policies_too(doors: Doors, guarded: str) -> None:
-    """Its request is in the claim alone: it was taken off the containers when the first one was dressed."""
-    first = await doors.kube.create(PODS, pod("a", gpus=1), guarded)
+async def test_copied_manifest_gets_its_gpus_with_policies_installed(
+    harness: WebhookHarness, with_policies: str
+) -> None:
+    """Its request is only in the claim annotation: it was removed from the containers when the first pod was
+    dressed."""
+    first = await harness.kube.create(PODS, pod("a", gpus=1), with_policies)
     meta = {"name": "b", "annotations": first["metadata"]["annotations"]}
     spec = {key: value for key, value in first["spec"].items() if key != "nodeName"}
-    second = await doors.kube.create(PODS, {"metadata": meta, "spec": spec}, guarded)
+    second = await harness.kube.create(PODS, {"metadata": meta, "spec": spec}, with_policies)
     uuids = {one["metadata"]["annotations"]["gpuwarden.io/gpu-uuid"] for one in (first, second)}
     assert len(uuids) == 2
 
@@ -180,34 +186,38 @@ def presets_a_node(one: Raw) -> list[Raw]:
     return [{"op": "add", "path": "/spec/nodeName", "value": "node-2"}]
 
 
-@pytest.mark.parametrize(("change", "field"), [(sees_all, "spec.containers[0].env"), (presets_a_node, "spec.nodeName")])
-async def test_whoever_has_the_last_word_at_the_mutating_door_does_not_have_it_at_ours(
-    doors: Doors, enabled: str, tmp_path: Path, change: Callable[[Raw], list[Raw]], field: str
+@pytest.mark.parametrize(
+    ("change", "field"), [(show_all_gpus, "spec.containers[0].env"), (presets_a_node, "spec.nodeName")]
+)
+async def test_change_by_a_later_mutating_webhook_is_denied_by_validate(
+    harness: WebhookHarness, enabled: str, tmp_path: Path, change: Callable[[Raw], list[Raw]], field: str
 ) -> None:
-    async with another_webhook(doors.kube, enabled, tmp_path, change, "IfNeeded"):
+    async with another_webhook(harness.kube, enabled, tmp_path, change, "IfNeeded"):
         with pytest.raises(ApiError) as refused:
-            await doors.kube.create(PODS, pod("train", gpus=1, annotations=HASH), enabled)
+            await harness.kube.create(PODS, pod("train", gpus=1, annotations=HASH), enabled)
     assert refused.value.status == 403
     assert field in refused.value.message
-    assert await doors.kube.find(PODS, "train", enabled) is None
+    assert await harness.kube.find(PODS, "train", enabled) is None
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def without_us(kube: Kube) -> AsyncIterator[str]:
-    async with nobody_answers(kube) as namespace:
+async def namespace_without_webhook(kube: Kube) -> AsyncIterator[str]:
+    async with unreachable_webhook(kube) as namespace:
         yield namespace
 
 
-async def test_its_promise_stays_and_no_other_is_made(kube: Kube, without_us: str) -> None:
+async def test_claims_and_annotation_changes_are_refused_while_no_webhook_answers(
+    kube: Kube, namespace_without_webhook: str
+) -> None:
     stolen = {"metadata": {"annotations": {"gpuwarden.io/gpu-uuid": "GPU-7"}}}
     for subresource in ("", "status"):
         with pytest.raises(ApiError, match="failed calling webhook"):
-            await kube.patch(PODS, "served", stolen, without_us, subresource)
-    for one in (pod("b", gpus=1), of_containers(container("b", env=VISIBLE))):
+            await kube.patch(PODS, "served", stolen, namespace_without_webhook, subresource)
+    for one in (pod("b", gpus=1), pod_with_containers(container("b", env=VISIBLE))):
         with pytest.raises(ApiError, match="failed calling webhook"):
-            await kube.create(PODS, one, without_us)
-    await kube.create(PODS, pod("c"), without_us)
-    await pod_in_phase(kube, without_us, "c", "Running")
+            await kube.create(PODS, one, namespace_without_webhook)
+    await kube.create(PODS, pod("c"), namespace_without_webhook)
+    await pod_in_phase(kube, namespace_without_webhook, "c", "Running")
 
 
 @pytest_asyncio.fixture(loop_scope="module")

@@ -1,4 +1,4 @@
-"""The id of a pending reservation in the wrong hands: a pod of the thief is named for it, and the victim is refused."""
+"""An attacker learns the ID of a pending reservation and names its own pod for it, so that the victim is denied."""
 
 import asyncio
 import uuid
@@ -15,16 +15,16 @@ from attrs import define, field
 from scripts.controlplane.cluster import Cluster
 from tests.e2e.attacks.forger import Forger, forging, trust
 from tests.e2e.conftest import new_namespace
-from tests.e2e.crew import Site, Worker, site
-from tests.e2e.figures import tell
-from tests.e2e.hooks import MUTATED, hook, reviewer
 from tests.e2e.kube import MUTATING, PODS, ApiError, Kube, Raw, pod, wait_until
+from tests.e2e.measurements import report_figures
+from tests.e2e.processes import Site, Worker, site
 from tests.e2e.test_access import bearer
+from tests.e2e.webhook_configurations import MUTATED, hook, reviewer
 
 
 @asynccontextmanager
 async def slowed(here: Site, directory: Path, seconds: float) -> AsyncIterator[None]:
-    """Another mutating webhook, after ours: ids are pending for this long at each creation."""
+    """A slow mutating webhook after gpuwarden's: reservations are pending for this long at each creation."""
 
     async def answer(review: Raw) -> Raw:
         if not review.get("dryRun"):
@@ -43,7 +43,7 @@ async def slowed(here: Site, directory: Path, seconds: float) -> AsyncIterator[N
 
 @define(eq=False)
 class Thief:
-    """Has a token of another namespace, and validates every pending reservation that it learns of."""
+    """Has a token of another namespace and validates every pending reservation that it learns."""
 
     forger: Forger
     worker: Worker
@@ -52,7 +52,7 @@ class Thief:
     learnt: set[str] = field(factory=set)
 
     async def steal(self) -> None:
-        """For ever."""
+        """Runs until cancelled."""
         url, context = self.worker.urls["https"], trust(self.forger.here)
         async with httpx.AsyncClient(base_url=url, verify=context, trust_env=False, timeout=30) as client:
             while True:
@@ -100,36 +100,36 @@ async def victims(here: Site, count: int) -> Counter[str]:
     return answers
 
 
-async def test_who_looks_at_devices_learns_no_id_to_validate_in_a_victims_place(
+async def test_devices_page_shows_no_ids_of_pending_reservations(
     cluster: Cluster, kube: Kube, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     async with site(cluster, kube, tmp_path, nodes=2, gpus=8, replicas=1, name="thief") as here:
         await here.reconciler()
-        await here.offered()
+        await here.wait_until_offered()
         async with thieving(cluster, kube, here) as thief, slowed(here, tmp_path, 0.2):
             stealing = asyncio.create_task(thief.steal())
             answers = await victims(here, 40)
             stealing.cancel()
             await asyncio.gather(stealing, return_exceptions=True)
-            tell(request, victims=dict(answers), learnt=len(thief.learnt), thief=dict(thief.forger.answers))
+            report_figures(request, victims=dict(answers), learnt=len(thief.learnt), thief=dict(thief.forger.answers))
             assert answers == {"created": 40}
             assert not thief.learnt
 
 
-async def test_an_id_that_is_known_serves_no_pod_of_another_name(
+async def test_known_reservation_id_is_useless_for_a_pod_of_another_name(
     cluster: Cluster, kube: Kube, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """As who may read GPUNodes learns it."""
+    """Like a user who may read GPUNodes."""
     async with site(cluster, kube, tmp_path, nodes=1, gpus=8, replicas=1, name="thief") as here:
         await here.reconciler()
-        await here.offered()
+        await here.wait_until_offered()
         async with thieving(cluster, kube, here) as thief, slowed(here, tmp_path, 2):
             creating = asyncio.create_task(victims(here, 1))
             held = await wait_until(here.held, bool)
             (slot, entry) = next(iter(held.items()))
             said = await thief.validate(entry["reservation"], slot.partition("/")[0], here.nodes[0], "stolen")
             answers = await creating
-            tell(request, victims=dict(answers), thief=said)
+            report_figures(request, victims=dict(answers), thief=said)
             assert answers == {"created": 1}
             assert said is not None
             assert not said["allowed"]

@@ -1,4 +1,4 @@
-"""Pods for a real node, and what their containers see."""
+"""Pods for a real node, and the GPUs that their containers see."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ NODE: Final = "real-0"
 GPUS: Final = tuple(f"GPU-00000000-0000-4000-8000-{number:012}" for number in range(4))
 RUNTIME_CLASSES: Final = Resource("apis/node.k8s.io/v1", "runtimeclasses", is_namespaced=False)
 RUNTIME_CLASS: Final[Raw] = {"metadata": {"name": RUNTIME}, "handler": RUNTIME}
-# What a machine with much to do needs for a pod; without, one takes a second.
+# For a busy machine; an idle one takes a second.
 START_TIMEOUT: Final = 90.0
 
 # sh as the first process ignores SIGTERM; `exec` would not change that.
@@ -26,7 +26,7 @@ SEEN: Final = "if [ -x /usr/bin/nvidia-smi ]; then nvidia-smi -L; fi; cd /dev; l
 
 @frozen
 class Seen:
-    """The GPUs that a container has: by `nvidia-smi -L`, and by the device nodes of its own `/dev`."""
+    """The GPUs that a container sees: by `nvidia-smi -L`, and by the device nodes in its `/dev`."""
 
     uuids: tuple[str, ...]
     devices: tuple[str, ...]
@@ -59,7 +59,7 @@ def container(
 
 
 def real_pod(name: str, *containers: Raw, grace: int = 1, runtime: str | None = None, **spec: Any) -> Raw:
-    """For a real node, whatever else is in the cluster. Without `runtime` the pod names no runtime class."""
+    """A pod for a real node. Without `runtime` it names no runtime class."""
     content: Raw = {
         "nodeSelector": {REAL_NODE: "true"},
         "terminationGracePeriodSeconds": grace,
@@ -73,7 +73,7 @@ def real_pod(name: str, *containers: Raw, grace: int = 1, runtime: str | None = 
 
 
 async def runs(kube: Kube, namespace: str, name: str) -> Raw:
-    """The pod, once all its containers run."""
+    """Waits until all containers run, and returns the pod."""
     return await wait_until(lambda: kube.get(PODS, name, namespace), is_ready, START_TIMEOUT)
 
 
@@ -82,7 +82,7 @@ def is_ready(pod: Raw) -> bool:
 
 
 async def run_in(cluster: Cluster, namespace: str, pod: str, script: str, container: str | None = None) -> str:
-    """What a shell in the container prints."""
+    """The output of a shell script in the container."""
     named = ["--container", container] if container is not None else []
     return await kubectl(cluster, "exec", "--namespace", namespace, pod, *named, "--", "/bin/sh", "-c", script)
 
@@ -102,5 +102,5 @@ async def seen_in(cluster: Cluster, namespace: str, pod: str, container: str | N
 
 
 def uuids_of(lines: Sequence[str]) -> tuple[str, ...]:
-    """Of the output of `nvidia-smi -L`."""
+    """The UUIDs in the output of `nvidia-smi -L`."""
     return tuple(line.rpartition("UUID: ")[2].rstrip(")") for line in lines if line.startswith("GPU "))

@@ -1,4 +1,4 @@
-"""gpuwarden in front of real nodes, with all that an installation puts into the API server."""
+"""Installs gpuwarden for real nodes, with everything that an installation creates in the API server."""
 
 import json
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
@@ -9,8 +9,8 @@ from typing import Final
 from scripts.controlplane.cluster import Cluster
 from scripts.node.files import RUNTIME
 from scripts.node.real import RealNode
-from tests.e2e.crew import Site, guarded, removed, standing_on
 from tests.e2e.kube import NAMESPACES, PODS, Kube, wait_until
+from tests.e2e.processes import Site, remove_nodes, site_on_nodes, with_policies
 from tests.e2e.test_ledger import GPU_NODES, installed
 
 HASH: Final = "sha256:aa11"
@@ -28,29 +28,29 @@ async def in_front(
     attesting: Callable[[Site], AbstractAsyncContextManager[None]] | None = None,
 ) -> AsyncIterator[Site]:
     """CRDs, policies, webhooks, replicas, a reconciler. Every node is proven; pods get the runtime class `nvidia`.
-    `attesting` runs beside it, where `flags` ask for evidence that is not static."""
+    `attesting` runs alongside if `flags` require evidence that is not static."""
     proven = json.dumps({node.name: HASH for node in nodes})
     evidence = ("--evidence", "static", "--require-evidence", "all", "--node-hash-map", proven)
     devices = {node.name: node.gpus for node in nodes}
     async with AsyncExitStack() as stack:
         await installed(kube)
-        stack.push_async_callback(removed, kube, tuple(devices), (GPU_NODES,))
+        stack.push_async_callback(remove_nodes, kube, tuple(devices), (GPU_NODES,))
         own = ("--runtime-class", RUNTIME, *evidence, *flags)
-        standing = standing_on(cluster, kube, directory, devices, replicas=replicas, flags=own)
+        standing = site_on_nodes(cluster, kube, directory, devices, replicas=replicas, flags=own)
         here = await stack.enter_async_context(standing)
-        await stack.enter_async_context(guarded(here))
-        # Heartbeats are written to files of the machine.
+        await stack.enter_async_context(with_policies(here))
+        # Heartbeats are written to files on the host.
         exempt = {"metadata": {"labels": {"gpuwarden.io/isolation": "none"}}}
         await kube.patch(NAMESPACES, here.namespace, exempt)
         stack.push_async_callback(emptied, here)
         await here.reconciler()
         if attesting is not None:
             await stack.enter_async_context(attesting(here))
-        await here.offered()
+        await here.wait_until_offered()
         yield here
 
 
 async def emptied(here: Site) -> None:
-    """A real container takes its time to end, and holds its GPUs against the next test until then."""
+    """Waits for the end of the containers: until then they hold their GPUs against the next test."""
     await here.free_all()
     await wait_until(lambda: here.kube.list(PODS, here.namespace), lambda pods: not pods)

@@ -1,4 +1,4 @@
-"""Who used which GPU and when: the containers themselves write it down, in a file for each GPU and container."""
+"""Records which container used which GPU and when: the containers write to a file for each GPU and container."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -9,8 +9,8 @@ from attrs import frozen
 from tests.e2e.kube import Raw
 from tests.e2e.node.containers import container
 
-# One line every 50 ms, the time since boot, for each GPU that the container sees. A file has the name of the GPU, the
-# pod and the time at which the container started. SIGTERM ends nothing; $BEATS ends the container with exit status 1.
+# Writes the time since boot every 50 ms for each GPU that the container sees. The file name has the GPU, the pod and
+# the start time of the container. SIGTERM is ignored; after $BEATS lines the container exits with status 1.
 BEAT: Final = """
 trap '' TERM
 gpus=$(nvidia-smi -L | sed 's/.*UUID: //; s/)//')
@@ -37,7 +37,7 @@ class Life:
 
 
 def beating(pod: str, gpus: int, *, beats: int | None = None) -> Raw:
-    """A container with GPUs that beats for ever, or so many times."""
+    """A container with GPUs that writes heartbeats for ever, or `beats` times."""
     env = {"POD": pod, "BEATS": str(beats)}
     return container(gpus, script=BEAT, env=env, volumeMounts=[{"name": "beats", "mountPath": "/beats"}])
 
@@ -57,14 +57,14 @@ def life_of(file: Path) -> Life | None:
 
 
 def overlaps(lives: Iterable[Life]) -> list[str]:
-    """Every time at which two containers had one GPU."""
+    """Describes every overlap of two containers on one GPU."""
     found = []
     by_gpu: dict[str, list[Life]] = {}
     for one in sorted(lives):
         by_gpu.setdefault(one.gpu, []).append(one)
-    for of_gpu in by_gpu.values():
-        latest = of_gpu[0]
-        for one in of_gpu[1:]:
+    for lives_of_gpu in by_gpu.values():
+        latest = lives_of_gpu[0]
+        for one in lives_of_gpu[1:]:
             if one.first <= latest.last:
                 both = min(one.last, latest.last) - one.first
                 found.append(f"{one.gpu}: {one.pod} beside {latest.pod} for {both:.2f} s from {one.first:.2f} on")

@@ -1,4 +1,4 @@
-"""No GPU is used by two containers at a time. Their own heartbeats are the judge, on a node that is treated badly."""
+"""No GPU is used by two containers at a time, on a node with failures. The containers' own heartbeats prove it."""
 
 import asyncio
 import itertools
@@ -15,49 +15,49 @@ from attrs import define, field, frozen
 
 from scripts.controlplane.cluster import Cluster
 from scripts.node.real import RealNode
-from tests.e2e.crew import Site
-from tests.e2e.figures import tell
-from tests.e2e.judge import PromiseBrokenError
+from tests.e2e.gpu_checker import InvariantViolatedError
 from tests.e2e.kube import NODES, PODS, ApiError, Kube, NotInTimeError, Raw, wait_until
+from tests.e2e.measurements import report_figures
 from tests.e2e.node.containers import is_ready, real_pod
 from tests.e2e.node.front import in_front
 from tests.e2e.node.heartbeats import Life, beating, lives_in, overlaps, volume_of
+from tests.e2e.processes import Site
 
 CHURNED: Final = tuple(f"GPU-11111111-0000-4000-8000-{number:012}" for number in range(8))
 WORKERS: Final = 8
 ASKS_AGAIN_AFTER: Final = 0.3
 DOWN_FOR: Final = 2.0
-# Longer than kubelet is down, and than it takes to end containers when it is back.
+# Longer than kubelet is down and needs to end containers afterwards.
 FLAGS: Final = ("--max-grace", "30s", "--orphan-margin", "20s")
 SEEN_WITHIN: Final = 10.0
 FREE_WITHIN: Final = 90.0
 
 
 @frozen
-class Way:
-    """How a pod lives and how it is deleted."""
+class PodScenario:
+    """How a pod runs and how it is deleted."""
 
     name: str
     grace: int = 1
     deleted_with: int | None = None
-    """The grace period of the deletion; none leaves it to the pod, 0 is `kubectl delete --force`."""
+    """The grace period of the deletion; None uses the pod's, 0 is `kubectl delete --force`."""
     beats: int | None = None
     restart: str = "Never"
 
 
 WAYS: Final = (
-    Way("plain"),
-    Way("grace-0", grace=0),
-    Way("forced", grace=4, deleted_with=0),
-    Way("ends", beats=20),
-    Way("crashes", beats=10, restart="Always"),
-    Way("crashes-forced", beats=10, restart="Always", deleted_with=0),
+    PodScenario("plain"),
+    PodScenario("grace-0", grace=0),
+    PodScenario("forced", grace=4, deleted_with=0),
+    PodScenario("ends", beats=20),
+    PodScenario("crashes", beats=10, restart="Always"),
+    PodScenario("crashes-forced", beats=10, restart="Always", deleted_with=0),
 )
 
 
 @define(eq=False)
 class Churn:
-    """Pods that come and go on one node, and what happens to the node meanwhile."""
+    """Pods that are created and deleted on one node, while failures of the node are caused."""
 
     here: Site
     cluster: Cluster
@@ -67,22 +67,23 @@ class Churn:
     created: Counter[str] = field(factory=Counter)
     annotated: dict[str, str] = field(factory=dict)
     refused: int = 0
-    _ways: "itertools.cycle[Way]" = field(factory=lambda: itertools.cycle(WAYS))
+    _ways: "itertools.cycle[PodScenario]" = field(factory=lambda: itertools.cycle(WAYS))
     _numbers: "itertools.count[int]" = field(factory=itertools.count)
     _is_over: bool = False
 
     async def run(self, troubles: Sequence[str], pause: float) -> None:
-        """Pods come and go while the node has one trouble after the other, and a pause before and after each."""
+        """Creates and deletes pods while the node has one failure after the other, with a pause before and after
+        each."""
         async with asyncio.TaskGroup() as group:
             for _ in range(WORKERS):
                 group.create_task(self._work())
             for what in troubles:
                 await asyncio.sleep(pause)
-                await self.trouble(what)
+                await self.cause_failure(what)
             await asyncio.sleep(pause)
             self._is_over = True
 
-    async def trouble(self, what: str) -> None:
+    async def cause_failure(self, what: str) -> None:
         if what == "reboot":
             since = datetime.now(UTC)  # noqa: TID251 - kubelet's heartbeats are by the machine's clock
             await asyncio.to_thread(self.node.reboot)
@@ -97,33 +98,33 @@ class Churn:
             await asyncio.to_thread(self.node.start_containerd)
 
     async def _work(self) -> None:
-        way = next(self._ways)
+        scenario = next(self._ways)
         while not self._is_over:
-            name = f"{way.name}-{next(self._numbers)}"
-            if not await self._create(name, way):
+            name = f"{scenario.name}-{next(self._numbers)}"
+            if not await self._create(name, scenario):
                 await asyncio.sleep(ASKS_AGAIN_AFTER)
                 continue
             await self._seen(name)
             await asyncio.sleep(self.rng.uniform(0.2, 2))
-            await self.here.kube.delete(PODS, name, self.here.namespace, grace=way.deleted_with)
-            way = next(self._ways)
+            await self.here.kube.delete(PODS, name, self.here.namespace, grace=scenario.deleted_with)
+            scenario = next(self._ways)
 
-    async def _create(self, name: str, way: Way) -> bool:
+    async def _create(self, name: str, scenario: PodScenario) -> bool:
         gpus = 1 if self.rng.random() < 0.7 else 2
-        beats = beating(name, gpus, beats=way.beats)
+        beats = beating(name, gpus, beats=scenario.beats)
         volumes = [volume_of(self.beats)]
-        content = real_pod(name, beats, grace=way.grace, restartPolicy=way.restart, volumes=volumes)
+        content = real_pod(name, beats, grace=scenario.grace, restartPolicy=scenario.restart, volumes=volumes)
         try:
             made = await self.here.kube.create(PODS, content, self.here.namespace)
         except ApiError:
             self.refused += 1
             return False
-        self.created[way.name] += 1
+        self.created[scenario.name] += 1
         self.annotated[name] = made["metadata"]["annotations"]["gpuwarden.io/gpu-uuid"]
         return True
 
     async def _seen(self, name: str) -> None:
-        """Until it runs, or has run, or the node takes too long for that."""
+        """Waits until the pod runs or has run, or until a timeout."""
 
         async def found() -> Raw:
             return await self.here.kube.get(PODS, name, self.here.namespace)
@@ -131,15 +132,15 @@ class Churn:
         with suppress(NotInTimeError):
             await wait_until(found, lambda pod: is_ready(pod) or pod["status"]["phase"] != "Pending", SEEN_WITHIN)
 
-    def judge(self, lives: Sequence[Life]) -> None:
-        """Raises what no second try makes good."""
-        wrongs = overlaps(lives)
-        wrongs += [f"{one.pod} had {one.gpu}" for one in lives if one.gpu not in self.annotated[one.pod]]
-        if wrongs:
-            raise PromiseBrokenError("\n".join(wrongs[:10]))
+    def checker(self, lives: Sequence[Life]) -> None:
+        """Raises an error that a rerun does not excuse."""
+        violations = overlaps(lives)
+        violations += [f"{one.pod} had {one.gpu}" for one in lives if one.gpu not in self.annotated[one.pod]]
+        if violations:
+            raise InvariantViolatedError("\n".join(violations[:10]))
 
 
-# The judge.
+# The check.
 
 
 @pytest.mark.parametrize(
@@ -153,20 +154,20 @@ class Churn:
         pytest.param([Life("a", 1, 2, "x"), Life("a", 2, 3, "y")], 1, id="in the same hundredth of a second"),
     ],
 )
-def test_overlaps_are_found(lives: list[Life], count: int) -> None:
+def test_overlapping_gpu_use_is_detected(lives: list[Life], count: int) -> None:
     assert len(overlaps(lives)) == count
 
 
-# The proof.
+# The test.
 
 
 @pytest.fixture
 async def churn(
     request: pytest.FixtureRequest, real_cluster: Cluster, real_kube: Kube, tmp_path: Path
 ) -> AsyncIterator[Churn]:
-    """On a node of its own: what happens to it happens to no other test."""
+    """On its own node, so that the failures affect no other test."""
     seed = random.SystemRandom().randrange(1 << 32)
-    tell(request, seed=seed)
+    report_figures(request, seed=seed)
     beats = tmp_path / "beats"
     beats.mkdir()
     node = await asyncio.to_thread(real_cluster.add_real_node, "churned", CHURNED)
@@ -192,8 +193,8 @@ async def test_no_gpu_is_used_by_two_containers_at_a_time(
     await churn.here.free_all()
     await wait_until(churn.here.held, lambda held: not held, FREE_WITHIN)
     lives = lives_in(churn.beats)
-    tell(request, containers=len(lives), pods=dict(churn.created), refusals=churn.refused)
-    churn.judge(lives)
-    churn.here.judge.acquit()
+    report_figures(request, containers=len(lives), pods=dict(churn.created), refusals=churn.refused)
+    churn.checker(lives)
+    churn.here.checker.assert_no_violations()
     assert {one.gpu for one in lives} == set(CHURNED)
-    assert churn.created.keys() == {way.name for way in WAYS}
+    assert churn.created.keys() == {scenario.name for scenario in WAYS}

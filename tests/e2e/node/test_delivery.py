@@ -1,4 +1,4 @@
-"""A container sees the GPUs that gpuwarden has written into its pod, and no others."""
+"""A container sees exactly the GPUs that gpuwarden has written into its pod."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -12,9 +12,9 @@ from scripts.node.files import RUNTIME, Mode
 from scripts.node.images import ALL_DEVICES, BUSYBOX, CUDA, CUDA_VERSION
 from scripts.node.real import RealNode
 from tests.e2e.attacks.forger import trust
-from tests.e2e.crew import Site
 from tests.e2e.kube import CONFIG_MAPS, PODS, Kube, Raw, wait_until
 from tests.e2e.node.containers import GPUS, NOTHING, SEEN, container, kubectl, real_pod, runs, seen_in, seen_of
+from tests.e2e.processes import Site
 
 VISIBLE = "NVIDIA_VISIBLE_DEVICES"
 EVERY_GPU: Raw = {"metadata": {"name": "gpus"}, "data": {VISIBLE: "all", "CUDA_VERSION": "12.4"}}
@@ -22,14 +22,14 @@ EVERY_GPU: Raw = {"metadata": {"name": "gpus"}, "data": {VISIBLE: "all", "CUDA_V
 
 @pytest.fixture(params=[Mode.AUTO, Mode.CDI])
 async def mode(request: pytest.FixtureRequest, real_node: RealNode) -> AsyncIterator[Mode]:
-    """How NVIDIA's container runtime works."""
+    """The mode of NVIDIA's container runtime."""
     await asyncio.to_thread(real_node.set_runtime_mode, request.param)
     yield request.param
     await asyncio.to_thread(real_node.set_runtime_mode, Mode.AUTO)
 
 
 async def told_of(here: Site, cluster: Cluster) -> dict[str, Any]:
-    """What `/devices` says, GPU by GPU."""
+    """The entries of `/devices` by GPU."""
     headers = {"Authorization": f"Bearer {cluster.admin_token}"}
     url = here.replicas[0].urls["https"]
     async with httpx.AsyncClient(base_url=url, verify=trust(here), trust_env=False, headers=headers) as client:
@@ -58,11 +58,11 @@ async def test_container_sees_exactly_the_gpus_of_its_pod(
     others = await seen_in(real_cluster, namespace, "others")
     assert len(others.uuids) == 1
     assert not set(others.uuids) & set(annotated)
-    front.judge.acquit()
+    front.checker.assert_no_violations()
 
 
 def greedy(name: str) -> Raw:
-    """A container that NVIDIA's runtime would show every GPU, by its image and by `envFrom`."""
+    """A container to which NVIDIA's runtime would show every GPU, by its image and by `envFrom`."""
     return container(name=name, image=CUDA, envFrom=[{"configMapRef": {"name": "gpus"}}])
 
 
@@ -91,7 +91,7 @@ def debugger_runs(found: Raw) -> bool:
     return any("running" in one["state"] for one in found["status"].get("ephemeralContainerStatuses", ()))
 
 
-# What NVIDIA's container runtime makes of variables. Policies rely on it.
+# How NVIDIA's container runtime interprets variables. Policies rely on it.
 
 
 @pytest.mark.parametrize("image", [BUSYBOX, CUDA_VERSION, ALL_DEVICES, CUDA])
@@ -106,7 +106,7 @@ async def test_container_with_a_literal_void_sees_no_gpu(
 
 
 @pytest.mark.parametrize("image", [CUDA_VERSION, ALL_DEVICES, CUDA])
-async def test_container_sees_every_gpu_where_only_its_image_speaks(
+async def test_container_without_variables_sees_every_gpu_that_its_image_requests(
     real_cluster: Cluster, real_kube: Kube, plain_namespace: str, mode: Mode, image: str
 ) -> None:
     await real_kube.create(PODS, real_pod("greedy", container(image=image), runtime=RUNTIME), plain_namespace)

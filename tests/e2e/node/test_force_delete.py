@@ -1,4 +1,4 @@
-"""On a real node: containers that ignore SIGTERM and show that they live, and never two of them on one GPU."""
+"""On a real node: containers that ignore SIGTERM write heartbeats, and never two of them use one GPU."""
 
 import asyncio
 import json
@@ -13,18 +13,18 @@ from attrs import frozen
 from scripts.controlplane.cluster import Cluster
 from scripts.controlplane.components import CONTROLLERS
 from scripts.node.real import RealNode
-from tests.e2e.crew import Site
 from tests.e2e.kube import NODES, PODS, ApiError, Kube, Raw, wait_until
 from tests.e2e.node.containers import container, is_ready, real_pod, runs
 from tests.e2e.node.front import in_front
+from tests.e2e.processes import Site
 
-# A dead kubelet's node stays ready for less than 55 s, and none is dead for long here.
+# The node of a dead kubelet stays ready for less than 55 s, and no kubelet is dead for long here.
 MARGIN, CAP = 20, 40
 FLAGS = ("--orphan-margin", f"{MARGIN}s", "--max-grace", f"{CAP}s")
 GRACE = 30
-# Of a kubelet; grace and margin of its pods are over long before.
+# A kubelet's outage; grace period and margin of its pods end long before.
 DEAD_FOR = 65.0
-# Twenty times a second each container writes its name and the time into a file for each GPU that it sees.
+# Each container writes its name and the time 20 times per second to a file for each GPU that it sees.
 LIVES = """
 trap '' TERM
 uuids=$(/usr/bin/nvidia-smi -L | sed 's/.*UUID: //; s/)//')
@@ -36,7 +36,7 @@ done
 """
 
 
-def living(name: str, beats: Path, *, grace: int = 1) -> Raw:
+def heartbeat_pod(name: str, beats: Path, *, grace: int = 1) -> Raw:
     main = container(1, script=LIVES.replace("{name}", name), volumeMounts=[{"name": "beats", "mountPath": "/beats"}])
     return real_pod(name, main, grace=grace, volumes=[{"name": "beats", "hostPath": {"path": str(beats)}}])
 
@@ -48,7 +48,7 @@ class Life:
 
 
 def lives(beats: Path) -> dict[str, dict[str, Life]]:
-    """By GPU and by pod, in seconds since the machine was booted."""
+    """The lifetimes by GPU and pod, in seconds since boot."""
     found: dict[str, dict[str, Life]] = {}
     for file in beats.iterdir():
         for line in file.read_text().splitlines():
@@ -59,7 +59,7 @@ def lives(beats: Path) -> dict[str, dict[str, Life]]:
 
 
 def overlaps(found: Mapping[str, Mapping[str, Life]]) -> list[str]:
-    """Where one began before another had ended."""
+    """The cases in which a container started before another had ended."""
     return [
         f"{uuid}: {one} and {other} at once for {found[uuid][one].last - found[uuid][other].first:.2f} s"
         for uuid, pods in found.items()
@@ -103,7 +103,7 @@ WAYS: tuple[Way, ...] = (forced, with_grace_then_forced, with_grace_then_less_th
 
 
 async def admitted_in_the_end(here: Site, content: Raw, seconds: float) -> float:
-    """A tenant who tries again and again; when it was let in."""
+    """Retries until the pod is admitted; returns the time."""
     begun = time.monotonic()
     while time.monotonic() - begun < seconds:
         try:
@@ -125,14 +125,14 @@ async def test_no_gpu_has_two_containers_however_pods_are_deleted(
     async with in_front(real_cluster, real_kube, tmp_path, [real_node], flags=FLAGS) as here:
         old = [f"old-{number}" for number in range(len(WAYS))]
         for name in old:
-            await here.kube.create(PODS, living(name, beats), here.namespace)
+            await here.kube.create(PODS, heartbeat_pod(name, beats), here.namespace)
         for name in old:
             await runs(here.kube, here.namespace, name)
         await asyncio.gather(*(way(here, name) for way, name in zip(WAYS, old, strict=True)))
         took = []
         for number in range(len(WAYS)):
             name = f"next-{number}"
-            took.append(await admitted_in_the_end(here, living(name, beats), GRACE + MARGIN + 60))
+            took.append(await admitted_in_the_end(here, heartbeat_pod(name, beats), GRACE + MARGIN + 60))
             await runs(here.kube, here.namespace, name)
         await asyncio.sleep(2)
         found = lives(beats)
@@ -140,25 +140,25 @@ async def test_no_gpu_has_two_containers_however_pods_are_deleted(
             frozenset({"old", "next"})
         }
         assert overlaps(found) == []
-        # What ended as a pod should is had again at once.
+        # A GPU of a pod that ended normally is free at once.
         assert took[0] < MARGIN, took
 
 
 async def test_no_gpu_has_two_containers_while_the_kubelet_is_dead(
     real_cluster: Cluster, real_kube: Kube, real_node: RealNode, tmp_path: Path
 ) -> None:
-    """Killed, so that nobody stops the container of the pod that is deleted by force, and started again."""
+    """The kubelet is killed, so nothing stops the container of the force-deleted pod, and then started again."""
     beats = tmp_path / "beats"
     beats.mkdir()
     async with in_front(real_cluster, real_kube, tmp_path, [real_node], flags=FLAGS) as here:
         for number in range(4):
-            await here.kube.create(PODS, living(f"old-{number}", beats), here.namespace)
+            await here.kube.create(PODS, heartbeat_pod(f"old-{number}", beats), here.namespace)
         for number in range(4):
             await runs(here.kube, here.namespace, f"old-{number}")
         await asyncio.to_thread(real_node.kill_kubelet)
         for number in range(4):
             await delete(here, f"old-{number}", 0)
-        trying = asyncio.create_task(admitted_in_the_end(here, living("next", beats), MARGIN + 120))
+        trying = asyncio.create_task(admitted_in_the_end(here, heartbeat_pod("next", beats), MARGIN + 120))
         await asyncio.sleep(10)
         assert not trying.done()
         assert all(now() - one.last < 5 for pods in lives(beats).values() for one in pods.values())
@@ -174,7 +174,7 @@ async def test_no_gpu_has_two_containers_while_the_kubelet_is_dead(
 async def test_no_gpu_has_two_containers_while_the_kubelet_is_dead_for_longer_than_grace_and_margin(
     real_cluster: Cluster, real_kube: Kube, real_node: RealNode, tmp_path: Path
 ) -> None:
-    """The node is known to be not ready before the margin is over, and nothing of it runs out until it is back."""
+    """The node is not ready before the margin ends, and no deadline of its GPUs ends until it is ready again."""
     beats = tmp_path / "beats"
     beats.mkdir()
     async with (
@@ -182,14 +182,14 @@ async def test_no_gpu_has_two_containers_while_the_kubelet_is_dead_for_longer_th
         in_front(real_cluster, real_kube, tmp_path, [real_node], flags=FLAGS) as here,
     ):
         for number in range(4):
-            await here.kube.create(PODS, living(f"old-{number}", beats), here.namespace)
+            await here.kube.create(PODS, heartbeat_pod(f"old-{number}", beats), here.namespace)
         for number in range(4):
             await runs(here.kube, here.namespace, f"old-{number}")
         await asyncio.to_thread(real_node.kill_kubelet)
         died = time.monotonic()
         for number in range(4):
             await delete(here, f"old-{number}", 0)
-        trying = asyncio.create_task(admitted_in_the_end(here, living("next", beats), DEAD_FOR + MARGIN + 120))
+        trying = asyncio.create_task(admitted_in_the_end(here, heartbeat_pod("next", beats), DEAD_FOR + MARGIN + 120))
         await wait_until(lambda: here.kube.get(NODES, real_node.name), lambda node: not is_ready(node), MARGIN)
         await asyncio.sleep(DEAD_FOR - (time.monotonic() - died))
         assert not trying.done()
@@ -205,7 +205,7 @@ async def test_no_gpu_has_two_containers_while_the_kubelet_is_dead_for_longer_th
 
 @asynccontextmanager
 async def noticing(cluster: Cluster) -> AsyncIterator[None]:
-    """A controller manager that takes a kubelet for dead sooner than the margin is over."""
+    """Runs a controller manager that declares a kubelet dead before the margin ends."""
     await asyncio.to_thread(cluster.restart, CONTROLLERS, *monitoring(period=1, grace=15))
     try:
         yield
@@ -221,10 +221,10 @@ def now() -> float:
     return float(Path("/proc/uptime").read_text().split()[0])
 
 
-async def test_a_deleted_pod_says_that_its_containers_have_ended_before_it_goes(
+async def test_deleted_pod_reports_ended_containers_before_it_is_removed(
     real_cluster: Cluster, real_kube: Kube, real_node: RealNode, tmp_path: Path
 ) -> None:
-    """What frees its GPU at once, and what kwok's stages play: a final phase, and no container that runs."""
+    """This frees its GPU at once, and kwok's stages imitate it: a final phase, and no running container."""
     async with in_front(real_cluster, real_kube, tmp_path, [real_node], flags=FLAGS) as here:
         await here.kube.create(PODS, real_pod("old", container(1)), here.namespace)
         made = await runs(here.kube, here.namespace, "old")

@@ -1,4 +1,4 @@
-"""A tenant makes a link in a volume of its own and mounts the link by hostPath. The runtime would follow it."""
+"""A tenant creates a symbolic link in its volume and mounts the link by hostPath. The runtime would follow it."""
 
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from scripts.controlplane.cluster import Cluster
-from tests.e2e.attacks.test_gpu_variables import GUARDED, Place, place_of
+from tests.e2e.attacks.test_gpu_variables import GUARDED, Harness, new_harness
+from tests.e2e.cluster_users import resource_of
 from tests.e2e.kube import CLAIMS, NAMESPACES, PODS, VOLUMES, ApiError, Kube, Raw, gone, wait_until
 from tests.e2e.node.containers import SLEEP, container, real_pod, run_in, runs
-from tests.e2e.people import resource_of
 from webhook.kube.install.policies import Installation, policies
 
 VOLUME = "links"
@@ -18,31 +18,31 @@ EXEMPT = {"metadata": {"labels": {"gpuwarden.io/isolation": "none"}}}
 
 
 @pytest.fixture
-async def isolated(real_cluster: Cluster, real_kube: Kube) -> AsyncIterator[Place]:
+async def isolated(real_cluster: Cluster, real_kube: Kube) -> AsyncIterator[Harness]:
     async with AsyncExitStack() as stack:
         for manifest in policies(Installation()):
             name = manifest["metadata"]["name"]
             if name.startswith("gpuwarden-isolation"):
                 await real_kube.create(resource_of(manifest), manifest)
                 stack.push_async_callback(real_kube.delete, resource_of(manifest), name)
-        place = await stack.enter_async_context(place_of(real_cluster, real_kube, GUARDED))
-        await wait_until(lambda: is_refused(place, real_pod("probe", hostPID=True)))
-        # Policies of a test before act for a moment after they are deleted.
-        await wait_until(lambda: is_refused(place, real_pod("probe")), lambda refused: not refused)
-        yield place
+        harness = await stack.enter_async_context(new_harness(real_cluster, real_kube, GUARDED))
+        await wait_until(lambda: is_refused(harness, real_pod("probe", hostPID=True)))
+        # Policies of an earlier test act for a moment after they are deleted.
+        await wait_until(lambda: is_refused(harness, real_pod("probe")), lambda refused: not refused)
+        yield harness
 
 
-async def is_refused(place: Place, content: Raw) -> bool:
+async def is_refused(harness: Harness, content: Raw) -> bool:
     try:
-        await place.made(content, dryRun="All")
+        await harness.made(content, dryRun="All")
     except ApiError as exc:
         return exc.status == 403 and "denied request: " in exc.message
     return False
 
 
 @pytest.fixture
-async def volume(real_kube: Kube, isolated: Place, tmp_path: Path) -> AsyncIterator[Path]:
-    """A directory of the node, as a provisioner gives one to the tenant's claim."""
+async def volume(real_kube: Kube, isolated: Harness, tmp_path: Path) -> AsyncIterator[Path]:
+    """A directory of the node, as a provisioner provides it for the tenant's claim."""
     path = tmp_path / "volume"
     path.mkdir()
     common: Raw = {"accessModes": ["ReadWriteOnce"], "storageClassName": VOLUME}
@@ -65,8 +65,8 @@ def mounting(name: str, script: str, source: Raw, *, read_only: bool) -> Raw:
     return real_pod(name, one, volumes=[{"name": "mounted", **source}], restartPolicy="Never")
 
 
-async def test_link_in_a_volume_leads_nowhere(
-    real_cluster: Cluster, real_kube: Kube, isolated: Place, volume: Path, tmp_path: Path
+async def test_symbolic_link_in_a_volume_gives_no_access(
+    real_cluster: Cluster, real_kube: Kube, isolated: Harness, volume: Path, tmp_path: Path
 ) -> None:
     kept = tmp_path / "kept"
     kept.mkdir()
@@ -82,7 +82,7 @@ async def test_link_in_a_volume_leads_nowhere(
     with pytest.raises(ApiError, match=r"spec\.volumes\[mounted\]\.hostPath: not in a directory that an administrator"):
         await isolated.made(reader)
 
-    # What the policy is needed for.
+    # Why the policy is needed.
     await real_kube.patch(NAMESPACES, isolated.namespace, EXEMPT)
     await wait_until(lambda: is_let_in(isolated, reader))
     await isolated.made(reader)
@@ -94,5 +94,5 @@ async def is_link(path: Path) -> bool:
     return path.is_symlink()
 
 
-async def is_let_in(place: Place, content: Raw) -> bool:
-    return not await is_refused(place, content)
+async def is_let_in(harness: Harness, content: Raw) -> bool:
+    return not await is_refused(harness, content)

@@ -1,4 +1,4 @@
-"""The real node itself: what the other tests of this directory take for granted, and that nothing of it stays."""
+"""The real node itself: what the other tests of this directory rely on, and that nothing of it stays behind."""
 
 import asyncio
 import json
@@ -31,7 +31,7 @@ SYSCTLS = ("vm/overcommit_memory", "kernel/panic", "kernel/panic_on_oops", "net/
 
 @frozen
 class Machine:
-    """What a node could leave behind."""
+    """What a node could leave behind on the machine."""
 
     processes: frozenset[int]
     mounts: frozenset[str]
@@ -41,7 +41,7 @@ class Machine:
     sysctls: tuple[str, ...]
 
     def has_more_than(self, before: "Machine") -> bool:
-        """Other tests' pods may have gone since."""
+        """Pods of other tests may have been deleted since."""
         return (
             not self.processes <= before.processes
             or not self.cgroups <= before.cgroups
@@ -52,9 +52,9 @@ class Machine:
 
 
 def machine(directory: Path) -> Machine:
-    """As it is now; of processes those that name the directory."""
+    """The current state; only processes that name the directory."""
     addresses = run(["ip", "-oneline", "address"]).stdout
-    # Not their children: those go while somebody looks.
+    # Without their children: these can end while they are listed.
     roots = Path("/sys/fs/cgroup")
     cgroups = [*roots.glob("gpuwarden-node-*"), *roots.glob("*/gpuwarden-node-*")]
     return Machine(
@@ -78,7 +78,7 @@ def command_of(pid: int) -> str:
         return ""
 
 
-# What is there.
+# The components.
 
 
 async def test_node_is_a_real_kubelet_with_containerd(real_kube: Kube, real_node: RealNode) -> None:
@@ -90,9 +90,7 @@ async def test_node_is_a_real_kubelet_with_containerd(real_kube: Kube, real_node
     assert info["bootID"] == real_node.boot_id
 
 
-async def test_kwok_plays_its_own_nodes_and_leaves_the_real_one_alone(
-    real_cluster: Cluster, real_kube: Kube, plain_namespace: str
-) -> None:
+async def test_kwok_simulates_only_its_own_nodes(real_cluster: Cluster, real_kube: Kube, plain_namespace: str) -> None:
     await asyncio.to_thread(real_cluster.add_nodes, [gpu_node("played", 1)])
     chosen = {"kubernetes.io/hostname": "played"}
     await real_kube.create(PODS, pod("played", gpus=1, nodeSelector=chosen), plain_namespace)
@@ -119,7 +117,7 @@ async def test_kubelet_may_read_its_own_node_only(real_cluster: Cluster) -> None
 # NVIDIA's plugins.
 
 
-async def test_device_plugin_gives_a_gpu_that_it_chooses(
+async def test_device_plugin_allocates_a_gpu_of_its_choice(
     real_cluster: Cluster, real_kube: Kube, real_node: RealNode, plain_namespace: str
 ) -> None:
     await asyncio.to_thread(real_node.start_device_plugin)
@@ -139,7 +137,7 @@ def offers_gpus(node: Raw) -> bool:
     return bool(node["status"]["allocatable"].get("nvidia.com/gpu", "0") == str(len(GPUS)))
 
 
-async def test_dra_driver_gives_the_gpus_that_a_claim_names(
+async def test_dra_driver_allocates_the_gpus_that_a_claim_names(
     real_cluster: Cluster, real_kube: Kube, real_node: RealNode, plain_namespace: str
 ) -> None:
     is_gpu = "device.driver == 'gpu.nvidia.com' && device.attributes['gpu.nvidia.com'].type == 'gpu'"
@@ -164,12 +162,12 @@ async def test_dra_driver_gives_the_gpus_that_a_claim_names(
 
 
 async def ended(kube: Kube, namespace: str, name: str) -> None:
-    """While what gave it its GPUs is there to take them back."""
+    """Deletes the pod while the allocator of its GPUs still exists."""
     await kube.delete(PODS, name, namespace)
     await gone(kube, PODS, name, namespace, START_TIMEOUT)
 
 
-# What can happen to a node.
+# Failures of a node.
 
 
 async def test_containers_outlive_kubelet_and_containerd(
@@ -194,7 +192,7 @@ async def test_containers_outlive_kubelet_and_containerd(
     await asyncio.to_thread(real_cluster.wait_for_node, NODE, since)
 
     async def said() -> str:
-        """Ready again, kubelet may not have read its pods yet."""
+        """A kubelet that is ready again may not have read its pods yet."""
         with suppress(AssertionError):
             return await run_in(real_cluster, plain_namespace, "lives", "echo here")
         return ""
@@ -229,10 +227,10 @@ def container_ids(found: Raw) -> list[str]:
     return [one.get("containerID", "") for one in found["status"].get("containerStatuses", ())]
 
 
-# Its end.
+# Its removal.
 
 
-async def test_clusters_with_real_nodes_live_side_by_side_and_leave_nothing(node_parts: None, tmp_path: Path) -> None:
+async def test_two_clusters_with_real_nodes_run_side_by_side_and_clean_up(node_parts: None, tmp_path: Path) -> None:
     before = machine(tmp_path)
     with Cluster(tmp_path / "one", real_nodes=True) as one, Cluster(tmp_path / "two", real_nodes=True) as other:
         nodes = [cluster.add_real_node(NODE, GPUS[:1]) for cluster in (one, other)]
@@ -263,7 +261,7 @@ with Cluster(Path(sys.argv[1]), real_nodes=True) as cluster:
 """
 
 
-async def test_nothing_stays_when_the_parent_is_killed(node_parts: None, tmp_path: Path) -> None:
+async def test_real_node_is_removed_when_its_parent_is_killed(node_parts: None, tmp_path: Path) -> None:
     before = machine(tmp_path)
     with parent_of_a_node(tmp_path / "cluster") as parent:
         number = RealNode(tmp_path / "cluster/nodes/real-0").number

@@ -1,7 +1,5 @@
-"""On a real node with `attest`: an orphan's GPU is offered again when the node says that nothing of its pod is left.
-
-Heartbeats of the containers are the judge.
-"""
+"""On a real node with `attest`: an orphan's GPU is free again when the node reports that nothing of its pod is left.
+Heartbeats of the containers prove it."""
 
 import asyncio
 import os
@@ -15,24 +13,25 @@ import pytest
 
 from scripts.controlplane.cluster import Cluster
 from scripts.node.real import RealNode
-from tests.e2e.crew import Site
-from tests.e2e.figures import tell
 from tests.e2e.kube import EVENTS, PODS, Kube, Raw, wait_until
+from tests.e2e.measurements import report_figures
 from tests.e2e.node.containers import NODE, container, real_pod, runs
 from tests.e2e.node.front import HASH, in_front
 from tests.e2e.node.test_force_delete import admitted_in_the_end, delete, lives, now, overlaps
+from tests.e2e.processes import Site
 from tests.evidence.jwt.jwt_doubles import JwtWorkloadApiDouble
 from tests.evidence.jwt.tokens import TRUST_DOMAIN, SigningKey, evidence_id
 from tests.running import GPUWARDEN
 
 GRACE, MARGIN = 40, 90
 FLAGS: Final = ("--orphan-margin", f"{MARGIN}s", "--max-grace", "150s")
-# Looks at the node that agree for 5 s; a question every 5 s or so; an orphan that is 10 s old; the reconciler.
+# Consistent polls of the node over 5 s; a request every 5 s or so; an orphan that is 10 s old; the reconciler.
 SOON: Final = 25.0
-# Of the quick container after SIGTERM: `attest` has to see its sandbox for some time after the forced deletion.
+# The quick container's lifetime after SIGTERM: `attest` must see its sandbox for some time after the forced deletion.
 QUICK: Final = 12
 KEY: Final = SigningKey.make()
-# Twenty lines a second for each GPU that it sees. SIGTERM ends it after QUICK seconds, or never; a file at once.
+# Writes 20 lines per second for each GPU that it sees. SIGTERM ends it after QUICK seconds, or never; a file ends it at
+# once.
 BEATS: Final = """
 left=
 trap '{on_term}' TERM
@@ -54,7 +53,7 @@ def beating(name: str, beats: Path, *, ends: bool = False) -> Raw:
 
 @pytest.fixture
 def beats(tmp_path: Path) -> Path:
-    """A file of beats for each GPU, and a file for each container that is to stop."""
+    """A directory with a heartbeat file for each GPU, and a file for each container that is to stop."""
     for name in ("gpus", "stop"):
         (tmp_path / "beats" / name).mkdir(parents=True)
     return tmp_path / "beats"
@@ -64,7 +63,7 @@ def beats(tmp_path: Path) -> Path:
 async def here(
     real_cluster: Cluster, real_kube: Kube, real_node: RealNode, plain_namespace: str, tmp_path: Path, beats: Path
 ) -> AsyncIterator[Site]:
-    """gpuwarden in front of a node that proves itself. A pod stands for the one of the DaemonSet."""
+    """gpuwarden on a node that attests itself. A plain pod replaces that of the DaemonSet."""
     await real_kube.create(PODS, real_pod("attest"), plain_namespace)
     uid = (await runs(real_kube, plain_namespace, "attest"))["metadata"]["uid"]
     agent = JwtWorkloadApiDouble(str(tmp_path / "agent.sock"), KEY, [evidence_id(NODE, HASH)])
@@ -94,7 +93,7 @@ async def here(
         await agent.stop()
 
 
-async def test_a_gpu_is_offered_again_soon_after_its_containers_have_ended_and_not_before(
+async def test_gpu_is_released_soon_after_its_containers_have_ended_and_not_before(
     here: Site, beats: Path, request: pytest.FixtureRequest
 ) -> None:
     for name in ("quick", "slow", "stays-0", "stays-1"):
@@ -102,7 +101,7 @@ async def test_a_gpu_is_offered_again_soon_after_its_containers_have_ended_and_n
     for name in ("quick", "slow", "stays-0", "stays-1"):
         await runs(here.kube, here.namespace, name)
     begun = time.monotonic()
-    for grace in (GRACE, 0):  # a deletion by force alone leaves a container two seconds
+    for grace in (GRACE, 0):  # a container has two seconds after a forced deletion
         for name in ("quick", "slow"):
             await delete(here, name, grace)
         await asyncio.sleep(1)
@@ -113,7 +112,7 @@ async def test_a_gpu_is_offered_again_soon_after_its_containers_have_ended_and_n
     second = time.monotonic() - begun
     await runs(here.kube, here.namespace, "next-1")
     await asyncio.sleep(1)
-    tell(request, ended_after_12_s_and_offered_after=first, ended_after_40_s_and_offered_after=second)
+    report_figures(request, ended_after_12_s_and_offered_after=first, ended_after_40_s_and_offered_after=second)
     assert GRACE - 2 < second < GRACE + SOON
     found = lives(beats / "gpus")
     assert overlaps(found) == []
@@ -127,11 +126,11 @@ async def test_a_gpu_is_offered_again_soon_after_its_containers_have_ended_and_n
     assert all("its node reports that nothing uses it" in why for why in told), told
 
 
-async def test_while_the_kubelet_is_dead_nothing_is_offered_whether_or_not_a_container_runs(
+async def test_gpus_stay_reserved_while_the_kubelet_is_dead(
     here: Site, beats: Path, real_node: RealNode, request: pytest.FixtureRequest
 ) -> None:
-    """A kubelet that has not heard of the deletion would start the container that ends here again. Once it is back it
-    ends the others within two seconds: too soon for a look to tell that no sandbox follows, so time decides."""
+    """A kubelet that has not seen the deletion would restart the container that ends here. When it is back it ends the
+    others within two seconds: too soon for a poll to show that no sandbox follows, so time decides."""
     old = [f"old-{number}" for number in range(4)]
     for name in old:
         await here.kube.create(PODS, beating(name, beats), here.namespace)
@@ -150,7 +149,7 @@ async def test_while_the_kubelet_is_dead_nothing_is_offered_whether_or_not_a_con
     await asyncio.to_thread(real_node.start_kubelet)
     await trying
     took = time.monotonic() - began
-    tell(request, offered_after_the_kubelet_is_back_and=took)
+    report_figures(request, offered_after_the_kubelet_is_back_and=took)
     assert took < GRACE + MARGIN + SOON
     await runs(here.kube, here.namespace, "next")
     await asyncio.sleep(1)
@@ -160,6 +159,6 @@ async def test_while_the_kubelet_is_dead_nothing_is_offered_whether_or_not_a_con
 
 
 async def whys(here: Site) -> list[str]:
-    """Why orphans of this test's pods have ended."""
+    """The reasons why orphans of this test's pods were released."""
     found = await here.kube.list(EVENTS, "default", fieldSelector=f"involvedObject.name={NODE},reason=OrphanEnded")
     return [one["message"] for one in found if f" of pod {here.namespace}/" in one["message"]]

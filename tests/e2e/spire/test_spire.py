@@ -1,4 +1,4 @@
-"""A real SPIRE Server and a real agent, where both are on PATH."""
+"""A real SPIRE Server and a real agent, if both are on PATH."""
 
 import asyncio
 import shutil
@@ -86,7 +86,7 @@ plugins {{
 
 
 class Spire:
-    """Both processes, in a directory of their own."""
+    """Server and agent processes in their own directory."""
 
     def __init__(self, directory: Path, stack: ExitStack) -> None:
         self.directory = directory
@@ -111,7 +111,7 @@ class Spire:
         self._stack.callback(process.terminate)
 
     def tell(self, *arguments: str) -> str:
-        """The server's own command line, over its own socket."""
+        """Runs the server's command line over its socket."""
         command = ["spire-server", *arguments, "-socketPath", str(self.directory / "server.sock")]
         return subprocess.run(command, check=True, capture_output=True, text=True, timeout=30).stdout
 
@@ -124,7 +124,7 @@ class Spire:
 
 
 def attest(spire: Spire) -> None:
-    """A certificate of the attestation CA, which names the node and its hash."""
+    """Issues a certificate of the attestation CA with the node and its hash."""
     now, keys = utc_now(), [ec.generate_private_key(ec.SECP256R1()) for _ in range(2)]
     ca = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "attestation CA")])
     for number, (file, subject) in enumerate((("ca", ca), ("node", x509.Name([])))):
@@ -155,7 +155,7 @@ def spire(tmp_path: Path) -> Iterator[Spire]:
 
 
 async def begun(spire: Spire) -> str:
-    """Server and agent; the agent's ID once it is attested."""
+    """Starts server and agent; returns the agent's ID once it is attested."""
     attest(spire)
     spire.begin("spire-server", "run", "-config", str(spire.configure("server.conf", SERVER)))
     await until(lambda: spire.answers("healthcheck"))
@@ -167,12 +167,12 @@ async def begun(spire: Spire) -> str:
 
 
 def register(spire: Spire, agent_id: str, spiffe_id: str, *options: str) -> None:
-    """Whoever runs this test is that workload."""
+    """Registers the user of this test as that workload."""
     selector = f"unix:uid:{spire.directory.stat().st_uid}"
     spire.tell("entry", "create", "-parentID", agent_id, "-spiffeID", spiffe_id, "-selector", selector, *options)
 
 
-async def test_a_real_agent_is_evidence_until_it_is_banned(spire: Spire) -> None:
+async def test_real_agent_is_valid_evidence_until_it_is_banned(spire: Spire) -> None:
     agent_id = await begun(spire)
     register(spire, agent_id, OURS)
     rules = AgentRules(
@@ -208,7 +208,7 @@ async def test_a_real_agent_is_evidence_until_it_is_banned(spire: Spire) -> None
     await identity.close()
 
 
-async def test_a_real_token_over_our_challenge_proves_its_node(spire: Spire) -> None:
+async def test_real_token_with_a_challenge_proves_its_node(spire: Spire) -> None:
     own = f"spiffe://{TRUST_DOMAIN}/evidence/node-1/{HASH}"
     register(spire, await begun(spire), own, "-jwtSVIDTTL", "60")
     api, nonces = JwtWorkloadApi(str(spire.directory / "agent.sock")), Nonces(process_key(), SKEW)

@@ -1,4 +1,4 @@
-"""Replicas of the version before and of this one serve one cluster during an upgrade and a rollback."""
+"""Replicas of the previous version and of this version serve one cluster during an upgrade and a rollback."""
 
 import asyncio
 import json
@@ -10,17 +10,17 @@ from pathlib import Path
 import pytest
 
 from scripts.controlplane.cluster import ROOT, Cluster
-from tests.e2e.crew import KINDS, Site, Worker, site
-from tests.e2e.figures import tell
 from tests.e2e.kube import ApiError, Kube, Raw, wait_until
-from tests.e2e.lacking import lacks
+from tests.e2e.measurements import report_figures
+from tests.e2e.processes import KINDS, Site, Worker, site
+from tests.e2e.skipping import skip_or_fail
 from tests.e2e.storm import Storm, mixed
 from webhook.kube.install.policies import Installation, webhooks, while_down
 
-# The commit whose replicas may still serve while this version is rolled out.
+# The commit of the previous version, whose replicas may still serve during the rollout.
 BEFORE = "b85fc47"
 NODES, GPUS = 3, 4
-# Of each stage, while pods come and go.
+# The time of each stage, while pods are created and deleted.
 PODS_A_STAGE = 30
 DEADLINE, SKEW = 15, 1
 FLAGS = ("--pending-deadline", f"{DEADLINE}s", "--clock-skew", f"{SKEW}s")
@@ -29,19 +29,19 @@ PATIENCE = 120.0
 
 @pytest.fixture
 def old(tmp_path: Path) -> list[str]:
-    """The command of the version before."""
+    """The command of the previous version."""
     tree = tmp_path / "before"
     tree.mkdir()
     archive = ["git", "archive", BEFORE, "webhook"]
     packed = subprocess.run(archive, cwd=ROOT, capture_output=True, check=False)
     if packed.returncode != 0:
-        lacks("HISTORY", f"the history of this clone does not reach back to {BEFORE}")
+        skip_or_fail("HISTORY", f"the history of this clone does not reach back to {BEFORE}")
     subprocess.run(["tar", "-x", "-C", str(tree)], input=packed.stdout, check=True)  # noqa: S607
     run = "import sys; from webhook.cli import main; sys.exit(main())"
     return ["/usr/bin/env", f"PYTHONPATH={tree}", sys.executable, "-c", run]
 
 
-# Run by the version before.
+# Run by the previous version.
 ITS_WEBHOOKS = """
 import json, sys
 from webhook.kube.install.policies import Installation, webhooks
@@ -64,7 +64,8 @@ def manifests_now(here: Site) -> list[Raw]:
 
 
 async def applied(kube: Kube, wanted: Iterable[Raw], gone: Iterable[Raw] = ()) -> None:
-    """As helm does: what is there is changed, and what the other version alone has goes."""
+    """Applies manifests as helm does: existing objects are changed, and objects of the other version only are
+    deleted."""
     names = set()
     for manifest in wanted:
         of, name = KINDS[manifest["kind"]], manifest["metadata"]["name"]
@@ -82,20 +83,20 @@ async def applied(kube: Kube, wanted: Iterable[Raw], gone: Iterable[Raw] = ()) -
 
 
 async def ended(worker: Worker) -> None:
-    """As in a rolling update: asked to stop, it serves what is under way."""
+    """Stops a replica as in a rolling update: it finishes what is in flight."""
     worker.process.terminate()
     await asyncio.wait_for(worker.process.wait(), PATIENCE)
 
 
 async def replaced(here: Site, leaving: Worker, program: list[str] | None) -> Worker:
-    """A replica of the other version comes, then this one goes."""
+    """Starts a replica of the other version, then stops this one."""
     coming = await (here.replica() if program is None else here.replica(program=program))
     here.balancer.servers.remove(leaving)
     await ended(leaving)
     return coming
 
 
-async def test_an_upgrade_and_a_rollback_give_no_gpu_twice_and_lose_no_reservation(
+async def test_upgrade_and_rollback_assign_no_gpu_twice_and_lose_no_reservation(
     cluster: Cluster, kube: Kube, tmp_path: Path, request: pytest.FixtureRequest, old: list[str]
 ) -> None:
     async with site(cluster, kube, tmp_path, nodes=NODES, gpus=GPUS, name="roll", flags=FLAGS) as here:
@@ -104,7 +105,7 @@ async def test_an_upgrade_and_a_rollback_give_no_gpu_twice_and_lose_no_reservati
         first = await here.replica(program=old)
         second = await here.replica(program=old)
         leader = await here.reconciler(program=old)
-        await here.reviewed()
+        await here.wait_until_reviewed()
         storm = Storm(here, clients=8)
         reaping = asyncio.create_task(storm.reap(0.7))
         try:
@@ -127,14 +128,16 @@ async def test_an_upgrade_and_a_rollback_give_no_gpu_twice_and_lose_no_reservati
         finally:
             reaping.cancel()
             await asyncio.gather(reaping, return_exceptions=True)
-        here.judge.acquit()
+        here.checker.assert_no_violations()
         await wait_until(lambda: as_the_pods_say(here), seconds=PATIENCE)
-        await applied(kube, now)  # what the site takes away again
-        tell(request, pods=len(here.judge.seen), refused=dict(storm.tally.why), unclear=storm.tally.unclear[:3])
-        here.judge.acquit()
+        await applied(kube, now)  # deleted when the site ends
+        report_figures(
+            request, pods=len(here.checker.seen), refused=dict(storm.tally.why), unclear=storm.tally.unclear[:3]
+        )
+        here.checker.assert_no_violations()
 
 
 async def as_the_pods_say(here: Site) -> bool:
-    """Whether exactly what living pods carry is held."""
+    """Whether exactly the GPUs of live pods are reserved."""
     held = await here.held()
-    return {slot.rpartition("/")[0] for slot in held} == here.judge.gpus
+    return {slot.rpartition("/")[0] for slot in held} == here.checker.gpus

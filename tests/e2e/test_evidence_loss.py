@@ -1,4 +1,4 @@
-"""Evidence that ends under running pods, on a real API server: what a real reconciler tells, and does by policy."""
+"""Evidence that is lost while pods run: what a real reconciler reports and which action it takes."""
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
@@ -12,7 +12,6 @@ from attrs import frozen
 from scripts.controlplane.cluster import Cluster
 from scripts.controlplane.cluster import gpu_node as node_object
 from tests.e2e.conftest import new_namespace
-from tests.e2e.hooks import ENABLED, at_url, reviewed
 from tests.e2e.kube import (
     DEPLOYMENTS,
     EVENTS,
@@ -32,6 +31,7 @@ from tests.e2e.kube import (
 )
 from tests.e2e.test_discovery import ANNOTATION, NODE_EVIDENCES, reconciling, said
 from tests.e2e.test_ledger import GPU_NODES, installed
+from tests.e2e.webhook_configurations import ENABLED, at_url, reviewed
 from tests.running import WITHOUT_EVIDENCE, challenging, serving
 from webhook.evidence.node_evidence import new_node_evidence
 from webhook.runtime.clock import utc_now
@@ -42,15 +42,15 @@ ASKING = {"gpuwarden.io/required-hash": HASH}
 
 
 @frozen(eq=False)
-class Scene:
-    """One proven node with one GPU, a server, and a reconciler that watches over the evidence."""
+class Harness:
+    """One proven node with one GPU, a server, and a reconciler that watches evidence."""
 
     kube: Kube
     namespace: str
     log: Path
 
     async def proven(self, lasts: timedelta = timedelta(hours=1)) -> None:
-        """By a node that answered a challenge, as a replica writes it down."""
+        """Writes evidence of a node that answered a challenge, as a replica does."""
         made = await self.kube.find(NODE_EVIDENCES, NODE)
         made = made or await self.kube.create(NODE_EVIDENCES, new_node_evidence(NODE))
         now = utc_now()
@@ -61,7 +61,7 @@ class Scene:
         await self.kube.delete(NODE_EVIDENCES, NODE)
 
     async def runs(self, content: Raw) -> None:
-        """Create the pod as soon as it can be had; it runs, and its GPU is its own."""
+        """Creates the pod as soon as it is admitted, and waits until it runs with its own GPU."""
         name = content["metadata"]["name"]
 
         async def is_there() -> bool:
@@ -74,8 +74,8 @@ class Scene:
         running = await pod_in_phase(self.kube, self.namespace, name, "Running")
         assert running["spec"]["nodeName"] == NODE
 
-    async def told(self, reason: str, kind: str, count: int = 1) -> list[Raw]:
-        """Wait for that many events."""
+    async def wait_for_events(self, reason: str, kind: str, count: int = 1) -> list[Raw]:
+        """Waits for `count` events."""
         selector = f"involvedObject.kind={kind},reason={reason}"
         namespace = "default" if kind == "Node" else self.namespace
 
@@ -89,8 +89,8 @@ class Scene:
         found = await self.kube.get(NODES, NODE)
         return [one for one in found["spec"].get("taints", []) if not one["key"].startswith("node.kubernetes.io/")]
 
-    async def says(self, words: str) -> None:
-        """Wait for these words in the reconciler's log."""
+    async def wait_for_log(self, words: str) -> None:
+        """Waits until the reconciler's log contains `words`."""
 
         async def last_words() -> str:
             text = await asyncio.to_thread(self.log.read_text)
@@ -108,7 +108,7 @@ def taint(key: str) -> Raw:
 
 
 def asking(name: str, labels: Mapping[str, str] | None = None, gpus: int = 1) -> Raw:
-    # Somebody else's taint on the node is not what this is about.
+    # Tolerates other taints on the node.
     tolerations = [{"key": "theirs", "operator": "Exists"}]
     made = pod(name, gpus, ASKING, tolerations=tolerations)
     made["metadata"]["labels"] = dict(labels or {})
@@ -116,8 +116,10 @@ def asking(name: str, labels: Mapping[str, str] | None = None, gpus: int = 1) ->
 
 
 @pytest.fixture
-async def scene(cluster: Cluster, kube: Kube, tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Scene]:
-    """The policy is the fixture's parameter."""
+async def harness(
+    cluster: Cluster, kube: Kube, tmp_path: Path, request: pytest.FixtureRequest
+) -> AsyncIterator[Harness]:
+    """The action on evidence loss is the fixture's parameter."""
     await installed(kube)
     where = ["--kubeconfig", str(cluster.kubeconfig), *challenging(tmp_path)]
     async with AsyncExitStack() as stack:
@@ -126,15 +128,15 @@ async def scene(cluster: Cluster, kube: Kube, tmp_path: Path, request: pytest.Fi
         one = node_object(NODE)
         one["metadata"]["annotations"] = {ANNOTATION: said("GPU-c")}
         await asyncio.to_thread(cluster.add_nodes, [one])
-        scene = Scene(kube, namespace, tmp_path / "reconcile.log")
-        await scene.proven()
+        harness = Harness(kube, namespace, tmp_path / "reconcile.log")
+        await harness.proven()
         own = ["--lease-namespace", namespace, "--on-evidence-lost", request.param]
         stack.enter_context(reconciling(tmp_path, *where, *own))
         server = stack.enter_context(serving(tmp_path, None, ["--ledger", "cluster", *WITHOUT_EVIDENCE, *where]))
         ca = server.directory / "certs/dev/ca.crt"
         await stack.enter_async_context(reviewed(kube, namespace, at_url(server.urls["https"]), ca))
-        await scene.says("evidence watched")
-        yield scene
+        await harness.wait_for_log("evidence watched")
+        yield harness
 
 
 async def cleared(kube: Kube, namespace: str) -> None:
@@ -151,58 +153,58 @@ async def cleared(kube: Kube, namespace: str) -> None:
 
 
 @pytest.mark.defect("S0-6")
-@pytest.mark.parametrize("scene", ["report"], indirect=True)
-async def test_evidence_that_ends_under_a_pod_is_told_to_the_node_the_pod_and_its_owner(scene: Scene) -> None:
-    await scene.kube.create(DEPLOYMENTS, deployment("train", 1, 1, ASKING), scene.namespace)
-    (running,) = await pods_in_phase(scene.kube, scene.namespace, 1, "Running")
-    await scene.withdrawn()
-    (change,) = await scene.told("EvidenceChanged", "Node")
+@pytest.mark.parametrize("harness", ["report"], indirect=True)
+async def test_evidence_loss_is_reported_on_the_node_the_pod_and_its_owner(harness: Harness) -> None:
+    await harness.kube.create(DEPLOYMENTS, deployment("train", 1, 1, ASKING), harness.namespace)
+    (running,) = await pods_in_phase(harness.kube, harness.namespace, 1, "Running")
+    await harness.withdrawn()
+    (change,) = await harness.wait_for_events("EvidenceChanged", "Node")
     assert change["message"].startswith(f"evidence was fresh as {HASH}, is absent")
     assert change["type"] == "Warning"
-    (loss,) = await scene.told("EvidenceLost", "Pod")
+    (loss,) = await harness.wait_for_events("EvidenceLost", "Pod")
     assert loss["involvedObject"]["uid"] == running["metadata"]["uid"]
-    (owners,) = await scene.told("EvidenceLost", "ReplicaSet")
+    (owners,) = await harness.wait_for_events("EvidenceLost", "ReplicaSet")
     assert owners["involvedObject"]["uid"] == running["metadata"]["ownerReferences"][0]["uid"]
     assert owners["message"].startswith(f"pod {running['metadata']['name']}: ")
-    await scene.proven()
-    (back,) = [one for one in await scene.told("EvidenceChanged", "Node", 2) if one["type"] == "Normal"]
+    await harness.proven()
+    (back,) = [one for one in await harness.wait_for_events("EvidenceChanged", "Node", 2) if one["type"] == "Normal"]
     assert back["message"].startswith(f"evidence was absent, is fresh as {HASH}")
-    assert await scene.taints() == []
-    (still,) = await pods_in_phase(scene.kube, scene.namespace, 1, "Running")
+    assert await harness.taints() == []
+    (still,) = await pods_in_phase(harness.kube, harness.namespace, 1, "Running")
     assert still["metadata"]["uid"] == running["metadata"]["uid"]
 
 
-@pytest.mark.parametrize("scene", ["taint"], indirect=True)
-async def test_the_node_is_tainted_until_its_evidence_is_back_and_others_taints_stay(scene: Scene) -> None:
-    await scene.runs(asking("train"))
+@pytest.mark.parametrize("harness", ["taint"], indirect=True)
+async def test_node_is_tainted_until_its_evidence_returns_and_other_taints_stay(harness: Harness) -> None:
+    await harness.runs(asking("train"))
     theirs = taint("theirs")
-    found = await scene.kube.get(NODES, NODE)
+    found = await harness.kube.get(NODES, NODE)
     others = [one for one in found["spec"].get("taints", []) if one["key"] != "theirs"]
-    await scene.kube.patch(NODES, NODE, {"spec": {"taints": [*others, theirs]}})
-    await scene.withdrawn()
-    await wait_until(scene.taints, lambda taints: taints == [theirs, taint("gpuwarden.io/evidence-lost")])
-    await scene.proven()
-    await wait_until(scene.taints, lambda taints: taints == [theirs])
-    await pod_in_phase(scene.kube, scene.namespace, "train", "Running")
+    await harness.kube.patch(NODES, NODE, {"spec": {"taints": [*others, theirs]}})
+    await harness.withdrawn()
+    await wait_until(harness.taints, lambda taints: taints == [theirs, taint("gpuwarden.io/evidence-lost")])
+    await harness.proven()
+    await wait_until(harness.taints, lambda taints: taints == [theirs])
+    await pod_in_phase(harness.kube, harness.namespace, "train", "Running")
 
 
-@pytest.mark.parametrize("scene", ["evict"], indirect=True)
-async def test_a_pod_is_evicted_when_evidence_expires_and_not_before_its_budget_allows_it(scene: Scene) -> None:
-    await scene.runs(asking("train", {"app": "train"}))
-    await scene.runs(asking("unguarded", gpus=0))  # held to proven nodes, and holds nothing
+@pytest.mark.parametrize("harness", ["evict"], indirect=True)
+async def test_pod_is_evicted_after_evidence_expires_within_its_disruption_budget(harness: Harness) -> None:
+    await harness.runs(asking("train", {"app": "train"}))
+    await harness.runs(asking("unguarded", gpus=0))  # requires a proven node and has no GPU
     selector = {"matchLabels": {"app": "train"}}
     budget = {"metadata": {"name": "train"}, "spec": {"minAvailable": 1, "selector": selector}}
-    await scene.kube.create(BUDGETS, budget, scene.namespace)
+    await harness.kube.create(BUDGETS, budget, harness.namespace)
     await wait_until(
-        lambda: scene.kube.get(BUDGETS, "train", scene.namespace),
+        lambda: harness.kube.get(BUDGETS, "train", harness.namespace),
         lambda one: one.get("status", {}).get("currentHealthy") == 1,
     )
-    await scene.proven(timedelta(seconds=1))
-    await gone(scene.kube, PODS, "unguarded", scene.namespace)
-    await scene.says("disruption budget")
-    train = await scene.kube.get(PODS, "train", scene.namespace)
+    await harness.proven(timedelta(seconds=1))
+    await gone(harness.kube, PODS, "unguarded", harness.namespace)
+    await harness.wait_for_log("disruption budget")
+    train = await harness.kube.get(PODS, "train", harness.namespace)
     assert "deletionTimestamp" not in train["metadata"]
-    await scene.kube.patch(BUDGETS, "train", {"spec": {"minAvailable": 0}}, scene.namespace)
-    await gone(scene.kube, PODS, "train", scene.namespace)
-    told = await scene.told("EvidenceLost", "Pod", 2)
-    assert all("stale evidence" in one["message"] for one in told)
+    await harness.kube.patch(BUDGETS, "train", {"spec": {"minAvailable": 0}}, harness.namespace)
+    await gone(harness.kube, PODS, "train", harness.namespace)
+    wait_for_events = await harness.wait_for_events("EvidenceLost", "Pod", 2)
+    assert all("stale evidence" in one["message"] for one in wait_for_events)

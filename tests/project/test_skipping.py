@@ -1,4 +1,4 @@
-"""`.ci/run` fails where `make e2e` skips tests for a missing requirement, unless that is allowed."""
+"""`.ci/run` fails where `make e2e` skips because of a missing requirement, unless configured otherwise."""
 
 import re
 import subprocess
@@ -6,19 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.lacking import lacks
+from tests.e2e.skipping import skip_or_fail
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("what", ["NODE", "HISTORY"])
-def test_missing_requirement_fails_if_required_else_skips(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_requirement_fails_if_required_and_skips_otherwise(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(f"E2E_{what}_REQUIRED", raising=False)
     with pytest.raises(pytest.skip.Exception, match="no apt"):
-        lacks(what, "no apt")
+        skip_or_fail(what, "no apt")
     monkeypatch.setenv(f"E2E_{what}_REQUIRED", "1")
     with pytest.raises(pytest.fail.Exception, match=f"no apt; E2E_ALLOW_NO_{what}=1 lets the run pass without"):
-        lacks(what, "no apt")
+        skip_or_fail(what, "no apt")
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ def test_missing_requirement_fails_if_required_else_skips(what: str, monkeypatch
     ],
     ids=["nothing", "no node", "no history"],
 )
-def test_ci_requires_everything_not_explicitly_allowed_to_be_missing(allowed: dict[str, str], required: str) -> None:
+def test_ci_requires_everything_that_is_not_explicitly_optional(allowed: dict[str, str], required: str) -> None:
     (lines,) = re.findall(r"^for what in .*?^done$", (ROOT / ".ci/run").read_text(), re.MULTILINE | re.DOTALL)
     say = 'echo "NODE=${E2E_NODE_REQUIRED:-} HISTORY=${E2E_HISTORY_REQUIRED:-}"'
     command = ["/usr/bin/env", "bash", "-euo", "pipefail", "-c", f"{lines}\n{say}"]

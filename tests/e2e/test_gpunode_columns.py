@@ -1,12 +1,12 @@
-"""On the real API server: `kubectl get gpunodes` tells free GPUs that a pod could be given from others."""
+"""On a real API server: `kubectl get gpunodes` distinguishes free GPUs that a pod can get from others."""
 
 from datetime import timedelta
 from pathlib import Path
 
 from scripts.controlplane.cluster import Cluster
-from tests.e2e.attacks.test_bound_while_down import scenery
-from tests.e2e.crew import site
+from tests.e2e.attacks.test_bound_while_down import running_harness
 from tests.e2e.kube import NAMESPACES, NODES, PODS, STATEFUL_SETS, Kube, pod, stateful_set, wait_until
+from tests.e2e.processes import site
 from tests.e2e.test_ledger import GPU_NODES
 from tests.e2e.test_maps import KEEPS, MAP
 
@@ -14,7 +14,7 @@ TABLE = {"Accept": "application/json;as=Table;v=v1;g=meta.k8s.io"}
 
 
 async def shown(kube: Kube, name: str) -> dict[str, object]:
-    """The row as kubectl prints it."""
+    """The row that kubectl prints."""
     answer = (await kube.http.get(GPU_NODES.path(None, name), headers=TABLE)).raise_for_status().json()
     columns = [one["name"] for one in answer["columnDefinitions"]]
     return dict(zip(columns, answer["rows"][0]["cells"], strict=True))
@@ -24,7 +24,7 @@ async def offered(kube: Kube, name: str, word: str) -> dict[str, object]:
     return await wait_until(lambda: shown(kube, name), lambda row: row["Offer"] == word)
 
 
-async def test_the_columns_tell_what_keeps_free_gpus_from_pods(cluster: Cluster, kube: Kube, tmp_path: Path) -> None:
+async def test_columns_show_why_free_gpus_are_not_available(cluster: Cluster, kube: Kube, tmp_path: Path) -> None:
     async with site(cluster, kube, tmp_path, nodes=1, gpus=2, name="offer", replicas=1) as here:
         await here.reconciler()
         await kube.create(PODS, pod("train", gpus=1), here.namespace)
@@ -39,7 +39,7 @@ async def test_the_columns_tell_what_keeps_free_gpus_from_pods(cluster: Cluster,
         await offered(kube, "offer-0", "not-ready")
         await kube.patch(NODES, "offer-0", {"metadata": {"annotations": {"kubelet.test/ready": "true"}}})
         await offered(kube, "offer-0", "available")
-        # One GPU is held; what a set without pods keeps is the other.
+        # One GPU is reserved; a StatefulSet without pods keeps the other.
         await kube.patch(NAMESPACES, here.namespace, KEEPS)
         held = (await here.held_on("offer-0")).keys()
         (free,) = here.gpus - {slot.partition("/")[0] for slot in held}
@@ -50,16 +50,14 @@ async def test_the_columns_tell_what_keeps_free_gpus_from_pods(cluster: Cluster,
         assert (row["GPUs"], row["Free"], row["Held"]) == (2, 1, 1)
 
 
-async def test_the_column_tells_a_node_without_evidence_from_one_whose_evidence_has_ended(
-    cluster: Cluster, kube: Kube, tmp_path: Path
-) -> None:
-    async with scenery(cluster, kube, tmp_path, "--require-evidence", "all") as scene:
-        first, second = scene.proven
-        for node in scene.proven:
+async def test_column_distinguishes_missing_from_expired_evidence(cluster: Cluster, kube: Kube, tmp_path: Path) -> None:
+    async with running_harness(cluster, kube, tmp_path, "--require-evidence", "all") as harness:
+        first, second = harness.proven
+        for node in harness.proven:
             await offered(kube, node, "available")
-        await scene.prove(first, timedelta(seconds=2))
+        await harness.prove(first, timedelta(seconds=2))
         await offered(kube, first, "stale")
-        await scene.prove(second, banned=True)
+        await harness.prove(second, banned=True)
         await offered(kube, second, "unproven")
-        await scene.prove(first)
+        await harness.prove(first)
         await offered(kube, first, "available")

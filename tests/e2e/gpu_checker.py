@@ -1,7 +1,5 @@
-"""Who has which GPU, judged from the pods alone: neither our ledger nor our word for anything is asked.
-
-The API server's watch tells of pods in the order in which they were written, so two holders at one moment are seen.
-"""
+"""Checks from the pods alone that each GPU has one holder. It reads neither gpuwarden's ledger nor its API. The watch
+of the API server reports pods in the order in which they were written, so two concurrent holders are seen."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -18,7 +16,7 @@ ENDED = ("Succeeded", "Failed")
 
 @frozen
 class Holder:
-    """A pod that lives, as the API server last showed it. A terminating one lives."""
+    """A live pod with GPUs, as the API server last reported it. A terminating pod is live."""
 
     uid: str
     name: str
@@ -28,35 +26,36 @@ class Holder:
     is_terminating: bool
 
 
-class PromiseBrokenError(AssertionError):
-    """What no second try of a test makes good."""
+class InvariantViolatedError(AssertionError):
+    """A violation that a rerun of the test does not excuse."""
 
 
-class Judge:
-    """All pods with GPUs, from a watch; what must never be is noted with the version at which it was."""
+class GpuChecker:
+    """Watches all pods with GPUs and records every violation with the resource version at which it was seen."""
 
     def __init__(self, kube: Kube) -> None:
         self._kube = kube
-        self.living: dict[str, Holder] = {}
-        self.of_gpu: dict[str, str] = {}
-        self.wrongs: list[str] = []
+        self.live_pods: dict[str, Holder] = {}
+        self.holder_by_gpu: dict[str, str] = {}
+        self.violations: list[str] = []
         self.seen: set[str] = set()
-        """The uid of every pod that has ever held a GPU."""
+        """The UID of every pod that has held a GPU."""
         self.ready = asyncio.Event()
         self.lists = 0
-        """Between a watch that ended and a list a pod may come and go unseen: with one list none has."""
+        """The number of lists. A pod can come and go unseen between a watch that ended and the next list; with one
+        list, none has."""
 
     @property
     def gpus(self) -> set[str]:
-        return set(self.of_gpu)
+        return set(self.holder_by_gpu)
 
-    def acquit(self) -> None:
-        if self.wrongs:
-            raise PromiseBrokenError("\n".join(self.wrongs[:5]))
+    def assert_no_violations(self) -> None:
+        if self.violations:
+            raise InvariantViolatedError("\n".join(self.violations[:5]))
 
     async def run(self) -> None:
-        """For ever; a watch that ends goes on where it was, so that no pod is missed. Where that is too long ago a list
-        is made, which is one moment too."""
+        """Runs until cancelled. A watch that ends is continued at its last version, so no pod is missed. If that
+        version has expired, a new list is a consistent snapshot too."""
         version: str | None = None
         while True:
             try:
@@ -67,7 +66,7 @@ class Judge:
                         version = None
                         break
                     version = event["object"]["metadata"]["resourceVersion"]
-                    self._tell(event)
+                    self._apply(event)
             except ApiError:
                 version = None
             except httpx.HTTPError:
@@ -77,55 +76,55 @@ class Judge:
     async def _list(self) -> str:
         whole = await self._kube.call("GET", PODS.path(None))
         self.lists += 1
-        self.living.clear()
-        self.of_gpu.clear()
+        self.live_pods.clear()
+        self.holder_by_gpu.clear()
         for raw in whole["items"]:
-            self._see(raw)
+            self._observe(raw)
         return str(whole["metadata"]["resourceVersion"])
 
-    def _tell(self, event: Raw) -> None:
+    def _apply(self, event: Raw) -> None:
         if event["type"] == "DELETED":
-            self._leave(event["object"]["metadata"]["uid"])
+            self._forget(event["object"]["metadata"]["uid"])
         else:
-            self._see(event["object"])
+            self._observe(event["object"])
 
-    def _see(self, raw: Raw) -> None:
+    def _observe(self, raw: Raw) -> None:
         holder = holder_of(raw)
         if not holder.gpus:
             return
         if holder.phase in ENDED:
-            self._leave(holder.uid)
+            self._forget(holder.uid)
             return
         self._check(raw, holder)
-        self.living[holder.uid] = holder
+        self.live_pods[holder.uid] = holder
         self.seen.add(holder.uid)
         for gpu in holder.gpus:
-            self.of_gpu[gpu] = holder.uid
+            self.holder_by_gpu[gpu] = holder.uid
 
     def _check(self, raw: Raw, holder: Holder) -> None:
         meta, spec = raw["metadata"], raw["spec"]
         version = f"{holder.namespace}/{holder.name} at {meta['resourceVersion']}"
         for gpu in holder.gpus:
-            other = self.of_gpu.get(gpu, holder.uid)
+            other = self.holder_by_gpu.get(gpu, holder.uid)
             if other != holder.uid:
-                self.wrongs.append(f"{version}: {gpu} is also of {self.living[other].name}")
+                self.violations.append(f"{version}: {gpu} is also of {self.live_pods[other].name}")
         shown = shown_gpus(spec, meta["annotations"].get("gpuwarden.io/gpu-uuid", ""))
         if shown != {",".join(holder.gpus)}:
-            self.wrongs.append(f"{version}: its containers see {shown}, its annotation says {holder.gpus}")
+            self.violations.append(f"{version}: its containers see {shown}, its annotation says {holder.gpus}")
         on, reserved = spec.get("nodeName"), meta["annotations"].get("gpuwarden.io/node")
         if on and on != reserved:
-            self.wrongs.append(f"{version}: on {on}, reserved on {reserved}")
+            self.violations.append(f"{version}: on {on}, reserved on {reserved}")
         if len(set(holder.gpus)) != len(holder.gpus):
-            self.wrongs.append(f"{version}: {holder.gpus}")
-        before = self.living.get(holder.uid)
+            self.violations.append(f"{version}: {holder.gpus}")
+        before = self.live_pods.get(holder.uid)
         if before is not None and before.gpus != holder.gpus:
-            self.wrongs.append(f"{version}: had {before.gpus}, has {holder.gpus}")
+            self.violations.append(f"{version}: had {before.gpus}, has {holder.gpus}")
 
-    def _leave(self, uid: str) -> None:
-        holder = self.living.pop(uid, None)
+    def _forget(self, uid: str) -> None:
+        holder = self.live_pods.pop(uid, None)
         for gpu in holder.gpus if holder is not None else ():
-            if self.of_gpu.get(gpu) == uid:
-                del self.of_gpu[gpu]
+            if self.holder_by_gpu.get(gpu) == uid:
+                del self.holder_by_gpu[gpu]
 
 
 def holder_of(raw: Raw) -> Holder:
@@ -142,8 +141,8 @@ def holder_of(raw: Raw) -> Holder:
 
 
 def shown_gpus(spec: dict[str, Any], annotated: str) -> set[str]:
-    """What a container runtime would go by; what is read from the pod's annotation says the same. A container that
-    is not the GPUs' is shown nothing."""
+    """The values that a container runtime uses; a value that refers to the annotation counts as the annotation.
+    Containers without GPUs are left out."""
     return {
         env.get("value", "") if "valueFrom" not in env else annotated
         for container in spec["containers"]
@@ -153,12 +152,12 @@ def shown_gpus(spec: dict[str, Any], annotated: str) -> set[str]:
 
 
 @asynccontextmanager
-async def judging(kube: Kube) -> AsyncIterator[Judge]:
-    judge = Judge(kube)
-    task = asyncio.create_task(judge.run())
+async def checking_gpus(kube: Kube) -> AsyncIterator[GpuChecker]:
+    checker = GpuChecker(kube)
+    task = asyncio.create_task(checker.run())
     try:
-        await judge.ready.wait()
-        yield judge
+        await checker.ready.wait()
+        yield checker
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)

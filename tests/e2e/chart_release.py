@@ -1,5 +1,5 @@
-"""An installed chart without kubelets: its Pods are simulated, and their processes run here, by the command lines,
-files, accounts and permissions that were rendered."""
+"""An installed chart without kubelets: its Pods are simulated. Their processes run here with the rendered command
+lines, files, accounts and permissions."""
 
 import asyncio
 import base64
@@ -26,8 +26,8 @@ SECRETS = Resource("api/v1", "secrets")
 START_TIMEOUT = 60.0
 HELM_TIMEOUT = 180.0
 MOUNTED_AT = "/etc/gpuwarden"
-# Without a cluster network no Service leads anywhere; this one takes the same way to loopback.
-LEADING_HERE = f"""#!{sys.executable}
+# Without a cluster network no Service works; this post-renderer leads it to loopback.
+POST_RENDERER = f"""#!{sys.executable}
 import sys, yaml
 documents = [*filter(None, yaml.load_all(sys.stdin, yaml.CSafeLoader))]
 for one in documents:
@@ -45,14 +45,14 @@ def free_port() -> int:
 
 @frozen(eq=False)
 class Process:
-    """What a Pod's container would be."""
+    """The process of a Pod's container."""
 
     process: asyncio.subprocess.Process
     log: Path
     urls: dict[str, str] = field(factory=dict)
 
     async def is_ready(self) -> None:
-        """Once it has said so, and where it listens."""
+        """Waits until the process reports that it is ready, and reads its addresses."""
         assert self.process.stdout is not None
         try:
             async with asyncio.timeout(START_TIMEOUT):
@@ -63,12 +63,12 @@ class Process:
         self.urls.update((name, url) for name, _, url in (part.partition("=") for part in line.decode().split()[1:]))
 
     def cpu_seconds(self) -> float:
-        """What it has used of a core so far."""
+        """CPU time used so far."""
         words = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
 
     def memory_mib(self) -> float:
-        """What it has resident."""
+        """Resident memory."""
         text = Path(f"/proc/{self.process.pid}/status").read_text()
         return int(text.partition("VmRSS:")[2].split()[0]) / 1024
 
@@ -93,11 +93,11 @@ class Release:
     name: str = "gpuwarden"
     namespace: str = "gpuwarden"
     port: int = field(factory=free_port)
-    plain_port: int = field(factory=free_port)
+    http_port: int = field(factory=free_port)
     running: dict[str, Process] = field(factory=dict)
 
     def helm(self, *words: str, values: Mapping[str, Any] | None = None) -> subprocess.CompletedProcess[str]:
-        """Run as the cluster's administrator; helm's own files stay in the test's directory."""
+        """Runs helm as the cluster's administrator, with helm's own files in the test's directory."""
         home = self.directory / "helm"
         places = {f"HELM_{what}_HOME": str(home / what.lower()) for what in ("CACHE", "CONFIG", "DATA")}
         given = [] if values is None else ["-f", "-"]
@@ -113,13 +113,13 @@ class Release:
         )
 
     async def install(self, values: Mapping[str, Any], chart: Path = CHART, command: str = "install") -> str:
-        """`helm install`, and a Service that leads the API server to this machine. What helm said."""
+        """Runs `helm install` with a Service that leads to this machine. Returns helm's output."""
         said = {"service.port": self.port, **values}
-        lead = self.directory / "leading-here"
-        lead.write_text(LEADING_HERE)
-        lead.chmod(0o700)
+        post_renderer = self.directory / "leading-here"
+        post_renderer.write_text(POST_RENDERER)
+        post_renderer.chmod(0o700)
         words = [command, self.name, str(chart), *(["--create-namespace"] if command == "install" else [])]
-        done = await asyncio.to_thread(self.helm, *words, "--post-renderer", str(lead), values=said)
+        done = await asyncio.to_thread(self.helm, *words, "--post-renderer", str(post_renderer), values=said)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
@@ -127,39 +127,41 @@ class Release:
         return await self.install(values, chart, command="upgrade")
 
     async def start(self, component: str) -> Process:
-        """The process of a Deployment's Pod, once it has said that it is ready."""
+        """Starts the process of a Deployment's Pod and waits until it is ready."""
         name = self.name if component == "serve" else f"{self.name}-{component}"
         spec = (await self.kube.get(DEPLOYMENTS, name, self.namespace))["spec"]["template"]["spec"]
-        started = await self.launched(spec, f"{component}-{len(self.running)}", {"--port": self.port})
+        started = await self.launch(spec, f"{component}-{len(self.running)}", {"--port": self.port})
         self.running[f"{component}-{len(self.running)}"] = started
-        if component != "export":  # its stdout is for records
+        if component != "export":  # its stdout carries records
             await started.is_ready()
         return started
 
-    async def launched(self, spec: Raw, name: str, ports: Mapping[str, int]) -> Process:
-        """What a kubelet starts for a Pod of that name, at `ports` by flag and else at any that is free."""
-        place = self.directory / name
-        place.mkdir()
-        await self._mount(spec, place)
+    async def launch(self, spec: Raw, name: str, ports: Mapping[str, int]) -> Process:
+        """Starts the process that a kubelet would start for a Pod, on the given ports and otherwise on free ones."""
+        directory = self.directory / name
+        directory.mkdir()
+        await self._mount(spec, directory)
         (container,) = spec["containers"]
         take = self._kubeconfig if container["name"] == "export" else self._account
-        account = await asyncio.to_thread(take, spec["serviceAccountName"], place)
-        args = [word for each in container["args"] for word in self._here(each, place, account, ports)]
-        fields = {"metadata.name": place.name, "metadata.namespace": self.namespace}
+        account = await asyncio.to_thread(take, spec["serviceAccountName"], directory)
+        args = [
+            word for each in container["args"] for word in self._argument_outside_pod(each, directory, account, ports)
+        ]
+        fields = {"metadata.name": directory.name, "metadata.namespace": self.namespace}
         environment = {"PATH": "/usr/bin:/bin"} | {
             one["name"]: one.get("value") or fields[one["valueFrom"]["fieldRef"]["fieldPath"]]
             for one in container.get("env", ())
         }
-        log = place / "log"
+        log = directory / "log"
         with log.open("wb") as stderr:
             process = await asyncio.create_subprocess_exec(
-                GPUWARDEN, *args, cwd=place, env=environment, stdout=asyncio.subprocess.PIPE, stderr=stderr
+                GPUWARDEN, *args, cwd=directory, env=environment, stdout=asyncio.subprocess.PIPE, stderr=stderr
             )
         return Process(process, log)
 
-    def _account(self, name: str, place: Path) -> list[str]:
-        """What `--in-cluster` finds in a Pod."""
-        token = place / "token"
+    def _account(self, name: str, directory: Path) -> list[str]:
+        """The flags that replace `--in-cluster` outside of a Pod."""
+        token = directory / "token"
         token.write_text(self.cluster.service_account_token(self.namespace, name))
         return [
             f"--kubernetes-url={self.cluster.url}",
@@ -170,8 +172,11 @@ class Release:
     def _kubeconfig(self, name: str, _place: Path) -> list[str]:
         return [f"--kubeconfig={self.cluster.service_account_kubeconfig(self.namespace, name)}"]
 
-    def _here(self, word: str, place: Path, account: Sequence[str], ports: Mapping[str, int]) -> list[str]:
-        """An argument as it is outside of a Pod: all on loopback, ports that are free, files where we put them."""
+    def _argument_outside_pod(
+        self, word: str, directory: Path, account: Sequence[str], ports: Mapping[str, int]
+    ) -> list[str]:
+        """Translates an argument for a process outside of a Pod: loopback, free ports, files in the test's
+        directory."""
         match flag := word.partition("=")[0]:
             case "--in-cluster":
                 return list(account)
@@ -180,13 +185,13 @@ class Release:
             case "--port" | "--ui-port" | "--extender-port" | "--server-port":
                 return [f"{flag}={ports.get(flag, 0)}"]
             case "--config" if "export" in word:
-                # It looks for the Pod's account unasked.
-                return [word.replace(MOUNTED_AT, str(place)), *account]
+                # The exporter uses the Pod's account by default.
+                return [word.replace(MOUNTED_AT, str(directory)), *account]
             case _:
-                return [word.replace(MOUNTED_AT, str(place))]
+                return [word.replace(MOUNTED_AT, str(directory))]
 
-    async def _mount(self, spec: Raw, place: Path) -> None:
-        """Volumes as files. A Pod waits for a Secret that is not there yet."""
+    async def _mount(self, spec: Raw, directory: Path) -> None:
+        """Writes volumes as files. Like a Pod, it waits for a Secret that does not exist yet."""
         mounts = {each["name"]: each["mountPath"] for each in spec["containers"][0]["volumeMounts"]}
         for volume in spec["volumes"]:
             if "configMap" in volume:
@@ -196,14 +201,18 @@ class Release:
                 content = await self._secret(volume["secret"])
             else:
                 continue
-            target = place / Path(mounts[volume["name"]]).relative_to(MOUNTED_AT)
+            target = directory / Path(mounts[volume["name"]]).relative_to(MOUNTED_AT)
             target.mkdir(parents=True)
             for key, data in content.items():
-                (target / key).write_bytes(self._outside(data, place))
+                (target / key).write_bytes(self._file_outside_pod(data, directory))
 
-    def _outside(self, data: bytes, place: Path) -> bytes:
-        """A file as it is outside of a Pod."""
-        moved = {MOUNTED_AT: str(place), "/var/lib/gpuwarden": str(place / "var"), ": :8000": f": :{self.plain_port}"}
+    def _file_outside_pod(self, data: bytes, directory: Path) -> bytes:
+        """Translates paths and ports in a file."""
+        moved = {
+            MOUNTED_AT: str(directory),
+            "/var/lib/gpuwarden": str(directory / "var"),
+            ": :8000": f": :{self.http_port}",
+        }
         for inside, outside in moved.items():
             data = data.replace(inside.encode(), outside.encode())
         return data
@@ -221,6 +230,6 @@ class Release:
         return await wait_until(content, lambda seen: bool(seen) and set(items.values()) <= seen.keys(), START_TIMEOUT)
 
     async def end(self) -> None:
-        """All processes."""
+        """Kills all processes."""
         for one in self.running.values():
             await one.kill()

@@ -1,4 +1,4 @@
-"""Who tries what against the policies, and the API server with all of them. No server of ours runs there."""
+"""Users and accounts that act against the policies, on an API server with all policies and no gpuwarden server."""
 
 from collections.abc import AsyncIterator, Awaitable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -56,8 +56,8 @@ OUTPUTS = (
 
 GATE = "gpuwarden.io/evidence"
 
-# All that the tests do, and much that an administrator of a part of the cluster may do; `manage` is not in it.
-MUCH = [
+# Everything that the tests do, and much that a cluster administrator may do, but not `manage`.
+BROAD_RULES = [
     {"apiGroups": [""], "resources": ["pods", "pods/status", "pods/finalizers"], "verbs": ["*"]},
     {"apiGroups": [""], "resources": ["pods/ephemeralcontainers", "nodes", "nodes/status"], "verbs": ["*"]},
     {"apiGroups": [""], "resources": ["persistentvolumeclaims", "persistentvolumeclaims/status"], "verbs": ["*"]},
@@ -80,13 +80,13 @@ MANAGE = {"apiGroups": ["gpuwarden.io"], "resources": ["reservations"], "verbs":
 
 POLICIES = [*policies(Installation()), *while_down(Installation())]
 
-# As the webhook, which is not here, leaves a container of a pod that asks for something.
+# A container without GPUs, as the webhook would leave it.
 BLINDED: Raw = {
     "name": "main",
     "image": "example.test/main:1",
     "env": [{"name": "NVIDIA_VISIBLE_DEVICES", "value": "void"}],
 }
-OWN = ("gpuwarden-reconcile", "gpuwarden-bind", "gpuwarden-export")
+OWN_ACCOUNTS = ("gpuwarden-reconcile", "gpuwarden-bind", "gpuwarden-export")
 GPU_NODE: Raw = {
     "apiVersion": "gpuwarden.io/v1alpha1",
     "kind": "GPUNode",
@@ -103,40 +103,40 @@ def resource_of(manifest: Manifest) -> Resource:
 
 
 @frozen
-class People:
-    """Who tries what."""
+class ClusterUsers:
+    """The clients of all users."""
 
     admin: Kube
-    user: Kube  # may write pods, GPUNodes and webhook configurations, and holds no `manage`
+    user: Kube  # may write pods, GPUNodes and webhook configurations, without `manage`
     warden: Kube  # a service account with `manage` as well
     boss: Kube  # bound to cluster-admin
-    # Accounts of ours that were given more than they use.
+    # gpuwarden's own accounts, with more rights than they use.
     reconciler: Kube
     binder: Kube
     exporter: Kube
 
 
 @asynccontextmanager
-async def installed_policies(cluster: Cluster) -> AsyncIterator[People]:
-    """Everybody is there, and every policy acts."""
+async def installed_policies(cluster: Cluster) -> AsyncIterator[ClusterUsers]:
+    """Creates all users and policies, and waits until every policy acts."""
     async with AsyncExitStack() as stack:
         admin = await stack.enter_async_context(Kube(cluster.kubeconfig))
-        await grant(admin, stack, "much", MUCH, {"kind": "User", "name": "pat"})
+        await grant(admin, stack, "much", BROAD_RULES, {"kind": "User", "name": "pat"})
         account = {"kind": "ServiceAccount", "namespace": "default", "name": "warden"}
-        await grant(admin, stack, "warden", [*MUCH, MANAGE], account)
+        await grant(admin, stack, "warden", [*BROAD_RULES, MANAGE], account)
         await bind(admin, stack, "boss", "cluster-admin", {"kind": "User", "name": "boss"})
         user = await stack.enter_async_context(Kube(cluster.as_user("pat")))
         warden = await stack.enter_async_context(Kube(cluster.service_account_kubeconfig("default", "warden")))
         boss = await stack.enter_async_context(Kube(cluster.as_user("boss")))
-        own = [await own_account(cluster, admin, stack, name) for name in OWN]
-        found = People(admin, user, warden, boss, *own)
+        own = [await own_account(cluster, admin, stack, name) for name in OWN_ACCOUNTS]
+        found = ClusterUsers(admin, user, warden, boss, *own)
         await install(found, stack)
         yield found
         await forged_pods_gone(admin)
 
 
 async def forged_pods_gone(admin: Kube) -> None:
-    """The judge of a later test would take their annotations for ours."""
+    """A GPU checker of a later test would count their annotations."""
     for one in await admin.list(PODS):
         if any(key.startswith("gpuwarden.io/") for key in one["metadata"].get("annotations", {})):
             with suppress(ApiError):
@@ -145,7 +145,7 @@ async def forged_pods_gone(admin: Kube) -> None:
 
 async def own_account(cluster: Cluster, admin: Kube, stack: AsyncExitStack, name: str) -> Kube:
     user = f"system:serviceaccount:gpuwarden:{name}"
-    await grant(admin, stack, f"much-{name}", [*MUCH, MANAGE], {"kind": "User", "name": user})
+    await grant(admin, stack, f"much-{name}", [*BROAD_RULES, MANAGE], {"kind": "User", "name": user})
     return await stack.enter_async_context(Kube(cluster.as_user(user)))
 
 
@@ -162,21 +162,21 @@ async def bind(admin: Kube, stack: AsyncExitStack, name: str, role: str, subject
     stack.push_async_callback(admin.delete, CLUSTER_ROLE_BINDINGS, name)
 
 
-async def install(people: People, stack: AsyncExitStack) -> None:
-    admin = people.admin
+async def install(users: ClusterUsers, stack: AsyncExitStack) -> None:
+    admin = users.admin
     for manifest in crds():
         if await admin.find(CRDS, manifest["metadata"]["name"]) is None:
             await admin.create(CRDS, manifest)
     await wait_until(lambda: served(admin))
-    # Without it no scheduler binds a pod where it has opted in.
-    with suppress(ApiError):  # of a `serve` in another test
+    # Without this object no scheduler binds a pod in an opted-in namespace.
+    with suppress(ApiError):  # left by a `serve` of another test
         await admin.delete(BINDING_ENDS, "gpuwarden")
     await admin.create(BINDING_ENDS, ENDS)
     stack.push_async_callback(admin.delete, BINDING_ENDS, "gpuwarden")
     for manifest in POLICIES:
         await admin.create(resource_of(manifest), manifest)
         stack.push_async_callback(admin.delete, resource_of(manifest), manifest["metadata"]["name"])
-    # Webhooks that call nobody: they are for pods of a namespace that does not exist.
+    # Webhooks that are never called: their namespace does not exist.
     for manifest in webhooks(Installation(opt_in="example.test/nowhere")):
         of = MUTATING if manifest["kind"].startswith("Mutating") else VALIDATING
         await admin.create(of, {**manifest, "webhooks": manifest["webhooks"][:1]})
@@ -186,7 +186,7 @@ async def install(people: People, stack: AsyncExitStack) -> None:
     await admin.create(NODE_EVIDENCES, new_node_evidence("node-p"))
     stack.push_async_callback(admin.delete, NODE_EVIDENCES, "node-p")
     async with new_namespace(admin, CANONICAL) as name:
-        await wait_until(lambda: all_act(people, name))
+        await wait_until(lambda: all_policies_act(users, name))
 
 
 async def served(admin: Kube) -> bool:
@@ -197,28 +197,28 @@ async def served(admin: Kube) -> bool:
     return True
 
 
-async def all_act(people: People, namespace: str) -> bool:
-    """A policy acts about a second after it is written, each by itself."""
+async def all_policies_act(users: ClusterUsers, namespace: str) -> bool:
+    """Each policy starts to act about a second after it is written."""
     dressed = pod("dressed", annotations=dict.fromkeys(OUTPUTS[1:], "forged"))
     try:
-        made = await people.user.create(PODS, dressed, namespace, dryRun="All")
-    except ApiError:  # what refuses a container that is not blinded acts before what blinds it
+        made = await users.user.create(PODS, dressed, namespace, dryRun="All")
+    except ApiError:  # the policy that refuses unblinded containers can act before the one that blinds
         return False
     if made["metadata"].get("annotations"):
         return False
-    if await people.user.find(PODS, "probe", namespace) is None:
-        await people.user.create(PODS, pod("probe"), namespace)
+    if await users.user.find(PODS, "probe", namespace) is None:
+        await users.user.create(PODS, pod("probe"), namespace)
     return all(
         [
-            await is_refused(people.user, PODS.path(namespace, "probe"), forged("gpuwarden.io/node")),
-            await is_refused(people.user, GPU_NODES.path(None, "node-p", "status"), FORGED_STATUS),
-            await is_refused(people.user, NODE_EVIDENCES.path(None, "node-p", "status"), FORGED_PROOF),
-            await is_refused(people.user, MUTATING.path(None, "gpuwarden"), failing_open(0)),
-            await is_denied(people.user.create(BINDING_ENDS, ENDS, dryRun="All")),
-            await is_denied(people.user.create(TRUST_BUNDLES, TRUST_BUNDLE, dryRun="All")),
-            await is_denied(people.user.call("DELETE", GPU_NODES.path(None, "node-p"), query={"dryRun": "All"})),
-            await is_refused(people.reconciler, PODS.path(namespace, "probe"), forged("example.test/note")),
-            await is_refused(people.exporter, NODES.path(None, "node-0"), forged("example.test/note")),
+            await is_refused(users.user, PODS.path(namespace, "probe"), forged("gpuwarden.io/node")),
+            await is_refused(users.user, GPU_NODES.path(None, "node-p", "status"), FORGED_STATUS),
+            await is_refused(users.user, NODE_EVIDENCES.path(None, "node-p", "status"), FORGED_PROOF),
+            await is_refused(users.user, MUTATING.path(None, "gpuwarden"), failing_open(0)),
+            await is_denied(users.user.create(BINDING_ENDS, ENDS, dryRun="All")),
+            await is_denied(users.user.create(TRUST_BUNDLES, TRUST_BUNDLE, dryRun="All")),
+            await is_denied(users.user.call("DELETE", GPU_NODES.path(None, "node-p"), query={"dryRun": "All"})),
+            await is_refused(users.reconciler, PODS.path(namespace, "probe"), forged("example.test/note")),
+            await is_refused(users.exporter, NODES.path(None, "node-0"), forged("example.test/note")),
         ]
     )
 
@@ -247,11 +247,12 @@ def failing_open(hook: int) -> Changes:
     return [{"op": "replace", "path": f"/webhooks/{hook}/failurePolicy", "value": "Ignore"}]
 
 
-async def promised(people: People, namespace: str, **spec: Any) -> Raw:
-    """A pod as we would have dressed it. Who has the permission writes after its creation what may not be forged."""
-    made = await people.admin.create(PODS, pod("a", **spec), namespace)
+async def reserved_pod(users: ClusterUsers, namespace: str, **spec: Any) -> Raw:
+    """A pod as gpuwarden would have dressed it. An account with `manage` writes the protected annotations after its
+    creation."""
+    made = await users.admin.create(PODS, pod("a", **spec), namespace)
     notes = {key: f"value of {key}" for key in OUTPUTS}
-    await people.warden.patch(PODS, "a", {"metadata": {"annotations": notes}}, namespace)
+    await users.warden.patch(PODS, "a", {"metadata": {"annotations": notes}}, namespace)
     return made
 
 
@@ -263,6 +264,6 @@ async def refused(what: Awaitable[Raw], *words: str) -> None:
         assert word in caught.value.message
 
 
-async def annotations(people: People, namespace: str, name: str = "a") -> Mapping[str, str]:
-    found: dict[str, str] = (await people.admin.get(PODS, name, namespace))["metadata"].get("annotations", {})
+async def annotations(users: ClusterUsers, namespace: str, name: str = "a") -> Mapping[str, str]:
+    found: dict[str, str] = (await users.admin.get(PODS, name, namespace))["metadata"].get("annotations", {})
     return found

@@ -1,7 +1,5 @@
-"""Which failures a second try may make good: those that a machine with too much to do causes by itself.
-
-The flags that say so are in the Makefile. They look at the error that ended the test, and at its cause.
-"""
+"""Decides which failures are retried: only those that an overloaded machine causes by itself. The pytest flags for it
+are in the Makefile. They match the error that ended the test, and its cause."""
 
 from collections.abc import Iterator
 
@@ -12,7 +10,7 @@ from tests.e2e.kube import NotInTimeError
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> None:
-    """An assertion fails, and then what cleans up runs out of time: the assertion becomes the cause of the failure."""
+    """If an assertion fails and cleaning up then runs out of time, the assertion becomes the cause of the failure."""
     error = call.excinfo.value if call.excinfo is not None else None
     if error is None or error.__cause__ is not None:
         return

@@ -1,4 +1,4 @@
-"""Webhook configurations that bring a server of the test's own before the API server."""
+"""Webhook configurations that lead the API server to a test's own server."""
 
 import base64
 import json
@@ -17,16 +17,16 @@ POD_RULES = {"apiGroups": [""], "apiVersions": ["v1"], "scope": "Namespaced"}
 
 
 def at_url(base: str) -> Raw:
-    """On a loopback address the API server speaks HTTP/2."""
+    """By URL. The API server uses HTTP/2 on a loopback address."""
     return {"url": base}
 
 
 def at_service(namespace: str, name: str, port: int) -> Raw:
-    """The way of a cluster, and HTTP/1.1."""
+    """By Service, as in a cluster. The API server uses HTTP/1.1."""
     return {"service": {"namespace": namespace, "name": name, "port": port}}
 
 
-def behind(client: Raw, path: str, ca: Path) -> Raw:
+def client_config(client: Raw, path: str, ca: Path) -> Raw:
     bundle = base64.b64encode(ca.read_bytes()).decode()
     if "url" in client:
         return {"url": client["url"] + path, "caBundle": bundle}
@@ -36,7 +36,7 @@ def behind(client: Raw, path: str, ca: Path) -> Raw:
 def hook(name: str, client: Raw, path: str, ca: Path, selector: Raw, rules: list[Raw]) -> Raw:
     return {
         "name": name,
-        "clientConfig": behind(client, path, ca),
+        "clientConfig": client_config(client, path, ca),
         "rules": [{**POD_RULES, **rule} for rule in rules],
         "namespaceSelector": {"matchLabels": selector},
         "admissionReviewVersions": ["v1"],
@@ -55,7 +55,7 @@ VALIDATED: list[Raw] = [
 
 @asynccontextmanager
 async def reviewed(kube: Kube, namespace: str, client: Raw, ca: Path) -> AsyncIterator[None]:
-    """The pods of one namespace are reviewed by that server, from the first line of the block to its last."""
+    """Registers the server for the pods of one namespace while the block runs."""
     selector = {**ENABLED, "kubernetes.io/metadata.name": namespace}
     meta = {"name": f"gpuwarden-{namespace}"}
     mutate = hook("mutate.gpuwarden.io", client, "/mutate", ca, selector, MUTATED)
@@ -72,8 +72,8 @@ async def reviewed(kube: Kube, namespace: str, client: Raw, ca: Path) -> AsyncIt
 
 @asynccontextmanager
 async def reviewer(directory: Path, answer: Callable[[Raw], Awaitable[Raw]]) -> AsyncIterator[tuple[Raw, Path]]:
-    """A webhook of the test's own at `/review`: how the API server reaches it, and its CA. `answer` gets the request of
-    a review and says what is beside its uid."""
+    """Runs a webhook at `/review`; yields its client configuration and its CA. `answer` gets the request of a review
+    and returns the members of the response, except the UID."""
     ca = trustme.CA()
     trust = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     ca.issue_cert("127.0.0.1").configure_cert(trust)
@@ -96,8 +96,8 @@ async def reviewer(directory: Path, answer: Callable[[Raw], Awaitable[Raw]]) -> 
 
 
 async def is_reviewed(kube: Kube, namespace: str) -> bool:
-    """Both hooks act: the mutating one refuses what cannot be had, and the validating one a forged annotation in a pod
-    that the mutating one lets pass. A new configuration takes effect some milliseconds after it is written."""
+    """Whether both webhooks act: the mutating one denies an impossible request, and the validating one a forged
+    annotation that the mutating one allows. A new configuration takes effect some milliseconds after it is written."""
     refused = [
         pod("probe", annotations={"gpuwarden.io/gpu-count": "nobody-reads-this"}),
         pod("probe", annotations={"cdi.k8s.io/probe": "nvidia.com/gpu=all"}),
@@ -113,7 +113,7 @@ async def is_reviewed(kube: Kube, namespace: str) -> bool:
     return True
 
 
-def sees_all(one: Raw) -> list[Raw]:
+def show_all_gpus(one: Raw) -> list[Raw]:
     env = one["spec"]["containers"][0]["env"]
     number = next(k for k, entry in enumerate(env) if entry["name"] == "NVIDIA_VISIBLE_DEVICES")
     return [{"op": "replace", "path": f"/spec/containers/0/env/{number}/value", "value": "all"}]
@@ -123,7 +123,8 @@ def sees_all(one: Raw) -> list[Raw]:
 async def another_webhook(
     kube: Kube, namespace: str, directory: Path, change: Callable[[Raw], list[Raw]], policy: str
 ) -> AsyncIterator[list[str]]:
-    """The uids of the reviews that it was asked for; under `IfNeeded` it has the last word at the mutating door."""
+    """Runs a mutating webhook that is called last; yields the UIDs of its reviews. Under `IfNeeded` it is called again
+    if another webhook changes the pod."""
     asked: list[str] = []
 
     async def answer(review: Raw) -> Raw:
@@ -132,20 +133,20 @@ async def another_webhook(
         return {"patchType": "JSONPatch", "patch": patch}
 
     selector = {"kubernetes.io/metadata.name": namespace}
-    name = f"zz-{namespace}"  # they are called in the order of their configurations' names
+    name = f"zz-{namespace}"  # the API server calls them in the order of their configurations' names
     async with reviewer(directory, answer) as (client, ca):
         one = hook("change.example.test", client, "/review", ca, selector, MUTATED)
         await kube.create(MUTATING, {"metadata": {"name": name}, "webhooks": [{**one, "reinvocationPolicy": policy}]})
         try:
-            await wait_until(lambda: is_asked(kube, namespace, asked))
+            await wait_until(lambda: is_called(kube, namespace, asked))
             asked.clear()
             yield asked
         finally:
             await kube.delete(MUTATING, name)
 
 
-async def is_asked(kube: Kube, namespace: str, asked: list[str]) -> bool:
-    """About a pod that asks for nothing too: one with a claim may be refused before."""
+async def is_called(kube: Kube, namespace: str, asked: list[str]) -> bool:
+    """Also tries a pod without a claim, because a pod with a claim may be denied earlier."""
     for gpus in (1, 0):
         with suppress(ApiError):
             await kube.create(PODS, pod("probe", gpus=gpus), namespace, dryRun="All")

@@ -1,4 +1,4 @@
-"""An installation to be treated badly: replicas behind one Service, reconcilers, nodes with GPUs of its own."""
+"""Runs gpuwarden as processes: replicas behind one Service, reconcilers, and nodes with GPUs of their own."""
 
 import asyncio
 import itertools
@@ -15,9 +15,9 @@ from attrs import define, field, frozen
 
 from scripts.controlplane.cluster import ROOT, Cluster
 from scripts.controlplane.cluster import gpu_node as node_object
+from tests.e2e.cluster_users import resource_of
 from tests.e2e.conftest import new_namespace
-from tests.e2e.hooks import is_reviewed
-from tests.e2e.judge import Judge, judging
+from tests.e2e.gpu_checker import GpuChecker, checking_gpus
 from tests.e2e.kube import (
     MUTATING,
     NODES,
@@ -31,8 +31,8 @@ from tests.e2e.kube import (
     pod,
     wait_until,
 )
-from tests.e2e.people import resource_of
 from tests.e2e.test_ledger import GPU_NODES, installed
+from tests.e2e.webhook_configurations import is_reviewed
 from tests.ledger.fake_store import gpu_node as gpu_node_object
 from tests.running import GPUWARDEN, WITHOUT_EVIDENCE, taken_by
 from webhook.kube.install.policies import Installation, policies, webhooks, while_down
@@ -53,7 +53,7 @@ OPT_IN = {"gpuwarden.io/enabled": "true"}
 
 @frozen(eq=False)
 class Worker:
-    """A process of ours, and its log."""
+    """A gpuwarden process, its log and its listeners."""
 
     process: asyncio.subprocess.Process
     log: Path
@@ -68,8 +68,8 @@ class Worker:
             self.process.kill()
         await self.process.wait()
 
-    async def says(self, words: str) -> None:
-        """Wait for these words in its log."""
+    async def wait_for_log(self, words: str) -> None:
+        """Waits until the log contains `words`."""
 
         async def last_words() -> str:
             text = self.log.read_text()
@@ -85,11 +85,11 @@ class Worker:
         return sum(map(float, found))
 
 
-Way = tuple["Worker", asyncio.StreamReader, asyncio.StreamWriter]
+Connection = tuple["Worker", asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class Balancer:
-    """As a Service: each connection goes to the next server that takes it."""
+    """Distributes connections over the servers as a Service does; a server that refuses is skipped."""
 
     def __init__(self) -> None:
         self.servers: list[Worker] = []
@@ -105,12 +105,12 @@ class Balancer:
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._server.close()
-        await ended(list(self._tasks))
+        await cancel_and_wait(list(self._tasks))
 
     async def only(self, *servers: Worker) -> None:
-        """From now on these; connections to others end, as when a Service loses an endpoint that died."""
+        """Replaces the servers. Connections to other servers are closed, as when a Service loses an endpoint."""
         self.servers = list(servers)
-        await ended([task for task, server in self._tasks.items() if server not in servers])
+        await cancel_and_wait([task for task, server in self._tasks.items() if server not in servers])
 
     async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
@@ -118,39 +118,39 @@ class Balancer:
         self._tasks[task] = None
         task.add_done_callback(self._tasks.pop)
         try:
-            way = await self._connected()
-            if way is not None:
-                self._tasks[task], answers, questions = way
+            connection = await self._connected()
+            if connection is not None:
+                self._tasks[task], answers, questions = connection
                 with suppress(asyncio.CancelledError):
-                    await asyncio.gather(pumped(reader, questions), pumped(answers, writer))
+                    await asyncio.gather(copy_stream(reader, questions), copy_stream(answers, writer))
                 questions.close()
         finally:
             writer.close()
 
-    async def _connected(self) -> Way | None:
+    async def _connected(self) -> Connection | None:
         first = next(self._turn)
         for offset in range(len(self.servers)):
-            way = await way_to(self.servers[(first + offset) % len(self.servers)])
-            if way is not None:
-                return way
+            connection = await connect_to(self.servers[(first + offset) % len(self.servers)])
+            if connection is not None:
+                return connection
         return None
 
 
-async def way_to(server: Worker) -> Way | None:
+async def connect_to(server: Worker) -> Connection | None:
     with suppress(OSError):
         return server, *await asyncio.open_connection("127.0.0.1", server.port)
     return None
 
 
-async def ended(tasks: Sequence[asyncio.Task[None]]) -> None:
-    """Cancelled, and over."""
+async def cancel_and_wait(tasks: Sequence[asyncio.Task[None]]) -> None:
+    """Cancels the tasks and waits for their end."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def pumped(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """All bytes, until one side has no more; the other side then hears so."""
+async def copy_stream(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Copies until the reader ends, then closes the writer."""
     with suppress(OSError):
         while data := await reader.read(1 << 16):
             writer.write(data)
@@ -161,10 +161,10 @@ async def pumped(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
 
 @define(eq=False)
 class Site:
-    """Where a test takes place."""
+    """The installation under test: its processes, its namespace, its nodes and their GPUs."""
 
     kube: Kube
-    judge: Judge
+    checker: GpuChecker
     balancer: Balancer
     directory: Path
     kubeconfig: Path
@@ -185,7 +185,8 @@ class Site:
         skew: float = 0,
         program: Sequence[str] = (GPUWARDEN,),
     ) -> Worker:
-        """Started and ready; with `serves`, the API server's calls reach it; its clock is off by `skew` seconds."""
+        """Starts a replica and waits until it is ready. With `serves`, the Service routes to it. Its clock is off by
+        `skew` seconds."""
         ports = ["--port", "0", "--ui-port", "0", "--extender-port", "0"]
         files = ["--tls-cert", str(self.directory / "tls.crt"), "--tls-key", str(self.directory / "tls.key")]
         worker = await self._started("serve", ["--ledger", "cluster", *ports, *files], kubeconfig, skew, program)
@@ -203,13 +204,13 @@ class Site:
     async def reconciler(
         self, kubeconfig: Path | None = None, *, leads: bool = True, program: Sequence[str] = (GPUWARDEN,)
     ) -> Worker:
-        # What goes unseen, while no watch works, is waited for for a moment: kwok runs no containers.
+        # kwok runs no containers, so the reconciler need not wait long for deletions that it did not observe.
         is_told = "--max-grace" in self.flags or tuple(program) != (GPUWARDEN,)
         short = [] if is_told else ["--max-grace", "1s", "--orphan-margin", "1s"]
         flags = ["--ui-port", "0", "--lease-namespace", self.own_namespace, "--log-level", "info", *short]
         worker = await self._started("reconcile", flags, kubeconfig, program=program)
         self.reconcilers.append(worker)
-        await worker.says("leading" if leads else "watching")
+        await worker.wait_for_log("leading" if leads else "watching")
         return worker
 
     async def _started(
@@ -248,7 +249,7 @@ class Site:
             await worker.kill()
 
     async def held(self) -> dict[str, Raw]:
-        """What the ledger has, slot by slot."""
+        """The reservations of the nodes under test, by slot."""
         found = [one for one in await self.kube.list(GPU_NODES) if one["metadata"]["name"] in self.nodes]
         return {slot: entry for one in found for slot, entry in one.get("status", {}).get("held", {}).items()}
 
@@ -256,12 +257,12 @@ class Site:
         found = await self.kube.list(GPU_NODES)
         return {one["metadata"]["name"]: one["metadata"]["resourceVersion"] for one in found}
 
-    async def reviewed(self) -> None:
-        """Wait until the API server sends pods to us."""
+    async def wait_until_reviewed(self) -> None:
+        """Waits until the API server sends pods to the webhooks."""
         await wait_until(lambda: is_reviewed(self.kube, self.namespace))
 
-    async def offered(self) -> None:
-        """Wait until a pod could have all the GPUs of any node."""
+    async def wait_until_offered(self) -> None:
+        """Waits until a pod could get all GPUs of each node."""
         (one,) = {len(self.gpus) // len(self.nodes)}
         for node in self.nodes:
             whole = pod("probe", gpus=one, nodeSelector={"kubernetes.io/hostname": node})
@@ -278,7 +279,7 @@ class Site:
         return dict((await self.kube.get(GPU_NODES, node)).get("status", {}).get("held", {}))
 
     async def free_all(self) -> None:
-        """Every pod of the test is deleted."""
+        """Deletes every pod of the test."""
         found = await self.kube.list(PODS, self.namespace)
         gate = asyncio.Semaphore(32)
 
@@ -290,7 +291,7 @@ class Site:
         await asyncio.gather(*(delete(one["metadata"]["name"]) for one in found))
 
     def all_used(self) -> bool:
-        return self.judge.gpus >= self.gpus
+        return self.checker.gpus >= self.gpus
 
 
 @asynccontextmanager
@@ -305,19 +306,19 @@ async def site(
     replicas: int = 0,
     flags: Iterable[str] = (),
 ) -> AsyncIterator[Site]:
-    """Nodes, a Service, the configurations that are shipped, a judge; replicas if so many are asked for."""
+    """Creates nodes, a Service, the shipped configurations, a GPU checker and `replicas` replicas."""
     names = tuple(f"{name}-{number}" for number in range(nodes))
     devices = {node: [f"GPU-{node}-{k}" for k in range(gpus)] for node in names}
     async with AsyncExitStack() as stack:
         await installed(kube)
-        stack.push_async_callback(removed, kube, names)
+        stack.push_async_callback(remove_nodes, kube, names)
         await asyncio.to_thread(cluster.add_nodes, [node_object(node, gpus) for node in names])
-        standing = standing_on(cluster, kube, directory, devices, replicas=replicas, flags=flags)
+        standing = site_on_nodes(cluster, kube, directory, devices, replicas=replicas, flags=flags)
         yield await stack.enter_async_context(standing)
 
 
 @asynccontextmanager
-async def standing_on(
+async def site_on_nodes(
     cluster: Cluster,
     kube: Kube,
     directory: Path,
@@ -326,18 +327,18 @@ async def standing_on(
     replicas: int = 0,
     flags: Iterable[str] = (),
 ) -> AsyncIterator[Site]:
-    """The same on nodes that are there, with the UUIDs of their GPUs. The caller removes the GPUNodes."""
+    """Like `site`, on existing nodes with the given GPU UUIDs. The caller removes the GPUNodes."""
     async with AsyncExitStack() as stack:
         for node, uuids in devices.items():
             await kube.create(GPU_NODES, gpu_node_object(node, *uuids))
         own = await stack.enter_async_context(new_namespace(kube))
         balancer = await stack.enter_async_context(Balancer())
-        judge = await stack.enter_async_context(judging(kube))
+        checker = await stack.enter_async_context(checking_gpus(kube))
         namespace = await stack.enter_async_context(new_namespace(kube, OPT_IN))
-        ca = certified(directory, f"gpuwarden.{own}.svc")
+        ca = write_certificate(directory, f"gpuwarden.{own}.svc")
         here = Site(
             kube=kube,
-            judge=judge,
+            checker=checker,
             balancer=balancer,
             directory=directory,
             kubeconfig=cluster.kubeconfig,
@@ -350,17 +351,17 @@ async def standing_on(
         stack.push_async_callback(here.stop)
         for _ in range(replicas):
             await here.replica()
-        await kube.create(SERVICES, external_service(balancer.port), own)
+        await kube.create(SERVICES, external_name_service(balancer.port), own)
         await stack.enter_async_context(registered(kube, Installation(own, port=balancer.port, ca_bundle=ca)))
         if replicas:
-            await here.reviewed()
+            await here.wait_until_reviewed()
         stack.push_async_callback(here.free_all)
         yield here
 
 
 @asynccontextmanager
-async def guarded(here: Site) -> AsyncIterator[None]:
-    """With the policies that need no server, from when they act: about a second after they are written."""
+async def with_policies(here: Site) -> AsyncIterator[None]:
+    """Installs the policies that need no server, and waits until they act: about a second after they are written."""
     async with AsyncExitStack() as stack:
         for manifest in policies(Installation()):
             await here.kube.create(resource_of(manifest), manifest)
@@ -372,12 +373,12 @@ async def guarded(here: Site) -> AsyncIterator[None]:
 async def is_blinded(here: Site) -> bool:
     try:
         made = await here.kube.create(PODS, pod("probe"), here.namespace, dryRun="All")
-    except ApiError:  # what refuses a container that is not blinded acts before what blinds it
+    except ApiError:  # the policy that refuses unblinded containers can act before the one that blinds
         return False
     return "NVIDIA_VISIBLE_DEVICES" in {env["name"] for env in made["spec"]["containers"][0].get("env", ())}
 
 
-# Run by every Python that finds it, before anything of ours is imported: a clock cannot be set for one process alone.
+# Every Python that finds this file runs it before gpuwarden is imported: a clock cannot be set for one process alone.
 SKEWED_CLOCK = """
 from datetime import timedelta
 import webhook.runtime.clock
@@ -387,13 +388,13 @@ webhook.runtime.clock.utc_now = lambda: true_now() + timedelta(seconds={seconds}
 
 
 def skewed(directory: Path, seconds: float) -> list[str]:
-    """What a command is put behind, so that it takes another time for the right one."""
+    """A command prefix that shifts the clock of gpuwarden by `seconds`."""
     (directory / "sitecustomize.py").write_text(SKEWED_CLOCK.format(seconds=seconds))
     return ["/usr/bin/env", f"PYTHONPATH={directory}:{ROOT}"]
 
 
-def certified(directory: Path, name: str) -> bytes:
-    """A certificate for the Service, in two files; its CA, which is in `ca.crt` too."""
+def write_certificate(directory: Path, name: str) -> bytes:
+    """Writes a certificate for the Service to `tls.crt` and `tls.key`, and its CA to `ca.crt`. Returns the CA."""
     ca = trustme.CA()
     ca.cert_pem.write_to_path(directory / "ca.crt")
     issued = ca.issue_cert(name, "localhost", "127.0.0.1")
@@ -402,8 +403,8 @@ def certified(directory: Path, name: str) -> bytes:
     return ca.cert_pem.bytes()
 
 
-def external_service(port: int) -> Raw:
-    """Without a cluster network this leads the API server to loopback by the way that it takes to any Service."""
+def external_name_service(port: int) -> Raw:
+    """There is no cluster network: an ExternalName Service leads the API server to loopback."""
     spec = {"type": "ExternalName", "externalName": "localhost", "ports": [{"port": port}]}
     return {"metadata": {"name": "gpuwarden"}, "spec": spec}
 
@@ -419,8 +420,8 @@ async def registered(kube: Kube, installation: Installation) -> AsyncIterator[No
         yield
 
 
-async def removed(kube: Kube, nodes: Collection[str], kinds: Sequence[Resource] = (GPU_NODES, NODES)) -> None:
-    """The nodes, and their GPUNodes whatever still holds on to them."""
+async def remove_nodes(kube: Kube, nodes: Collection[str], kinds: Sequence[Resource] = (GPU_NODES, NODES)) -> None:
+    """Deletes the nodes and their GPUNodes, including their finalizers."""
     for node in nodes:
         for of in kinds:
             with suppress(ApiError):

@@ -1,4 +1,4 @@
-"""What the tests measured, printed below the results."""
+"""Figures that the tests measured, printed below the results."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -8,9 +8,9 @@ import pytest
 FIGURES: Final = "figures"
 
 
-def tell(request: pytest.FixtureRequest, **figures: object) -> None:
+def report_figures(request: pytest.FixtureRequest, **figures: object) -> None:
     words = ", ".join(f"{name.replace('_', ' ')} {shown(value)}" for name, value in figures.items())
-    request.node.user_properties.append((FIGURES, words))  # comes with the test's report from another process, too
+    request.node.user_properties.append((FIGURES, words))  # also carried over from other worker processes
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -33,6 +33,6 @@ def shown(value: object) -> str:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The value that this share of them does not pass; 0 where there are none."""
+    """The percentile of the values, or 0 if there are none."""
     ranked = sorted(values)
     return ranked[min(len(ranked) - 1, int(share * len(ranked)))] if ranked else 0.0

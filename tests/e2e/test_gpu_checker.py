@@ -1,4 +1,4 @@
-"""The judge of the pods misses none, also when its watch ends."""
+"""The GPU checker misses no pod, also when its watch ends."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -8,7 +8,7 @@ import httpx
 import pytest
 from attrs import define, field
 
-from tests.e2e.judge import Judge, PromiseBrokenError
+from tests.e2e.gpu_checker import GpuChecker, InvariantViolatedError
 from tests.e2e.kube import Raw
 
 
@@ -21,8 +21,8 @@ def event(version: int, uid: str, gpu: str, kind: str = "ADDED") -> Raw:
 
 
 @define
-class Story:
-    """An API server that remembers what it told; every watch of it breaks after one event."""
+class ReplayingApiServer:
+    """An API server that replays events; each watch breaks after one event."""
 
     events: list[Raw]
     told: asyncio.Event = field(factory=asyncio.Event)
@@ -39,23 +39,25 @@ class Story:
         raise httpx.ReadError("cut")
 
 
-async def judged(story: Story) -> Judge:
-    judge = Judge(story)  # type: ignore[arg-type]
-    running = asyncio.create_task(judge.run())
-    await asyncio.wait_for(story.told.wait(), 10)
+async def checked(api_server: ReplayingApiServer) -> GpuChecker:
+    checker = GpuChecker(api_server)  # type: ignore[arg-type]
+    running = asyncio.create_task(checker.run())
+    await asyncio.wait_for(api_server.told.wait(), 10)
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
-    return judge
+    return checker
 
 
-async def test_a_pod_that_came_and_went_while_the_watch_was_away_is_seen() -> None:
-    story = [event(1, "a", "GPU-1"), event(2, "b", "GPU-2"), event(3, "b", "GPU-2", "DELETED")]
-    judge = await judged(Story(story))
-    judge.acquit()
-    assert (judge.seen, set(judge.living), judge.lists) == ({"a", "b"}, {"a"}, 1)
+async def test_checker_sees_a_pod_created_and_deleted_between_watches() -> None:
+    api_server = [event(1, "a", "GPU-1"), event(2, "b", "GPU-2"), event(3, "b", "GPU-2", "DELETED")]
+    checker = await checked(ReplayingApiServer(api_server))
+    checker.assert_no_violations()
+    assert (checker.seen, set(checker.live_pods), checker.lists) == ({"a", "b"}, {"a"}, 1)
 
 
-async def test_two_pods_on_one_gpu_are_seen_over_a_break_and_never_forgiven() -> None:
-    judge = await judged(Story([event(1, "a", "GPU-1"), event(2, "b", "GPU-1"), event(3, "a", "GPU-1", "DELETED")]))
-    with pytest.raises(PromiseBrokenError, match="ml/b at 2: GPU-1 is also of a"):
-        judge.acquit()
+async def test_checker_detects_two_pods_on_one_gpu_across_a_broken_watch() -> None:
+    checker = await checked(
+        ReplayingApiServer([event(1, "a", "GPU-1"), event(2, "b", "GPU-1"), event(3, "a", "GPU-1", "DELETED")])
+    )
+    with pytest.raises(InvariantViolatedError, match="ml/b at 2: GPU-1 is also of a"):
+        checker.assert_no_violations()

@@ -1,4 +1,4 @@
-"""An API server that asks a server of ours, by the configurations that we ship."""
+"""An API server that calls a gpuwarden server through the shipped webhook configurations."""
 
 import re
 from collections.abc import AsyncIterator
@@ -10,7 +10,6 @@ from attrs import frozen
 
 from scripts.controlplane.cluster import Cluster
 from tests.e2e.conftest import new_namespace
-from tests.e2e.hooks import is_reviewed
 from tests.e2e.kube import (
     CLUSTER_ROLE_BINDINGS,
     CLUSTER_ROLES,
@@ -24,6 +23,7 @@ from tests.e2e.kube import (
     pod,
     wait_until,
 )
+from tests.e2e.webhook_configurations import is_reviewed
 from tests.running import Running
 from webhook.kube.install.policies import Installation, webhooks
 
@@ -32,10 +32,10 @@ HASH = {"gpuwarden.io/required-hash": PROVEN}
 INVENTORY = {
     "nodes": [{"name": "node-1", "evidence": {"hash": PROVEN}, "devices": [{"uuid": f"GPU-{n}"} for n in range(64)]}]
 }
-# Nobody reads the log while a test runs, and a pipe holds 64 KiB.
+# The log is a pipe of 64 KiB that is not read while a test runs.
 QUIET = ("--log-level", "error")
-# The discard port, where nobody listens.
-NOBODY = "https://127.0.0.1:9"
+# The discard port: no process listens there.
+UNREACHABLE_URL = "https://127.0.0.1:9"
 
 CANONICAL, ALIAS = {"gpuwarden.io/enabled": "true"}, {"scheduler.radix.ai/enabled": "true"}
 VISIBLE = [{"name": "NVIDIA_VISIBLE_DEVICES", "value": "all"}]
@@ -54,15 +54,15 @@ async def registered(kube: Kube, installation: Installation, name: str = "gpuwar
 
 
 @frozen
-class Doors:
-    """A server, and an API server that asks it."""
+class WebhookHarness:
+    """A server, and an API server that calls it."""
 
     server: Running
     kube: Kube
     own_namespace: str
 
     async def calls(self) -> dict[str, int]:
-        """How often each route was asked since the server started."""
+        """The number of requests per route since the server started."""
         async with httpx.AsyncClient(base_url=self.server.urls["http"], trust_env=False) as client:
             text = (await client.get("/metrics")).raise_for_status().text
         found = {"/mutate": 0, "/validate": 0}
@@ -72,14 +72,14 @@ class Doors:
         return found
 
 
-class Counting:
-    """The calls of a block."""
+class CallCounter:
+    """Counts the webhook calls within a `with` block."""
 
-    def __init__(self, doors: Doors) -> None:
-        self._doors = doors
+    def __init__(self, harness: WebhookHarness) -> None:
+        self._doors = harness
         self.mutate = self.validate = -1
 
-    async def __aenter__(self) -> "Counting":
+    async def __aenter__(self) -> "CallCounter":
         self._before = await self._doors.calls()
         return self
 
@@ -93,25 +93,26 @@ class Counting:
         return self.mutate, self.validate
 
 
-def trusting(server: Running) -> bytes:
+def ca_of(server: Running) -> bytes:
     return (server.directory / "certs/dev/ca.crt").read_bytes()
 
 
 @asynccontextmanager
-async def opened(cluster: Cluster, server: Running) -> AsyncIterator[Doors]:
+async def webhook_harness(cluster: Cluster, server: Running) -> AsyncIterator[WebhookHarness]:
     async with Kube(cluster.kubeconfig) as kube, new_namespace(kube, CANONICAL) as own, new_namespace(kube) as probes:
-        # Bindings have tests of their own: they are of every pod of an opted-in namespace, and would be counted here.
+        # Bindings have tests of their own. They are reviewed for every pod of an opted-in namespace and would be
+        # counted here.
         installation = Installation(
             namespace=own,
             url=server.urls["https"],
-            ca_bundle=trusting(server),
+            ca_bundle=ca_of(server),
             reviews_deletes=True,
             reviews_bindings=False,
         )
         async with registered(kube, installation):
             await kube.patch(NAMESPACES, probes, {"metadata": {"labels": CANONICAL}})
             await wait_until(lambda: is_reviewed(kube, probes))
-            yield Doors(server, kube, own)
+            yield WebhookHarness(server, kube, own)
 
 
 def with_labels(one: Raw, labels: dict[str, str]) -> Raw:
@@ -122,7 +123,7 @@ def container(name: str = "main", **members: Any) -> Raw:
     return {"name": name, "image": "example.test/main:1", **members}
 
 
-def of_containers(*containers: Raw, **spec: Any) -> Raw:
+def pod_with_containers(*containers: Raw, **spec: Any) -> Raw:
     return {
         "apiVersion": "v1",
         "kind": "Pod",
@@ -131,12 +132,12 @@ def of_containers(*containers: Raw, **spec: Any) -> Raw:
     }
 
 
-def noted(key: str, value: str) -> Raw:
+def annotated_pod(key: str, value: str) -> Raw:
     return pod("a", annotations={key: value})
 
 
-def left_alone() -> Raw:
-    """A pod that nobody else writes: the API server asks again about a change if another came between."""
+def unscheduled_pod() -> Raw:
+    """A pod that no other client writes. The API server repeats a review if another write came between."""
     return pod("a", gpus=1, annotations=HASH, schedulerName="nobody")
 
 
@@ -153,7 +154,7 @@ async def granted(kube: Kube, name: str, rules: list[Raw], accounts: list[tuple[
         await kube.delete(CLUSTER_ROLES, name)
 
 
-async def is_said(kube: Kube, path: str, content: Raw, words: re.Pattern[str]) -> bool:
+async def is_refused_with(kube: Kube, path: str, content: Raw, words: re.Pattern[str]) -> bool:
     try:
         await kube.call("POST", path, content, {"dryRun": "All"})
     except ApiError as exc:
@@ -162,7 +163,7 @@ async def is_said(kube: Kube, path: str, content: Raw, words: re.Pattern[str]) -
 
 
 COPIED = {
-    f"copied {key}": noted(key, "x")
+    f"copied {key}": annotated_pod(key, "x")
     for key in (
         "gpuwarden.io/claim",
         "gpuwarden.io/gpu-uuid",
@@ -179,20 +180,20 @@ FORGED = {key: "forged" for one in COPIED.values() for key in one["metadata"]["a
 
 
 @asynccontextmanager
-async def nobody_answers(kube: Kube) -> AsyncIterator[str]:
-    """A namespace with one pod of each kind, made before; now every call leads nowhere."""
+async def unreachable_webhook(kube: Kube) -> AsyncIterator[str]:
+    """A namespace with one pod of each kind, created earlier; now every webhook call fails."""
     label = {"example.test/down": "true"}
     async with new_namespace(kube, label) as namespace:
         outputs = {"gpuwarden.io/claim": "{}", "gpuwarden.io/reservation-id": "r1", "gpuwarden.io/gpu-uuid": "GPU-0"}
         gate = [{"name": "example.test/wait"}]
         await kube.create(PODS, pod("plain"), namespace)
         await kube.create(PODS, pod("served", annotations=HASH | outputs, schedulingGates=gate), namespace)
-        await kube.create(PODS, of_containers(container(env=VISIBLE)), namespace)
+        await kube.create(PODS, pod_with_containers(container(env=VISIBLE)), namespace)
         await kube.create(PODS, pod("asking", gpus=1), namespace)
         installation = Installation(
-            opt_in="example.test/down", url=NOBODY, reviews_deletes=True, reviews_bindings=False
+            opt_in="example.test/down", url=UNREACHABLE_URL, reviews_deletes=True, reviews_bindings=False
         )
         async with registered(kube, installation, "down"):
             refused = re.compile(r'failed calling webhook "mutate\.gpuwarden\.io"')
-            await wait_until(lambda: is_said(kube, PODS.path(namespace), pod("probe", gpus=1), refused))
+            await wait_until(lambda: is_refused_with(kube, PODS.path(namespace), pod("probe", gpus=1), refused))
             yield namespace

@@ -1,4 +1,4 @@
-"""The rig itself: what the other tests of this directory take for granted about their cluster."""
+"""The test cluster itself: what the other tests of this directory rely on."""
 
 import asyncio
 import json
@@ -71,14 +71,14 @@ async def test_a_pod_that_fits_nowhere_waits(kube: Kube, namespace: str) -> None
 
 
 @pytest.mark.parametrize("phase", ["Succeeded", "Failed"])
-async def test_a_pod_ends_as_it_is_told(kube: Kube, namespace: str, phase: str) -> None:
+async def test_pod_ends_in_the_requested_phase(kube: Kube, namespace: str, phase: str) -> None:
     told = {"kubelet.test/ends": phase, "kubelet.test/runs-for": "1s"}
     await kube.create(PODS, pod("a", annotations=told, restartPolicy="Never"), namespace)
     await pod_in_phase(kube, namespace, "a", "Running")
     await pod_in_phase(kube, namespace, "a", phase)
 
 
-async def test_a_pod_starts_no_sooner_than_it_is_told(kube: Kube, namespace: str) -> None:
+async def test_pod_starts_after_the_requested_delay(kube: Kube, namespace: str) -> None:
     started = time.monotonic()
     await kube.create(PODS, pod("a", annotations={"kubelet.test/starts-after": "2s"}), namespace)
     await pod_in_phase(kube, namespace, "a", "Running")
@@ -160,7 +160,7 @@ async def test_a_watch_shows_the_life_of_a_pod(kube: Kube, namespace: str) -> No
     assert phases == ["Pending", "Running", "Succeeded"] or phases == ["Running", "Succeeded"]
 
 
-# Who may do what.
+# Authorization.
 
 
 async def test_a_user_may_do_what_rbac_allows(cluster: Cluster, kube: Kube, namespace: str) -> None:
@@ -173,7 +173,7 @@ async def test_a_user_may_do_what_rbac_allows(cluster: Cluster, kube: Kube, name
 
 
 async def may_list_pods(user: Kube, namespace: str) -> bool:
-    """The authorizer has its own view of roles, which follows by watch."""
+    """The authorizer reads roles by watch, so it is a moment late."""
     with suppress(ApiError):
         return await user.list(PODS, namespace) == []
     return False
@@ -195,7 +195,7 @@ async def test_a_service_account_may_do_what_rbac_allows(cluster: Cluster, kube:
         assert await wait_until(lambda: may_list_pods(robot, namespace))
 
 
-async def test_a_token_for_another_audience_opens_nothing(cluster: Cluster, kube: Kube, namespace: str) -> None:
+async def test_token_for_another_audience_is_refused(cluster: Cluster, kube: Kube, namespace: str) -> None:
     kubeconfig = cluster.service_account_kubeconfig(namespace, "robot", audience="gpuwarden")
     async with Kube(kubeconfig) as robot:
         with pytest.raises(ApiError, match="401"):
@@ -222,7 +222,7 @@ def run(command: list[str], text: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, input=text, capture_output=True, text=True, check=False, timeout=120)
 
 
-# Failures on purpose.
+# Injected failures.
 
 
 async def test_a_restarted_api_server_has_the_same_objects_at_the_same_address(
@@ -250,7 +250,9 @@ async def test_a_paused_etcd_holds_writes_up_until_it_is_resumed(cluster: Cluste
     assert made["metadata"]["uid"]
 
 
-async def test_a_killed_component_is_missed_until_it_is_back(cluster: Cluster, kube: Kube, namespace: str) -> None:
+async def test_cluster_works_again_after_a_killed_component_is_restarted(
+    cluster: Cluster, kube: Kube, namespace: str
+) -> None:
     cluster.kill("kube-scheduler")
     assert cluster.status()["kube-scheduler"] is State.GONE
     await kube.create(PODS, pod("a"), namespace)
@@ -260,7 +262,7 @@ async def test_a_killed_component_is_missed_until_it_is_back(cluster: Cluster, k
     await pod_in_phase(kube, namespace, "a", "Running")
 
 
-# Its own life.
+# Start and end of the cluster.
 
 OWNER = """
 import sys, time
@@ -280,7 +282,7 @@ def listens(url: str) -> bool:
     return False
 
 
-def test_nothing_stays_behind_a_killed_owner_and_the_data_do(tmp_path: Path) -> None:
+def test_killed_owner_leaves_data_and_no_processes(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", OWNER, tmp_path], cwd=ROOT, stdout=subprocess.PIPE) as owner:
         assert owner.stdout is not None
         assert owner.stdout.readline() == b"up\n"

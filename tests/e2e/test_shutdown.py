@@ -1,4 +1,4 @@
-"""An elected process that is told to stop ends what it does, and another one follows at once."""
+"""An elected process finishes its work when it is stopped, and another one takes over immediately."""
 
 import time
 from pathlib import Path
@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from scripts.controlplane.cluster import Cluster
-from tests.e2e.figures import tell
 from tests.e2e.kube import Kube, Resource, wait_until
+from tests.e2e.measurements import report_figures
 from tests.e2e.test_ledger import installed
 from tests.running import reconciling
 
@@ -15,7 +15,7 @@ LEASES = Resource("apis/coordination.k8s.io/v1", "leases")
 
 
 @pytest.mark.parametrize("command", ["reconcile", "bind"])
-async def test_who_is_told_to_stop_gives_the_lease_back(
+async def test_stopped_process_releases_its_lease(
     cluster: Cluster, kube: Kube, namespace: str, tmp_path: Path, request: pytest.FixtureRequest, command: str
 ) -> None:
     await installed(kube)
@@ -35,4 +35,4 @@ async def test_who_is_told_to_stop_gives_the_lease_back(
             assert code == 0
             assert f"-{first.process.pid}_" not in await holder(), log
             await wait_until(holder, lambda name: f"-{second.process.pid}_" in name)
-            tell(request, seconds_to_stop=stopped - told, seconds_until_another_led=time.monotonic() - told)
+            report_figures(request, seconds_to_stop=stopped - told, seconds_until_another_led=time.monotonic() - told)

@@ -1,4 +1,4 @@
-"""`make e2e` tries a test again that ran out of time, and none that found something wrong."""
+"""`make e2e` retries a test that ran out of time, and no test that found an error."""
 
 import re
 import shlex
@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# The first try of a test fails so, the second passes.
+# The first run of this test fails in the given way, the second passes.
 TEST = """
 import asyncio
 import subprocess
@@ -17,7 +17,7 @@ import httpx
 import pytest
 from scripts.controlplane.cluster import StartError
 from scripts.node.real import NodeError
-from tests.e2e.judge import PromiseBrokenError
+from tests.e2e.gpu_checker import InvariantViolatedError
 from tests.e2e.kube import ApiError, NotInTimeError
 
 TIMED_OUT = 'Internal error occurred: failed calling webhook "a": context deadline exceeded'
@@ -62,30 +62,30 @@ FOUND_WRONG = {
     "an assertion": "assert 1 == 2",
     "an assertion about time": "raise AssertionError('TimeoutError: not within 30 s')",
     "an assertion after a timeout": "cleans_up(TimeoutError(), AssertionError())",
-    "a promise": "raise PromiseBrokenError('two on GPU-1')",
+    "a promise": "raise InvariantViolatedError('two on GPU-1')",
     "a refusal that did not come": "pytest.raises(ApiError, lambda: None)",
     "another refusal": "pytest.raises(ApiError, match='b', func=lambda: None)",
     "an answer": "raise ApiError(403, {'reason': 'Forbidden', 'message': 'denied the request'})",
     "in a group": "asyncio.run(told_by_a_group())",
     "an assertion, then cleaning up late": "cleans_up(AssertionError(), NotInTimeError('not within 30 s'))",
-    "a promise, then cleaning up late": "cleans_up(PromiseBrokenError(), TimeoutError())",
+    "a promise, then cleaning up late": "cleans_up(InvariantViolatedError(), TimeoutError())",
     "a mistake of the test": "raise KeyError('TimeoutError')",
 }
 
 
 def flags() -> list[str]:
-    """Of the Makefile."""
+    """The rerun flags of the Makefile."""
     text = (ROOT / "Makefile").read_text().replace("\\\n", " ")
     (found,) = re.findall(r"^ONCE_MORE := (.+)$", text, re.MULTILINE)
     return shlex.split(found)
 
 
-def test_only_what_ran_out_of_time_is_tried_again(tmp_path: Path) -> None:
+def test_only_timeouts_are_retried(tmp_path: Path) -> None:
     (tmp_path / "pytest.ini").touch()
     for number, failure in enumerate((*OF_TIME.values(), *FOUND_WRONG.values())):
         (tmp_path / f"test_{number:02}.py").write_text(TEST.replace("{failure}", failure))
-    many = ["--max-suite-reruns", "100"]  # the bound on all together is not what is looked at here
-    own = ["-c", str(tmp_path / "pytest.ini"), "-p", "tests.e2e.second_try", "-p", "no:cacheprovider", "-rA", "-q"]
+    many = ["--max-suite-reruns", "100"]  # the limit on all reruns is not under test
+    own = ["-c", str(tmp_path / "pytest.ini"), "-p", "tests.e2e.reruns", "-p", "no:cacheprovider", "-rA", "-q"]
     command = [sys.executable, "-m", "pytest", *own, *flags(), *many, str(tmp_path)]
     said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False).stdout
     outcome = {int(number): word for word, number in re.findall(r"^(PASSED|FAILED) \S*test_(\d\d)\.py", said, re.M)}
@@ -96,6 +96,6 @@ def test_only_what_ran_out_of_time_is_tried_again(tmp_path: Path) -> None:
     }, said
 
 
-def test_the_tests_on_a_control_plane_have_what_the_flags_need() -> None:
+def test_e2e_conftest_provides_the_rerun_hook() -> None:
     text = (ROOT / "tests/e2e/conftest.py").read_text()
-    assert "from tests.e2e.second_try import pytest_runtest_makereport" in text
+    assert "from tests.e2e.reruns import pytest_runtest_makereport" in text
