@@ -174,7 +174,7 @@ class TestWhichCluster:
         assert mistakes(IN_POD, kubeconfig="/nowhere/config")
 
     @pytest.mark.parametrize("empty", [{}, {"KUBECONFIG": ""}, {"KUBECONFIG": "/nowhere/config"}])
-    def test_none_is_a_mistake(self, empty: dict[str, str], mounted: Path) -> None:
+    def test_no_cluster_is_a_mistake(self, empty: dict[str, str], mounted: Path) -> None:
         with pytest.raises(SettingsError, match="this process is not in a Pod"):
             load({**NEEDED, **empty}).connection(mounted)
 
