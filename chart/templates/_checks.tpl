@@ -1,4 +1,4 @@
-{{- /* What cannot work is said in one sentence, and nothing is installed. */ -}}
+{{- /* Values that cannot work stop the installation with one message. */ -}}
 {{- define "gpuwarden.checks" -}}
 {{- $moved := list }}
 {{- range $path, $sentence := .Files.Get "files/moved.yaml" | fromYaml }}
@@ -12,97 +12,97 @@
 {{- $values := .Values }}{{ $settings := .Values.settings }}
 {{- $evidence := splitList "," (include "gpuwarden.evidence" . | nospace) }}
 {{- if has .Release.Namespace (list "kube-system" "kube-public" "kube-node-lease") }}
-  {{- fail (printf "\n\nThe release's namespace is %s, whose pods are never reviewed: install into a namespace of its own, such as --namespace gpuwarden --create-namespace." .Release.Namespace) }}
+  {{- fail (printf "\n\nThe release's namespace is %s, whose pods are never reviewed. Install into a namespace of its own, for example with --namespace gpuwarden --create-namespace." .Release.Namespace) }}
 {{- end }}
 {{- if and $values.webhooks.enabled (not $values.serve.enabled) }}
-  {{- fail "\n\nwebhooks.enabled is true and serve.enabled is not: nobody would answer the API server, and every pod that asks for GPUs would be refused." }}
+  {{- fail "\n\nwebhooks.enabled is true and serve.enabled is false: nothing would answer the API server, and every pod that requests GPUs would be refused. Set serve.enabled=true." }}
 {{- end }}
 {{- if and $values.prometheusRule.enabled (not $values.serve.enabled) }}
-  {{- fail "\n\nprometheusRule.enabled is true and serve.enabled is not: the alerts are about serve, and the first of them would never end." }}
+  {{- fail "\n\nprometheusRule.enabled is true and serve.enabled is false: the alerts are about serve, and the first of them would always fire." }}
 {{- end }}
 {{- if eq $values.tls.mode "existingSecret" }}
   {{- if not $values.tls.existingSecret }}
-    {{- fail "\n\ntls.mode is existingSecret: name the Secret with tls.crt and tls.key by tls.existingSecret." }}
+    {{- fail "\n\ntls.mode is existingSecret: set tls.existingSecret to the Secret with tls.crt and tls.key." }}
   {{- end }}
   {{- if and (not $values.tls.caBundle) (or $values.webhooks.enabled $values.attest.enabled) }}
-    {{- fail "\n\ntls.mode is existingSecret: give the CA of its certificate by tls.caBundle (PEM, or base64 of it), or the API server will refuse to call." }}
+    {{- fail "\n\ntls.mode is existingSecret: set tls.caBundle to the CA of its certificate (PEM or base64 of PEM). Without it the API server cannot call the webhooks." }}
   {{- end }}
   {{- if and $values.tls.caBundle (not (contains "-----BEGIN CERTIFICATE-----" (include "gpuwarden.caBundle" . | b64dec))) }}
-    {{- fail "\n\nThere is no certificate in tls.caBundle: it is the CA in PEM, or base64 of that." }}
+    {{- fail "\n\ntls.caBundle contains no certificate: set it to the CA in PEM, or base64 of PEM." }}
   {{- end }}
 {{- else }}
   {{- if $values.tls.existingSecret }}
-    {{- fail (printf "\n\ntls.existingSecret is set and tls.mode is %s: set tls.mode=existingSecret, or leave the Secret out." $values.tls.mode) }}
+    {{- fail (printf "\n\ntls.existingSecret is set and tls.mode is %s: set tls.mode=existingSecret, or remove the Secret." $values.tls.mode) }}
   {{- end }}
   {{- if $values.tls.caBundle }}
-    {{- fail (printf "\n\ntls.caBundle is set and tls.mode is %s, which brings its own: set tls.mode=existingSecret, or leave the bundle out." $values.tls.mode) }}
+    {{- fail (printf "\n\ntls.caBundle is set and tls.mode is %s, which creates its own bundle: set tls.mode=existingSecret, or remove the bundle." $values.tls.mode) }}
   {{- end }}
 {{- end }}
 {{- if and (eq $values.tls.mode "certManager") (not (.Capabilities.APIVersions.Has "cert-manager.io/v1")) }}
-  {{- fail "\n\ntls.mode is certManager and this cluster has no cert-manager.io/v1: install cert-manager first, or set tls.mode=selfManaged. (helm template knows it by --api-versions cert-manager.io/v1.)" }}
+  {{- fail "\n\ntls.mode is certManager and this cluster has no cert-manager.io/v1: install cert-manager first, or set tls.mode=selfManaged. (For helm template, pass --api-versions cert-manager.io/v1.)" }}
 {{- end }}
 {{- if and (ne $values.tls.mode "certManager") $values.tls.certManager.issuer.name }}
-  {{- fail (printf "\n\ntls.certManager.issuer.name is set and tls.mode is %s: set tls.mode=certManager, or leave the issuer out." $values.tls.mode) }}
+  {{- fail (printf "\n\ntls.certManager.issuer.name is set and tls.mode is %s: set tls.mode=certManager, or remove the issuer." $values.tls.mode) }}
 {{- end }}
 {{- if and (eq $values.tls.mode "certManager") (eq $values.tls.certManager.issuer.kind "ClusterIssuer") (not $values.tls.certManager.issuer.name) }}
-  {{- fail "\n\ntls.certManager.issuer.kind is ClusterIssuer: name it by tls.certManager.issuer.name." }}
+  {{- fail "\n\ntls.certManager.issuer.kind is ClusterIssuer: set tls.certManager.issuer.name." }}
 {{- end }}
 {{- range $what, $api := dict "serviceMonitor" "ServiceMonitor" "prometheusRule" "PrometheusRule" }}
   {{- if and (index $values $what).enabled (not ($.Capabilities.APIVersions.Has (printf "monitoring.coreos.com/v1/%s" $api))) }}
-    {{- fail (printf "\n\n%s.enabled is true and this cluster has no %s of monitoring.coreos.com/v1: install the Prometheus operator first, or leave it out. (helm template knows it by --api-versions monitoring.coreos.com/v1/%s.)" $what $api $api) }}
+    {{- fail (printf "\n\n%s.enabled is true and this cluster has no %s of monitoring.coreos.com/v1: install the Prometheus operator first, or disable it. (For helm template, pass --api-versions monitoring.coreos.com/v1/%s.)" $what $api $api) }}
   {{- end }}
 {{- end }}
 {{- if and (eq $values.policies.strip "true") (semverCompare "<1.36.0-0" .Capabilities.KubeVersion.Version) }}
-  {{- fail (printf "\n\npolicies.strip is true, and MutatingAdmissionPolicy v1 came with Kubernetes 1.36; this is %s: set policies.strip=auto." .Capabilities.KubeVersion.Version) }}
+  {{- fail (printf "\n\npolicies.strip is true and requires MutatingAdmissionPolicy v1 of Kubernetes 1.36; this is %s. Set policies.strip=auto." .Capabilities.KubeVersion.Version) }}
 {{- end }}
 {{- if and (eq $values.policies.blind "policy") (semverCompare "<1.36.0-0" .Capabilities.KubeVersion.Version) }}
-  {{- fail (printf "\n\npolicies.blind is policy, and MutatingAdmissionPolicy v1 came with Kubernetes 1.36; this is %s: set policies.blind=webhook." .Capabilities.KubeVersion.Version) }}
+  {{- fail (printf "\n\npolicies.blind is policy and requires MutatingAdmissionPolicy v1 of Kubernetes 1.36; this is %s. Set policies.blind=webhook." .Capabilities.KubeVersion.Version) }}
 {{- end }}
 {{- if and (has $values.policies.blind (list "policy" "webhook")) (eq (default "nvidia" $settings.injection) "cuda") }}
-  {{- fail (printf "\n\npolicies.blind is %s, and settings.injection is cuda, which shows every container all GPUs: set policies.blind=nobody." $values.policies.blind) }}
+  {{- fail (printf "\n\npolicies.blind is %s and settings.injection is cuda, where every container sees all GPUs: set policies.blind=nobody." $values.policies.blind) }}
 {{- end }}
 {{- $paths := .Files.Get "files/hostpaths.yaml" | fromYaml }}
 {{- range $path := $values.policies.hostPaths }}
   {{- range $place := concat $paths.places $paths.writable }}
     {{- if or (hasPrefix (printf "%s/" $place) (printf "%s/" $path)) (hasPrefix (printf "%s/" $path) (printf "%s/" $place)) }}
-      {{- fail (printf "\n\npolicies.hostPaths names %s, and %s: name a directory of its own." $path (ternary (printf "pods may make links in %s, which lead anywhere" $place) (printf "devices, sockets, programs or keys of the node are in %s" $place) (has $place $paths.writable))) }}
+      {{- fail (printf "\n\npolicies.hostPaths contains %s, and %s. Use a separate directory." $path (ternary (printf "pods can create links in %s that lead to any path" $place) (printf "%s contains devices, sockets, programs or keys of the node" $place) (has $place $paths.writable))) }}
     {{- end }}
   {{- end }}
 {{- end }}
 {{- if eq (default "cluster" $settings.ledger) "memory" }}
   {{- if gt (int $values.serve.replicas) 1 }}
-    {{- fail "\n\nsettings.ledger is memory, which each replica has for itself: set serve.replicas=1, or leave the ledger in the cluster." }}
+    {{- fail "\n\nsettings.ledger is memory, which replicas do not share: set serve.replicas=1, or settings.ledger=cluster." }}
   {{- end }}
   {{- if $values.reconcile.enabled }}
-    {{- fail "\n\nsettings.ledger is memory, and a reconciler sees no reservations there: set reconcile.enabled=false, or leave the ledger in the cluster." }}
+    {{- fail "\n\nsettings.ledger is memory, where the reconciler sees no reservations: set reconcile.enabled=false, or settings.ledger=cluster." }}
   {{- end }}
   {{- if not $values.inventory }}
-    {{- fail "\n\nsettings.ledger is memory, where nobody reads the nodes' annotations: name nodes and devices by inventory; inventory.nodes=[] if settings.nodeHashMap is all there is." }}
+    {{- fail "\n\nsettings.ledger is memory, where the annotations of nodes are not read: list nodes and devices in inventory, or set inventory.nodes=[] if you only use settings.nodeHashMap." }}
   {{- end }}
   {{- if $values.webhooks.enabled }}
-    {{- fail "\n\nsettings.ledger is memory, which is empty after a restart and forgets a pod when its deletion is requested: GPUs are given to other pods while containers still use them: set webhooks.enabled=false, or leave the ledger in the cluster." }}
+    {{- fail "\n\nsettings.ledger is memory, which is empty after a restart and forgets a pod when its deletion is requested. Other pods would get GPUs that containers still use. Set webhooks.enabled=false, or settings.ledger=cluster." }}
   {{- end }}
 {{- else if and $values.serve.enabled (not $values.reconcile.enabled) }}
-  {{- fail "\n\nreconcile.enabled is false: nobody would confirm and release reservations, and every GPU would be lost for a while with each pod. Leave it on, or set settings.ledger=memory and webhooks.enabled=false." }}
+  {{- fail "\n\nreconcile.enabled is false: reservations would not be confirmed or released, and each pod would block its GPUs for a while. Set reconcile.enabled=true, or settings.ledger=memory and webhooks.enabled=false." }}
 {{- end }}
 {{- if and (eq (default "uuid" $settings.mapVisible) "index") (ne (default "nvidia" $settings.injection) "cuda") }}
   {{- fail "\n\nsettings.mapVisible is index, and a container that sees some of its node's GPUs counts them from 0: set settings.injection=cuda, or leave mapVisible at uuid." }}
 {{- end }}
-{{- /* serve, reconcile and bind read these too, whoever makes the certificate. */ -}}
+{{- /* serve, reconcile and bind read these in every tls.mode. */ -}}
 {{- $leaf := include "gpuwarden.seconds" (default "2160h" $settings.certsLeafLife) | float64 }}
 {{- $before := include "gpuwarden.seconds" (default "360h" $settings.certsRenewBefore) | float64 }}
 {{- if le $leaf $before }}
   {{- fail "\n\nsettings.certsRenewBefore is not shorter than settings.certsLeafLife: a certificate must outlast its renewal." }}
 {{- end }}
 {{- if le (include "gpuwarden.seconds" (default "8760h" $settings.certsCaLife) | float64) (addf $leaf $before) }}
-  {{- fail "\n\nsettings.certsCaLife is not longer than settings.certsLeafLife and settings.certsRenewBefore together: a CA has to outlast what it signs." }}
+  {{- fail "\n\nsettings.certsCaLife is not longer than settings.certsLeafLife and settings.certsRenewBefore together: a CA has to be valid longer than the certificates that it signs." }}
 {{- end }}
 {{- if has "spire-server" $evidence }}
   {{- if not (and $settings.spireServer $settings.spireTrustDomain) }}
     {{- fail "\n\nsettings.evidence has spire-server: set settings.spireServer and settings.spireTrustDomain." }}
   {{- end }}
   {{- if and (not $settings.spireWorkloadApi) (not (hasPrefix "unix:" $settings.spireServer)) }}
-    {{- fail "\n\nsettings.evidence has spire-server, which is shown an SVID of ours: set settings.spireWorkloadApi to the agent's socket." }}
+    {{- fail "\n\nsettings.evidence has spire-server, which requires our SVID: set settings.spireWorkloadApi to the agent's socket." }}
   {{- end }}
 {{- end }}
 {{- if has "jwt-svid" $evidence }}
@@ -110,16 +110,16 @@
     {{- fail "\n\nsettings.evidence has jwt-svid: set settings.spireTrustDomain." }}
   {{- end }}
   {{- if not (or $settings.bundleEndpoint $settings.spireWorkloadApi) }}
-    {{- fail "\n\nsettings.evidence has jwt-svid, whose keys come from settings.bundleEndpoint or settings.spireWorkloadApi: set one." }}
+    {{- fail "\n\nsettings.evidence has jwt-svid, which reads its keys from settings.bundleEndpoint or settings.spireWorkloadApi: set one." }}
   {{- end }}
   {{- if and (eq (default "https_web" $settings.bundleEndpointProfile) "https_spiffe") (not $values.bundleEndpointCa) (not $settings.spireWorkloadApi) }}
-    {{- fail "\n\nsettings.bundleEndpointProfile is https_spiffe, whose SVID is known by its roots: give them by bundleEndpointCa (PEM), or have them from the agent by settings.spireWorkloadApi." }}
+    {{- fail "\n\nsettings.bundleEndpointProfile is https_spiffe, and the endpoint's SVID is verified with its roots: set them by bundleEndpointCa (PEM), or settings.spireWorkloadApi to get them from the agent." }}
   {{- end }}
 {{- else if $values.attest.enabled }}
-  {{- fail "\n\nattest.enabled is true and settings.evidence has no jwt-svid: nobody would challenge the nodes." }}
+  {{- fail "\n\nattest.enabled is true and settings.evidence has no jwt-svid: the nodes would not be challenged." }}
 {{- end }}
 {{- if and $values.attest.enabled (not $values.serve.enabled) }}
-  {{- fail "\n\nattest.enabled is true and serve.enabled is not: nobody would take the nodes' proofs." }}
+  {{- fail "\n\nattest.enabled is true and serve.enabled is false: the nodes' proofs would not be accepted." }}
 {{- end }}
 {{- if and $values.attest.enabled (not $settings.spireWorkloadApi) }}
   {{- fail (printf "\n\nattest.enabled is true: set settings.spireWorkloadApi to the agent's socket, such as unix:%s/spire-agent.sock." $values.spire.mountPath) }}
@@ -127,48 +127,48 @@
 {{- with $settings.spireWorkloadApi }}
   {{- $socket := trimPrefix "unix:" . | trimPrefix "//" }}
   {{- if not (hasPrefix (printf "%s/" (trimSuffix "/" $values.spire.mountPath)) $socket) }}
-    {{- fail (printf "\n\nsettings.spireWorkloadApi is %s, and the agent's socket is mounted under spire.mountPath, which is %s." . $values.spire.mountPath) }}
+    {{- fail (printf "\n\nsettings.spireWorkloadApi is %s, but the agent's socket is mounted under spire.mountPath, which is %s." . $values.spire.mountPath) }}
   {{- end }}
 {{- end }}
 {{- if and $settings.reviewCallers (not $settings.reviewTokenAudience) }}
-  {{- fail "\n\nsettings.reviewCallers is set and nobody is asked for a token: set settings.reviewTokenAudience." }}
+  {{- fail "\n\nsettings.reviewCallers is set, but callers need no token: set settings.reviewTokenAudience." }}
 {{- end }}
 {{- if and $values.extender.bind (not $values.extender.enabled) }}
-  {{- fail "\n\nextender.bind is true and extender.enabled is not: no scheduler would reach it." }}
+  {{- fail "\n\nextender.bind is true and extender.enabled is false: schedulers could not reach the extender." }}
 {{- end }}
 {{- $ports := list (int $values.service.port) (int $values.service.uiPort) }}
 {{- if $values.extender.enabled }}{{ $ports = append $ports (int $values.extender.port) }}{{ end }}
 {{- with $values.extender.plainPort }}{{ $ports = append $ports (int .) }}{{ end }}
 {{- if ne (len $ports) (len (uniq $ports)) }}
-  {{- fail "\n\nservice.port, service.uiPort, extender.port and extender.plainPort are ports of one Service: they have to differ." }}
+  {{- fail "\n\nservice.port, service.uiPort, extender.port and extender.plainPort are ports of one Service and have to differ." }}
 {{- end }}
 {{- if or (has (int $values.service.uiPort) (list 8443 8444)) (has (int $values.extender.plainPort) (list 8443 8444)) }}
-  {{- fail "\n\nservice.uiPort and extender.plainPort are ports of the container too, where 8443 and 8444 are the TLS listeners: choose another." }}
+  {{- fail "\n\nservice.uiPort and extender.plainPort are also ports of the container, where 8443 and 8444 are the TLS listeners: choose another." }}
 {{- end }}
 {{- if and $values.score.enabled $settings.scorer }}
   {{- fail "\n\nscore.enabled is true and settings.scorer names another scorer: choose one." }}
 {{- end }}
 {{- if and (eq (default "deny" $settings.whenUnavailable) "queue") (not $values.reconcile.enabled) }}
-  {{- fail "\n\nsettings.whenUnavailable is queue and reconcile.enabled is false: nobody would open the gates." }}
+  {{- fail "\n\nsettings.whenUnavailable is queue and reconcile.enabled is false: the gates would never be removed." }}
 {{- end }}
 {{- if $values.export.enabled }}
   {{- $export := $values.export.settings }}{{ $secrets := $values.export.credentials }}
   {{- $types := include "gpuwarden.exporters" . | fromYamlArray }}
   {{- if not $export.clusterName }}
-    {{- fail "\n\nexport.enabled is true: every record says which cluster it is from, so set export.settings.clusterName." }}
+    {{- fail "\n\nexport.enabled is true: every record contains the cluster's name, so set export.settings.clusterName." }}
   {{- end }}
   {{- if and (include "gpuwarden.keepsOutbox" .) (gt (int $values.export.replicas) 1) }}
-    {{- fail "\n\nexport.outbox outlives its Pod, and one process at a time may have it: set export.replicas=1." }}
+    {{- fail "\n\nexport.outbox outlives its Pod, and only one process at a time can use it: set export.replicas=1." }}
   {{- end }}
   {{- $plugin := default "gpu-operator" $export.namespace }}
   {{- if and (lookup "v1" "Namespace" "" "kube-system") (not (lookup "v1" "Namespace" "" $plugin)) }}
-    {{- fail (printf "\n\nexport.enabled is true and there is no namespace %s: say by export.settings.namespace where the device plugin's pods are." $plugin) }}
+    {{- fail (printf "\n\nexport.enabled is true and there is no namespace %s: set export.settings.namespace to the namespace of the device plugin's pods." $plugin) }}
   {{- end }}
   {{- if and (has "http" $types) (not $export.httpEndpoint) }}
     {{- fail "\n\nexport.settings.exporterType has http: set export.settings.httpEndpoint." }}
   {{- end }}
   {{- if and (has "postgres" $types) (or (not $export.postgresDb) (not $secrets.postgres)) }}
-    {{- fail "\n\nexport.settings.exporterType has postgres: set export.settings.postgresDb, and the Secret with username and password by export.credentials.postgres." }}
+    {{- fail "\n\nexport.settings.exporterType has postgres: set export.settings.postgresDb, and export.credentials.postgres to the Secret with username and password." }}
   {{- end }}
   {{- if and (has "s3" $types) (not $export.s3Bucket) }}
     {{- fail "\n\nexport.settings.exporterType has s3: set export.settings.s3Bucket." }}
@@ -177,7 +177,7 @@
     {{- fail "\n\nexport.settings.httpEndpoint is plain http and export.credentials.http is set: everyone on the way could read the token. Use https, or set export.settings.httpTokenInPlain=true." }}
   {{- end }}
   {{- if lt (default 100 $export.burst | float64) (default 50 $export.qps | float64) }}
-    {{- fail "\n\nexport.settings.burst is less than export.settings.qps: fewer requests at once than a second allows." }}
+    {{- fail "\n\nexport.settings.burst is less than export.settings.qps: it has to be at least qps." }}
   {{- end }}
   {{- $lease := include "gpuwarden.seconds" (default "15s" $export.leaseDuration) | float64 }}
   {{- $deadline := include "gpuwarden.seconds" (default "10s" $export.leaseRenewDeadline) | float64 }}

@@ -1,4 +1,4 @@
-"""What cannot work is refused in one sentence, and says what to do."""
+"""The chart refuses values that cannot work, with a message that says what to change."""
 
 import inspect
 from typing import Any
@@ -24,11 +24,14 @@ def without(values: Raw, *names: str, **more: Any) -> Raw:
 
 EXPORT = {"export.enabled": True, "export.settings.clusterName": "prod"}
 REFUSED: dict[str, tuple[Raw, str]] = {
-    "secret-without-a-name": (without(EXISTING, "tls.existingSecret"), "name the Secret with tls.crt and tls.key by"),
-    "secret-without-a-bundle": (without(EXISTING, "tls.caBundle"), "give the CA of its certificate by tls.caBundle"),
-    "a-bundle-that-is-none": (
+    "secret-without-a-name": (
+        without(EXISTING, "tls.existingSecret"),
+        "set tls.existingSecret to the Secret with tls.crt and tls.key",
+    ),
+    "secret-without-a-bundle": (without(EXISTING, "tls.caBundle"), "set tls.caBundle to the CA of its certificate"),
+    "invalid-bundle": (
         {**EXISTING, "tls.caBundle": "bm90IGEgY2VydA=="},
-        "There is no certificate in tls.caBundle",
+        "tls.caBundle contains no certificate",
     ),
     "secret-in-another-mode": ({"tls.existingSecret": "ours"}, "tls.existingSecret is set and tls.mode is selfManaged"),
     "bundle-in-another-mode": ({"tls.caBundle": PEM}, "tls.caBundle is set and tls.mode is selfManaged"),
@@ -38,35 +41,35 @@ REFUSED: dict[str, tuple[Raw, str]] = {
     ),
     "a-cluster-issuer-without-a-name": (
         {"tls.mode": "certManager", "tls.certManager.issuer.kind": "ClusterIssuer"},
-        "name it by tls.certManager.issuer.name",
+        "set tls.certManager.issuer.name",
     ),
-    "webhooks-that-nobody-answers": ({"serve.enabled": False}, "nobody would answer the API server"),
-    "alerts-about-nobody": (
+    "webhooks-without-serve": ({"serve.enabled": False}, "nothing would answer the API server"),
+    "alerts-without-serve": (
         {"serve.enabled": False, "webhooks.enabled": False, "prometheusRule.enabled": True},
         "the alerts are about serve",
     ),
     "memory-in-two-replicas": (
         {"settings.ledger": "memory", "reconcile.enabled": False},
-        "settings.ledger is memory, which each replica has for itself",
+        "settings.ledger is memory, which replicas do not share",
     ),
     "memory-and-a-reconciler": (
         {"settings.ledger": "memory", "serve.replicas": 1},
-        "a reconciler sees no reservations there",
+        "the reconciler sees no reservations",
     ),
-    "memory-of-no-nodes": (
+    "memory-without-inventory": (
         {"settings.ledger": "memory", "serve.replicas": 1, "reconcile.enabled": False},
-        "name nodes and devices by inventory",
+        "list nodes and devices in inventory",
     ),
     "memory-and-webhooks": (
         {"settings.ledger": "memory", "serve.replicas": 1, "reconcile.enabled": False, "inventory": {"nodes": []}},
-        "GPUs are given to other pods while containers still use them: set webhooks.enabled=false",
+        "Other pods would get GPUs that containers still use. Set webhooks.enabled=false",
     ),
-    "no-reconciler": ({"reconcile.enabled": False}, "nobody would confirm and release reservations"),
+    "no-reconciler": ({"reconcile.enabled": False}, "reservations would not be confirmed or released"),
     "spire-without-an-address": (without(SPIRE, "settings.spireServer"), "set settings.spireServer and"),
     "spire-without-an-svid": (without(SPIRE, "settings.spireWorkloadApi"), "set settings.spireWorkloadApi"),
     "challenges-without-a-domain": (without(CHALLENGES, "settings.spireTrustDomain"), "set settings.spireTrustDomain"),
     "challenges-without-keys": (without(CHALLENGES, "settings.spireWorkloadApi"), "set one"),
-    "attest-for-nobody": ({"attest.enabled": True}, "nobody would challenge the nodes"),
+    "attest-without-challenges": ({"attest.enabled": True}, "the nodes would not be challenged"),
     "attest-without-an-agent": (
         {
             **without(CHALLENGES, "settings.spireWorkloadApi"),
@@ -96,15 +99,15 @@ REFUSED: dict[str, tuple[Raw, str]] = {
         {"settings.certsCaLife": "2520h"},
         "settings.certsCaLife is not longer than",
     ),
-    "proofs-that-nobody-takes": (
+    "attest-without-serve": (
         {**CHALLENGES, "attest.enabled": True, "serve.enabled": False, "webhooks.enabled": False},
-        "nobody would take the nodes' proofs",
+        "the nodes' proofs would not be accepted",
     ),
     "callers-without-an-audience": ({"settings.reviewCallers": "x"}, "set settings.reviewTokenAudience"),
-    "a-binder-that-nobody-reaches": ({"extender.bind": True}, "extender.enabled is not"),
-    "one-port-twice": ({"service.port": 8080}, "they have to differ"),
+    "binder-without-extender": ({"extender.bind": True}, "extender.enabled is false"),
+    "one-port-twice": ({"service.port": 8080}, "have to differ"),
     "two-scorers": ({"score.enabled": True, "settings.scorer": "http://agent:8080"}, "choose one"),
-    "records-of-no-cluster": ({"export.enabled": True}, "set export.settings.clusterName"),
+    "export-without-cluster-name": ({"export.enabled": True}, "set export.settings.clusterName"),
     "a-store-without-an-address": (
         {"export.enabled": True, "export.settings.clusterName": "prod", "export.settings.exporterType": "stdout,http"},
         "set export.settings.httpEndpoint",
@@ -116,7 +119,7 @@ REFUSED: dict[str, tuple[Raw, str]] = {
             "export.settings.exporterType": ["postgres"],
             "export.settings.postgresDb": "gpus",
         },
-        "by export.credentials.postgres",
+        "export.credentials.postgres to the Secret",
     ),
     "a-store-without-a-bucket": (
         {"export.enabled": True, "export.settings.clusterName": "prod", "export.settings.exporterType": "s3"},
@@ -150,14 +153,14 @@ REFUSED: dict[str, tuple[Raw, str]] = {
 
 @pytest.mark.defect("S1-17")
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_work_is_refused_in_a_sentence(name: str) -> None:
+def test_unusable_values_are_refused_with_a_message(name: str) -> None:
     values, sentence = REFUSED[name]
     said = refusal(values)
     assert sentence in said
     assert said.endswith((".", ".)", "debug flag to render out invalid YAML"))
 
 
-# Close to what is refused, and right.
+# Valid values close to refused ones.
 TAKEN: dict[str, Raw] = {
     "an-index-of-all-gpus": {"settings.mapVisible": "index", "settings.injection": "cuda"},
     "renewed-just-after-it-is-made": {"settings.certsLeafLife": "15h", "settings.certsRenewBefore": "899m"},
@@ -173,12 +176,11 @@ TAKEN: dict[str, Raw] = {
 
 
 @pytest.mark.parametrize("name", TAKEN)
-def test_what_works_is_taken(name: str) -> None:
+def test_usable_values_are_accepted(name: str) -> None:
     assert rendered(TAKEN[name])
 
 
-# Each rule of a process between settings, as it is said there, and what stands for it here: what is refused above, or
-# why no values lead there.
+# The rules between settings in the commands, and for each the test case above or why the chart cannot break it.
 RULES: dict[str, str] = {
     "no token is required": "callers-without-an-audience",
     "more than one listener at port": "one-port-twice",
@@ -202,8 +204,8 @@ RULES: dict[str, str] = {
 }
 
 
-def test_every_rule_between_settings_is_answered_for() -> None:
-    """A rule that is new in a process wants a sentence of the chart too."""
+def test_every_rule_between_settings_has_a_check_in_the_chart() -> None:
+    """A new rule in a command needs a check in the chart too."""
     found = [
         inspect.getsource(method)
         for reader in (SettingsReader, ExportReader)
@@ -217,8 +219,8 @@ def test_every_rule_between_settings_is_answered_for() -> None:
     assert [name for name in RULES.values() if " " not in name and name not in REFUSED] == []
 
 
-def test_a_namespace_that_is_never_reviewed_is_no_place_for_it() -> None:
-    assert "install into a namespace of its own" in refusal({}, namespace="kube-system")
+def test_installation_into_kube_system_is_refused() -> None:
+    assert "Install into a namespace of its own" in refusal({}, namespace="kube-system")
 
 
 @pytest.mark.parametrize(
@@ -230,21 +232,21 @@ def test_a_namespace_that_is_never_reviewed_is_no_place_for_it() -> None:
     ],
     ids=["cert-manager", "service-monitor", "prometheus-rule"],
 )
-def test_what_the_cluster_does_not_have_is_said(values: Raw, missing: str) -> None:
+def test_missing_api_of_the_cluster_is_named(values: Raw, missing: str) -> None:
     said = refusal(values, apis=[api for api in APIS if api != missing])
     assert "this cluster has no" in said
     assert f"--api-versions {missing}" in said
     assert rendered(values)
 
 
-def test_an_older_kubernetes_has_no_policy_that_strips_and_is_asked_for_none() -> None:
+def test_strip_policy_requires_kubernetes_1_36() -> None:
     found = rendered({}, kubernetes="1.33.0")
     assert not [one for one in found if one["kind"].startswith("MutatingAdmissionPolicy")]
-    assert "set policies.strip=auto" in refusal({"policies.strip": "true"}, kubernetes="1.33.0")
+    assert "Set policies.strip=auto" in refusal({"policies.strip": "true"}, kubernetes="1.33.0")
 
 
-def test_an_older_kubernetes_has_no_policy_that_blinds_and_the_webhook_may() -> None:
-    assert "set policies.blind=webhook" in refusal({"policies.blind": "policy"}, kubernetes="1.33.0")
+def test_blind_policy_requires_kubernetes_1_36_and_the_webhook_does_not() -> None:
+    assert "Set policies.blind=webhook" in refusal({"policies.blind": "policy"}, kubernetes="1.33.0")
     (mutating,) = [
         one
         for one in rendered({"policies.blind": "webhook"}, kubernetes="1.33.0")
@@ -257,17 +259,17 @@ def test_an_older_kubernetes_has_no_policy_that_blinds_and_the_webhook_may() -> 
 
 
 @pytest.mark.parametrize("path", ["/var", "/var/lib/kubelet/pods", "/opt", "/var/openebs/local"])
-def test_no_dangerous_place_of_a_node_is_opened_to_pods(path: str) -> None:
-    assert f"policies.hostPaths names {path}, and " in refusal({"policies.hostPaths": ["/data", path]})
+def test_dangerous_host_path_is_refused(path: str) -> None:
+    assert f"policies.hostPaths contains {path}, and " in refusal({"policies.hostPaths": ["/data", path]})
 
 
 @pytest.mark.parametrize("path", ["/", "data", "/data/", "//data", "/data/../dev", "/./data", "/a'b", ""])
-def test_path_that_is_not_absolute_and_clean_is_refused(path: str) -> None:
+def test_host_path_that_is_not_absolute_and_clean_is_refused(path: str) -> None:
     assert "hostPaths" in refusal({"policies.hostPaths": [path]})
 
 
 @pytest.mark.parametrize("blind", ["policy", "webhook"])
-def test_in_cuda_mode_nobody_is_blinded(blind: str) -> None:
+def test_blinding_is_refused_in_cuda_mode(blind: str) -> None:
     said = refusal({"settings.injection": "cuda", "policies.blind": blind})
     assert "set policies.blind=nobody" in said
     found = rendered({"settings.injection": "cuda"})

@@ -54,7 +54,7 @@ def test_make_requires_an_image_name() -> None:
         ["/usr/bin/env", "make", "-C", str(ROOT), "docker-build"], capture_output=True, text=True, check=False
     )
     assert done.returncode != 0
-    assert "say which image: make docker-build IMG=name:tag" in done.stderr
+    assert "set the image: make docker-build IMG=name:tag" in done.stderr
 
 
 def test_last_stage_runs_no_command_and_no_process_is_root() -> None:
