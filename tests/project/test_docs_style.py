@@ -25,7 +25,6 @@ NOT_YET: frozenset[str] = frozenset(
         "docs/how-to/extender.md",
         "docs/moving/binder.md",
         "docs/reference/configure.md",
-        "docs/reference/settings.md",
     }
 )
 
