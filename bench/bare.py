@@ -1,6 +1,6 @@
 """The cost of Starlette without gpuwarden: one route that reads the body and answers a constant.
 
-`python -m bench.bare hypercorn PORT DIRECTORY` serves it on Hypercorn as it comes, `listener` on gpuwarden's own.
+`python -m bench.bare hypercorn PORT DIRECTORY` serves it on plain Hypercorn, `listener` on gpuwarden's listener.
 """
 
 import asyncio

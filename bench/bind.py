@@ -1,10 +1,9 @@
 """How fast `gpuwarden bind` binds pods, compared with kube-scheduler on the same control plane in the same run.
 
-All pods are there before the scheduler is started; counted is from its first Binding to its last, as a watch of the
-pods shows them. Both have the same pods, nodes and simulated kubelets, one after the other, in turns. What ours reads
-stands in the API server's audit log. On a machine that others use too, the CPU time says more than the rate: what the
-scheduler, the API server and etcd took together from the start to the last Binding. Needs the control plane, which
-`make e2e` builds: `python -m bench.bind`.
+All pods exist before the scheduler starts. The rate is measured from the first Binding to the last, by a watch of the
+pods. Both schedulers run in turns with the same pods, nodes and simulated kubelets. The audit log of the API server
+shows what ours reads. On a shared machine the CPU time says more than the rate: the sum of scheduler, API server and
+etcd from the start to the last Binding. Needs the control plane of `make e2e`: `python -m bench.bind`.
 """
 
 import asyncio

@@ -1,9 +1,9 @@
 """The cost of the policy `gpuwarden-blind`: plain pods created per second in opted-in namespaces, with and without.
 
-The other policies and the webhooks that ship are in place both times. No server runs, and none is called: the pods ask
-for nothing. No scheduler takes them. The API server's CPU time for a creation is shown beside the rate: writer, API
-server and etcd share the cores, so the rate depends on the machine more than the CPU time does. Compare the ratios.
-Needs the control plane, which `make e2e` builds: `python -m bench.blind`.
+The other shipped policies and webhooks are applied both times. No server runs, because pods without a claim call no
+webhook. No scheduler binds the pods. The results also show the API server's CPU time for a creation: writer, API server
+and etcd share the cores, so the rate depends more on the machine than the CPU time does. Compare the ratios. Needs the
+control plane of `make e2e`: `python -m bench.blind`.
 """
 
 import http.client

@@ -1,8 +1,7 @@
 """How long a decision takes, and how little it depends on the size of the fleet.
 
-Fleets of all sizes live in one process and take turns, so that a noisy machine hits all alike. Times are CPU times of
-the one thread that decides: nothing here waits, and what other programs take of the machine is not our figure. The
-collector of garbage runs as it does in the server.
+Fleets of all sizes run in turns in one process, so that other load affects all equally. Times are CPU times of the
+deciding thread, which never waits. The garbage collector is configured as in the server.
 """
 
 import asyncio

@@ -1,9 +1,9 @@
 """How long it takes to store the readings of 10,000 nodes with 8 GPUs each, and how much memory that needs.
 
-`python -m bench.export`: a real Postgres on this machine, thrown away after. First the delivery alone with its outbox
-on disk, in this process: one round is one reading of every node; between rounds memory has to stay where it was. Then
-`gpuwarden export` as a whole, readings and uses, before an API server that answers what a fleet of that size says. Not
-part of `make bench`, which needs no database.
+`python -m bench.export` uses a temporary Postgres on this machine. First it measures the delivery with its outbox on
+disk, in this process: each round has one reading of every node, and memory must not grow between rounds. Then it
+measures a whole `gpuwarden export`, readings and uses, with a simulated API server of that size. Not part of `make
+bench`, which needs no database.
 """
 
 import asyncio

@@ -1,8 +1,8 @@
 """How long `POST /filter` takes for 5,000 nodes: from the body to the answer, without the network.
 
-A tenth of the nodes has shown each of ten hashes, a third of their GPUs is held. Pods ask for a hash alone, for a hash
-and GPUs, and with a node selector as well; some ask for nothing of ours. The last line is the same with whole Node
-objects of 5 kB in place of names, for comparison; it has no target. Times are CPU times, as in `decision`.
+Each of ten hashes is proven by a tenth of the nodes, and a third of the GPUs is reserved. Pods require a hash, a hash
+and GPUs, or also have a node selector; some have no claim. The last line is the same with whole Node objects of 5 kB
+instead of names, for comparison; it has no target. Times are CPU times, as in `decision`.
 """
 
 import asyncio

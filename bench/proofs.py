@@ -1,7 +1,7 @@
 """How long it takes to challenge a node, to verify its answer, and to refuse an answer without a challenge.
 
-Verified is all of it: form, challenge, times, signature. What a store then takes to write it down is not in here. Times
-are CPU times of the one thread.
+The verification covers form, challenge, times and signature, but not the write of the result. Times are CPU times of
+the thread.
 """
 
 import base64

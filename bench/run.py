@@ -1,6 +1,6 @@
 """`make bench` runs all benchmarks and writes `bench/results/`. `make bench-check` is the short form with limits.
 
-Limits of the short form are wider than the targets: it is there to notice a change for the worse on any machine.
+The limits of the short form are wider than the targets, so that it notices regressions on any machine.
 """
 
 import json

@@ -1,8 +1,8 @@
 """The cost of polling all agents of a SPIRE Server and finding changes.
 
-The server is the tests' double in a thread of its own, over real mTLS; times are CPU times of the thread that polls,
-which does the TLS, the gRPC, the reading and the comparing. `first` reads every agent, `same` finds nothing new,
-`all new` finds that each of them was attested again.
+The server is the tests' double in another thread, with real mTLS. Times are CPU times of the polling thread, which does
+TLS, gRPC, parsing and comparing. `first` reads every agent, `same` finds no change, and in `all new` every agent was
+attested again.
 """
 
 import asyncio

@@ -1,9 +1,9 @@
 """Reviews per second over TLS: gpuwarden, a Go webhook that only adds an annotation, and Starlette with a constant.
 
-`go` decodes the pod, adds the annotation and sends the difference, as controller-runtime's own examples do;
-`go_minimal` answers the same patch without looking at the pod. The target is held against both.
-All of them run all the time and are asked in turns by the same client, on this machine and nowhere else. The client
-and the server share the machine, so the CPU time of a review is shown beside the rate: noise moves it less.
+`go` decodes the pod, adds the annotation and sends the difference, as controller-runtime's examples do. `go_minimal`
+answers the same patch without reading the pod. The target applies to both.
+All servers run all the time, and one client on the same machine sends requests to them in turns. The results also show
+the CPU time of a review, because other load disturbs it less than the rate.
 """
 
 import itertools

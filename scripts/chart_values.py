@@ -1,7 +1,7 @@
 """The values of the chart, declared once. `make chart` writes chart/values.yaml,
 chart/values.schema.json and docs/reference/configure.md from here; a test compares.
 
-What gpuwarden itself takes as settings is not repeated: `settings` and `export.settings` follow the commands' tables.
+`settings` and `export.settings` are generated from the commands' tables of settings.
 """
 
 import json

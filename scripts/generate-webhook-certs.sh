@@ -1,7 +1,7 @@
 #!/bin/sh
-# A CA and a certificate for the webhook by openssl, and the Secret as a manifest: for a first try without cert-manager
-# and without `gpuwarden certs`. Nothing renews them. Set NAMESPACE, SERVICE_NAME and CERT_DIR for other than the names
-# below. What is printed last is the CA bundle for the webhook configurations.
+# Creates a CA and a certificate for the webhook with openssl, and the Secret as a manifest, for a first try without
+# cert-manager and without `gpuwarden certs`. Nothing renews them. NAMESPACE, SERVICE_NAME and CERT_DIR override the
+# names below. The last output is the CA bundle for the webhook configurations.
 set -eu
 umask 077
 NAMESPACE=${NAMESPACE:-gpu-scheduler-system}
@@ -23,7 +23,7 @@ case "$NAMESPACE$SERVICE_NAME" in
 esac
 mkdir -p "$CERT_DIR"
 cd "$CERT_DIR"
-rm -f ca.key tls.key webhook-tls-secret.yaml # umask says nothing of files that are there
+rm -f ca.key tls.key webhook-tls-secret.yaml # umask does not apply to existing files
 
 cat >csr.conf <<EOF
 [req]
@@ -49,7 +49,7 @@ DNS.3 = $host
 DNS.4 = $host.cluster.local
 EOF
 
-quietly() { # only a failure is worth reading
+quietly() { # prints the output only after a failure
     said=$("$@" 2>&1) || { echo "$said" >&2; exit 1; }
 }
 

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Lock what pyproject.toml asks for, with hashes and without naming where it was fetched from.
+# Locks the dependencies in pyproject.toml with hashes, without index addresses.
 set -eu
 uv=${1:-uv}
 lock() { # lock OUT GROUP...

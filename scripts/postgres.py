@@ -1,6 +1,6 @@
 """A temporary Postgres on loopback: the machine's own, or Debian's, which this installs.
 
-`python -m scripts.postgres` makes sure that there is one, or says in a sentence why there is none.
+`python -m scripts.postgres` installs it if needed, or prints why it is missing.
 """
 
 import contextlib

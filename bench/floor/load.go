@@ -15,7 +15,7 @@ import (
 	"time"
 )
 
-// Where a review's uid stands in the template, and what counts its reviews.
+// The placeholders of a review's uid and number in the template.
 const uidMark = "@UID@"
 
 type order struct {
@@ -34,7 +34,7 @@ func loadFlags(flags *flag.FlagSet, args []string) order {
 	flags.BoolVar(&o.http2, "http2", false, "one HTTP/2 connection instead of an HTTP/1.1 connection a worker")
 	flags.IntVar(&o.workers, "workers", 20, "requests at a time")
 	flags.IntVar(&o.count, "count", 1000, "requests in all")
-	_ = flags.Parse(args) // exits by itself
+	_ = flags.Parse(args) // exits on errors
 	return o
 }
 
@@ -81,7 +81,7 @@ func (o order) client() (*http.Client, error) {
 	return &http.Client{Transport: transport, Timeout: 30 * time.Second}, nil
 }
 
-// bodies are all made before the clock starts, each with its own uid.
+// bodies are created before the measurement, each with its own uid.
 func (o order) bodies() ([][]byte, error) {
 	raw, err := os.ReadFile(o.template)
 	if err != nil {
@@ -107,7 +107,7 @@ type worker struct {
 
 func (o order) drive(client *http.Client, bodies [][]byte) report {
 	workers := make([]worker, o.workers)
-	_, _ = ask(client, o.url, bodies[0]) // connects; with HTTP/2 there must be one connection before many ask
+	_, _ = ask(client, o.url, bodies[0]) // opens the connection; HTTP/2 needs it before concurrent requests
 	var wait sync.WaitGroup
 	start := time.Now()
 	for n := range workers {
@@ -139,7 +139,7 @@ func (w *worker) ask(client *http.Client, o order, body []byte) {
 	}
 }
 
-// ask says the protocol spoken and the body; no protocol: the answer did not come.
+// ask returns the protocol and the body; an empty protocol means that there was no answer.
 func ask(client *http.Client, url string, body []byte) (string, []byte) {
 	response, err := client.Post(url, "application/json", bytes.NewReader(body))
 	if err != nil {

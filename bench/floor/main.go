@@ -1,5 +1,5 @@
-// Floor is what gpuwarden's throughput is held against: a controller-runtime webhook that only adds an annotation,
-// and the client that puts the same load on every server.
+// Floor is the reference for gpuwarden's throughput: a controller-runtime webhook that only adds an annotation, and the
+// client that puts the same load on every server.
 package main
 
 import (

@@ -16,7 +16,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/webhook/admission"
 )
 
-// serve runs two webhooks until SIGTERM: one as controller-runtime's own examples write it, and the least that there is.
+// serve runs two webhooks until SIGTERM: one like controller-runtime's examples, and a minimal one.
 func serve(port int, certificates string) error {
 	log.SetLogger(logr.Discard())
 	scheme := runtime.NewScheme()
@@ -49,7 +49,7 @@ func (a *annotator) Handle(_ context.Context, request admission.Request) admissi
 	return admission.PatchResponseFromRaw(request.Object.Raw, raw)
 }
 
-// patched does not even look at the pod.
+// patched does not read the pod.
 func patched(context.Context, admission.Request) admission.Response {
 	return admission.Patched("", jsonpatch.NewOperation("add", "/metadata/annotations/bench.example~1seen", "true"))
 }

@@ -1,4 +1,4 @@
 """A real Kubernetes control plane on loopback: etcd, API server, scheduler, controllers, and kwok instead of kubelets.
 
-`build` makes the binaries, `cluster` runs them, `python -m scripts.controlplane` is the command of `make cluster`.
+`build` builds the binaries, `cluster` runs them, and `make cluster` runs `python -m scripts.controlplane`.
 """

@@ -1,8 +1,8 @@
-"""Fuzz the parsers, then the routes of a real server, on loopback.
+"""Fuzzes the parsers, then the routes of a real server on loopback.
 
     python -m scripts.fuzz [--seconds 60] [--seed N]
 
-The seed is printed. What is found is kept in the corpus, and tried first ever after.
+It prints the seed. Findings are added to the corpus, and later runs try them first.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Applies each mutation to a copy of the tree and runs the tests that have to detect it.
 
-python -m scripts.mutants [TEXT]   only those bugs whose name contains TEXT
+python -m scripts.mutants [TEXT]   only mutations whose name contains TEXT
 """
 
 import shutil

@@ -1,16 +1,16 @@
 #!/bin/sh
-# The first process of a node's mount and pid namespaces: it mounts what is the node's own and waits. All that it mounts
-# goes with the namespace.
+# The first process of a node's mount and pid namespaces: it mounts the node's own directories and waits. The mounts
+# disappear with the namespace.
 set -eu
 home=$1 pause=$2
 
-# unshare has cut the way to the machine's mounts; from here to the containers' there has to be one.
+# unshare has made mounts private; mounts made here have to propagate to containers.
 mount --make-rshared /
 mount -t tmpfs tmpfs /run
 mkdir /run/cdi /run/containerd /run/netns
 mount --bind "$home/kubelet" /var/lib/kubelet
 
-# The GPUs are in /dev as on a node with a driver, and the machine's own are not.
+# /dev has the simulated GPUs as on a node with a driver, and not the machine's own.
 mount -t tmpfs -o mode=755 tmpfs "$home/dev"
 cp -ax /dev/. "$home/dev/"
 rm -f "$home"/dev/nvidia*
@@ -20,7 +20,7 @@ done
 cp -a "$home"/driver/dev/nvidia* "$home/dev/"
 mount --rbind "$home/dev" /dev
 
-# kubelet and the CNI plugin set these for the whole machine, unless they find them set. They find these files.
+# kubelet and the CNI plugin would set these for the whole machine. They find these files with the wanted values.
 for one in vm/overcommit_memory=1 kernel/panic=10 kernel/panic_on_oops=1 net/ipv4/ip_forward=1; do
   file=$home/state/$(basename "${one%=*}")
   echo "${one#*=}" > "$file"

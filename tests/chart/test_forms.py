@@ -1,4 +1,4 @@
-"""The schema refuses what the commands would refuse, and nothing that they take."""
+"""The schema accepts everything that the commands accept, and refuses what they certainly refuse."""
 
 import re
 from pathlib import Path
@@ -22,12 +22,12 @@ SAID = [one for one in values() if one.is_setting and one.shown]
 
 
 def shown(one: Value) -> Any:
-    """What values.yaml shows, as whoever takes the comment sign away would have it."""
+    """The commented settings of values.yaml, uncommented."""
     return yaml.safe_load(f"it: {one.shown}")["it"]
 
 
 def loaded(values: Raw, tmp_path: Path) -> dict[str, Settings | export_settings.ExportSettings]:
-    """By component, what its process makes of the arguments and files that are rendered."""
+    """By component, the settings that its process reads from the rendered arguments and files."""
     found = rendered(values)
     for name in ("tls/tls.crt", "tls/tls.key", "ca/ca.crt", "nonce/nonce.key"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -49,7 +49,7 @@ def loaded(values: Raw, tmp_path: Path) -> dict[str, Settings | export_settings.
 ALL: Raw = {"bind.enabled": True, "score.enabled": True, "export.enabled": True, "export.settings.clusterName": "prod"}
 
 
-def test_every_default_that_is_shown_may_be_said_and_changes_nothing(tmp_path: Path) -> None:
+def test_setting_every_shown_default_changes_nothing(tmp_path: Path) -> None:
     for name in ("said", "unsaid"):
         (tmp_path / name).mkdir()
     found = loaded({**ALL, **{one.path: shown(one) for one in SAID}}, tmp_path / "said")
@@ -84,7 +84,7 @@ NUMBERS: Raw = {
 }
 
 
-def test_a_number_of_seven_digits_is_the_number(tmp_path: Path) -> None:
+def test_number_of_seven_digits_is_not_rendered_with_exponent(tmp_path: Path) -> None:
     found = loaded({**ALL, **NUMBERS}, tmp_path)
     for component in ("serve", "reconcile", "bind", "certs"):
         chosen = found[component]
@@ -99,13 +99,13 @@ def test_a_number_of_seven_digits_is_the_number(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("said", [True, False, "true", "no"])
-def test_a_switch_of_an_older_system_is_a_truth_or_its_word(said: object, tmp_path: Path) -> None:
+def test_switch_of_gpuid_may_be_a_boolean_or_a_word(said: object, tmp_path: Path) -> None:
     found = loaded({**ALL, "export.settings.postgresAutoMigrate": said}, tmp_path)["export"]
     assert isinstance(found, export_settings.ExportSettings)
     assert found.postgres_auto_migrate is (said in (True, "true"))
 
 
-# By kind, what is good and what is not.
+# Good and bad values by kind.
 SAMPLES: dict[str, tuple[SettingKind[Any], list[str], list[str]]] = {
     "duration": (kinds.DURATION, ["90s", "5m", "0", "1.5h", "500ms", "168h", "604800"], ["banana", "-1s", "1d", ""]),
     "interval": (kinds.INTERVAL, ["90s", "5m", "7"], ["banana", "5 m", "1h30m", "1000h"]),
@@ -147,7 +147,7 @@ SAMPLES: dict[str, tuple[SettingKind[Any], list[str], list[str]]] = {
     "exporters": (export_kinds.EXPORTER_LIST, ["stdout", "s3, http"], ["kafka", "stdout,", ""]),
     "partition": (export_kinds.PARTITION_PATTERN, ["", "y=%Y/m=%m", "%y"], ["a\\b", "a\nb"]),
 }
-# Of which everything is good, or which are numbers.
+# Kinds that accept every text, or are numbers.
 OTHERS = {
     *(
         kinds.BOOLEAN,
@@ -168,7 +168,7 @@ def fits(form: Schema, text: str) -> bool:
 
 
 @pytest.mark.parametrize("name", SAMPLES)
-def test_what_the_command_takes_is_let_pass_and_what_it_refuses_is_not(name: str) -> None:
+def test_schema_accepts_what_the_command_accepts(name: str) -> None:
     kind, good, bad = SAMPLES[name]
     assert kind.schema is not None
     form = kind.schema
@@ -195,7 +195,7 @@ def test_schema_of_a_choice_lists_what_the_command_accepts(kind: SettingKind[str
     assert [kind.read(word) for word in kind.schema["enum"]] == kind.schema["enum"]
 
 
-# Through helm itself, whose regular expressions are another language's.
+# With helm itself, because its regular expressions are Go's.
 BAD: Raw = {
     "settings.pendingDeadline": "banana",
     "settings.evidence": "tpm",
@@ -214,12 +214,12 @@ BAD: Raw = {
 }
 
 
-def test_bad_values_are_all_named_at_once() -> None:
+def test_helm_names_all_bad_values_at_once() -> None:
     said = refusal(BAD)
     assert [path for path in BAD if f" {path}" not in said] == []
 
 
-def test_good_values_pass_helm_too() -> None:
+def test_helm_accepts_good_values() -> None:
     forms = {
         "settings.schedulerName": "a,b",
         "settings.spireHashSelector": "spiffe://{trust_domain}/spire/agent/x/{node}/{hash}",

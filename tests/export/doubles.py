@@ -50,7 +50,7 @@ class MemoryExporter:
         self.is_closed = True
 
 
-class GatheringExporter(MemoryExporter):
+class BatchingMemoryExporter(MemoryExporter):
     """Accepts several batches merged."""
 
     records_at_once = 5
@@ -83,7 +83,7 @@ class WatchedDisk:
         self.flushes.append((names[os.fstat(descriptor).st_ino], there))
 
 
-class DeafBatchStore(MemoryBatchStore):
+class UnreadableBatchStore(MemoryBatchStore):
     """Fails to read for a moment, as when no file descriptor is left."""
 
     refusals = 0

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.export.doubles import DeafBatchStore, GatheringExporter, MemoryExporter, SlowBatchStore
+from tests.export.doubles import BatchingMemoryExporter, MemoryExporter, SlowBatchStore, UnreadableBatchStore
 from tests.export.records import NOW, batch, reading, use
 from webhook.export import Exporter, ExportError
 from webhook.export.delivery import Delivery, DeliveryObserver, check, merged
@@ -180,7 +180,7 @@ async def test_observer_is_called_for_each_failed_attempt() -> None:
 
 
 async def test_all_batches_are_stored_after_a_temporary_read_error_of_the_outbox() -> None:
-    store, batches, failed = MemoryExporter(), DeafBatchStore(), list[tuple[str, str]]()
+    store, batches, failed = MemoryExporter(), UnreadableBatchStore(), list[tuple[str, str]]()
     delivery = Delivery(
         [store],
         lambda name: Outbox(batches if name == "memory" else MemoryBatchStore()),
@@ -198,7 +198,7 @@ async def test_all_batches_are_stored_after_a_temporary_read_error_of_the_outbox
 
 class TestBatchingExporter:
     async def test_waiting_batches_are_exported_merged(self) -> None:
-        store = GatheringExporter()
+        store = BatchingMemoryExporter()
         store.freeze()
         async with delivering(store) as delivery:
             await delivery.take(batch("0", gpus=2))
@@ -210,13 +210,13 @@ class TestBatchingExporter:
             assert [one.size for one in store.stored.values()] == [2, 4, 4]
 
     async def test_only_the_batch_that_crashes_the_exporter_is_set_aside(self) -> None:
-        class BuggyGatheringExporter(GatheringExporter):
+        class BuggyBatchingExporter(BatchingMemoryExporter):
             async def export(self, batch: Batch) -> None:
                 if any(one.gpu == reading(7).gpu for one in batch.readings):
                     raise OverflowError
                 await super().export(batch)
 
-        store, refused = BuggyGatheringExporter(), list[str]()
+        store, refused = BuggyBatchingExporter(), list[str]()
         observer = DeliveryObserver(refused=lambda _, one, reason: refused.append(one.id))
         delivery = Delivery([store], opener(None), clock, backoff=QUICK, observer=observer)
         for one in (batch("0", gpus=1), Batch("bad", (reading(7),)), batch("2", gpus=1)):
@@ -226,7 +226,7 @@ class TestBatchingExporter:
 
     async def test_only_the_refused_batch_is_set_aside(self) -> None:
         refused: list[str] = []
-        store = GatheringExporter()
+        store = BatchingMemoryExporter()
         together_id = merged([batch("bad"), batch("good")]).id
         store.refuses = {"bad", together_id}
         delivery = Delivery(
@@ -296,7 +296,7 @@ class TestDrain:
             await running
 
     @pytest.mark.defect("S2-16")
-    async def test_nothing_is_written_after_it_and_what_is_left_waits_for_the_next_process(
+    async def test_nothing_is_written_after_drain_and_remaining_batches_wait_for_the_next_process(
         self, tmp_path: Path
     ) -> None:
         frozen, well = MemoryExporter("frozen"), MemoryExporter("well")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from tests.export.doubles import DeafBatchStore, SlowBatchStore, WatchedDisk
+from tests.export.doubles import SlowBatchStore, UnreadableBatchStore, WatchedDisk
 from tests.export.killed import COUNT
 from tests.export.records import NOW, batch, later, use
 from webhook.export import ExportError
@@ -155,7 +155,7 @@ def test_kill_before_any_file_operation_loses_and_duplicates_nothing(tmp_path: P
 
 
 def test_temporary_read_error_loses_nothing() -> None:
-    store = DeafBatchStore()
+    store = UnreadableBatchStore()
     outbox = Outbox(store)
     given = [batch(f"{number}") for number in range(3)]
     for one in given:

@@ -32,7 +32,7 @@ def test_unverified_host_name_is_logged_at_start(sslmode: str) -> None:
 @pytest.mark.parametrize(
     ("sslmode", "host"), [("verify-full", "db.example.org"), ("disable", "/run/postgresql"), ("prefer", "127.0.0.1")]
 )
-def test_of_one_that_is_certain_or_on_this_machine_nothing_is_said(sslmode: str, host: str) -> None:
+def test_verified_or_local_database_logs_no_warning(sslmode: str, host: str) -> None:
     with capture_logs() as lines:
         PostgresExporter(target(sslmode, host))
     assert lines == []

@@ -1,4 +1,4 @@
-"""Which pods are read when, and what becomes of each reading; the cluster is a few dictionaries."""
+"""When pods are read, and the result of each reading. The cluster is a few dictionaries."""
 
 import asyncio
 import threading
@@ -33,8 +33,8 @@ def plugin_pod(name: str = "p", uid: str = "u-1", node: str = "node-a", **status
 
 
 @define
-class House:
-    """A cluster of pods and nodes, and what nvidia-smi says in each pod."""
+class Harness:
+    """A cluster of pods and nodes, with nvidia-smi's output in each pod."""
 
     plan: ReadingPlan = PLAN
     says: Callable[[str], bytes] = lambda _: document(gb200_tray())
@@ -50,7 +50,7 @@ class House:
     before_answer: Callable[[], Any] = lambda: None
     parse: Callable[[bytes], SmiReport] = parse
     now: datetime = NOW
-    # What the clock of turns is ahead of the loop's.
+    # How far the schedule's clock is ahead of the loop's.
     ahead: float = 0.0
     reader: GpuReader = field(init=False)
 
@@ -92,7 +92,7 @@ class House:
 
     def skip(self, seconds: float) -> None:
         self.ahead += seconds
-        self.reader.schedule.put("nobody")  # whoever waits looks at the clock again
+        self.reader.schedule.put("nobody")  # waiting workers read the clock again
 
     def see(self, raw: Raw) -> None:
         """Sends the pod as an event of the watch."""
@@ -122,18 +122,18 @@ async def until(is_so: Callable[[], object], seconds: float = 20.0) -> None:
             await asyncio.sleep(0.01)
 
 
-async def settled(house: House) -> None:
-    """Nothing is due, nothing is under way."""
-    await until(lambda: not len(house.reader.schedule))
+async def settled(harness: Harness) -> None:
+    """Waits until nothing is due or in progress."""
+    await until(lambda: not len(harness.reader.schedule))
     await asyncio.sleep(0.05)
 
 
-async def test_all_of_a_nodes_gpus_are_read_at_one_time() -> None:
-    house = House()
-    async with house.working():
-        house.see(plugin_pod())
-        await until(lambda: house.batches)
-    (batch,) = house.batches
+async def test_all_gpus_of_a_node_have_one_time() -> None:
+    harness = Harness()
+    async with harness.working():
+        harness.see(plugin_pod())
+        await until(lambda: harness.batches)
+    (batch,) = harness.batches
     first = batch.readings[0]
     assert first == Reading(
         cluster="prod",
@@ -152,75 +152,75 @@ async def test_all_of_a_nodes_gpus_are_read_at_one_time() -> None:
         driver="580.10.01",
         boot_id="boot-1",
     )
-    assert house.reader.last_reads == {"node-a": NOW}
+    assert harness.reader.last_reads == {"node-a": NOW}
 
 
 @pytest.mark.defect("S2-8")
 async def test_all_of_a_reading_has_one_time() -> None:
-    house = House(says=lambda _: document(h100_host()))
-    async with house.working():
-        house.see(plugin_pod())
-        await until(lambda: len(house.readings) == 8)
-    assert {one.time for one in house.readings} == {NOW}
+    harness = Harness(says=lambda _: document(h100_host()))
+    async with harness.working():
+        harness.see(plugin_pod())
+        await until(lambda: len(harness.readings) == 8)
+    assert {one.time for one in harness.readings} == {NOW}
 
 
 @pytest.mark.defect("S2-1")
 @pytest.mark.defect("S2-2")
 @pytest.mark.parametrize("chassis", [None, "N/A", ""], ids=["no-element", "not-applicable", "empty"])
 async def test_a_missing_chassis_is_unknown(chassis: str | None) -> None:
-    house = House(says=lambda _: document([Card(0, serial="1", chassis=chassis)]))
-    async with house.working():
-        house.see(plugin_pod())
-        await until(lambda: house.readings)
-    assert [one.chassis for one in house.readings] == ["unknown"]
-    assert house.labels["node-a"] == {"gpuid.github.com/gpu-0": "1"}
+    harness = Harness(says=lambda _: document([Card(0, serial="1", chassis=chassis)]))
+    async with harness.working():
+        harness.see(plugin_pod())
+        await until(lambda: harness.readings)
+    assert [one.chassis for one in harness.readings] == ["unknown"]
+    assert harness.labels["node-a"] == {"gpuid.github.com/gpu-0": "1"}
 
 
 @pytest.mark.defect("S2-18")
 async def test_two_dies_that_share_a_serial_are_two_records() -> None:
-    house = House()
-    async with house.working():
-        house.see(plugin_pod())
-        await until(lambda: house.readings)
-    assert [(one.index, one.minor, one.gpu) for one in house.readings] == [
+    harness = Harness()
+    async with harness.working():
+        harness.see(plugin_pod())
+        await until(lambda: harness.readings)
+    assert [(one.index, one.minor, one.gpu) for one in harness.readings] == [
         (0, 0, "176000000002"),
         (1, 1, "176000000002"),
         (2, 2, "176000000001"),
         (3, 3, "176000000001"),
     ]
-    assert len({one.uuid for one in house.readings}) == 4
+    assert len({one.uuid for one in harness.readings}) == 4
 
 
 async def test_a_dead_gpu_is_left_out_and_the_others_are_read() -> None:
-    house = House(says=lambda _: document([dead(h100_host()[0]), *h100_host()[1:]]))
-    async with house.working():
-        house.see(plugin_pod())
-        await until(lambda: house.readings)
-    assert [one.index for one in house.readings] == list(range(1, 8))
+    harness = Harness(says=lambda _: document([dead(h100_host()[0]), *h100_host()[1:]]))
+    async with harness.working():
+        harness.see(plugin_pod())
+        await until(lambda: harness.readings)
+    assert [one.index for one in harness.readings] == list(range(1, 8))
 
 
 @pytest.mark.parametrize("said", ["N/A", "[N/A]", ""])
-async def test_a_gpu_whose_serial_is_not_known_is_exported_under_its_uuid(said: str) -> None:
+async def test_gpu_without_serial_is_exported_with_its_uuid(said: str) -> None:
     cards = [Card(0, serial=said, uuid="GPU-a"), Card(1, serial="1", uuid="GPU-b")]
-    house = House(says=lambda _: document(cards))
-    async with house.working():
-        house.see(plugin_pod())
-        await until(lambda: house.readings)
-    assert [(one.gpu, one.uuid) for one in house.readings] == [("unknown", "GPU-a"), ("1", "GPU-b")]
-    assert "unknown" not in house.labels["node-a"].values()
+    harness = Harness(says=lambda _: document(cards))
+    async with harness.working():
+        harness.see(plugin_pod())
+        await until(lambda: harness.readings)
+    assert [(one.gpu, one.uuid) for one in harness.readings] == [("unknown", "GPU-a"), ("1", "GPU-b")]
+    assert "unknown" not in harness.labels["node-a"].values()
 
 
 @pytest.mark.defect("S2-4")
 @pytest.mark.parametrize("provider_id", [None, ""])
 async def test_a_node_without_a_provider_is_called_na_and_read_once(provider_id: str | None) -> None:
-    house = House()
-    house.nodes["node-a"] = ExportedNode("uid", provider_id, "boot-1", {}, None)
-    async with house.working():
-        house.see(plugin_pod())
-        await until(lambda: house.batches)
-        await settled(house)
-    assert {one.machine for one in house.readings} == {"na"}
-    assert (len(house.batches), len(house.execs)) == (1, 1)
+    harness = Harness()
+    harness.nodes["node-a"] = ExportedNode("uid", provider_id, "boot-1", {}, None)
+    async with harness.working():
+        harness.see(plugin_pod())
+        await until(lambda: harness.batches)
+        await settled(harness)
+    assert {one.machine for one in harness.readings} == {"na"}
+    assert (len(harness.batches), len(harness.execs)) == (1, 1)
 
 
 @pytest.mark.parametrize(
@@ -234,23 +234,23 @@ async def test_a_node_without_a_provider_is_called_na_and_read_once(provider_id:
     ],
     ids=["pending", "no-status", "not-ready", "one-too-many", "going"],
 )
-async def test_a_pod_that_is_not_ready_is_not_asked(raw: Raw) -> None:
-    house = House()
-    async with house.working():
-        house.see(raw)
-        house.see(plugin_pod("other", uid="u-2", node="node-b"))
-        await until(lambda: house.batches)
-        await settled(house)
-    assert house.execs == ["other"]
+async def test_pod_that_is_not_ready_is_not_read(raw: Raw) -> None:
+    harness = Harness()
+    async with harness.working():
+        harness.see(raw)
+        harness.see(plugin_pod("other", uid="u-2", node="node-b"))
+        await until(lambda: harness.batches)
+        await settled(harness)
+    assert harness.execs == ["other"]
 
 
 @pytest.mark.defect("S2-17")
-async def test_who_comes_next_makes_the_same_records_without_asking() -> None:
-    first = House()
+async def test_next_leader_makes_equal_records_from_the_annotation() -> None:
+    first = Harness()
     async with first.working():
         first.see(plugin_pod())
         await until(lambda: first.batches)
-    second = House(nodes=first.nodes, now=NOW + timedelta(days=1))
+    second = Harness(nodes=first.nodes, now=NOW + timedelta(days=1))
     async with second.working():
         second.see(plugin_pod())
         await until(lambda: second.batches)
@@ -260,13 +260,13 @@ async def test_who_comes_next_makes_the_same_records_without_asking() -> None:
 
 @pytest.mark.defect("S2-17")
 @pytest.mark.parametrize("change", ["pod", "boot", "age"])
-async def test_it_is_read_again_where_it_may_have_changed(change: str) -> None:
-    first = House()
+async def test_node_is_read_again_if_its_gpus_may_have_changed(change: str) -> None:
+    first = Harness()
     async with first.working():
         first.see(plugin_pod())
         await until(lambda: first.batches)
     plan = evolve(PLAN, resync=timedelta(hours=1)) if change == "age" else PLAN
-    second = House(plan, nodes=first.nodes, now=NOW + timedelta(hours=2))
+    second = Harness(plan, nodes=first.nodes, now=NOW + timedelta(hours=2))
     if change == "boot":
         second.nodes["node-a"] = evolve(second.nodes["node-a"], boot_id="boot-2")
     async with second.working():
@@ -276,85 +276,85 @@ async def test_it_is_read_again_where_it_may_have_changed(change: str) -> None:
 
 
 @pytest.mark.defect("S2-17")
-async def test_a_process_that_goes_on_reads_again_when_it_is_time() -> None:
-    house = House(evolve(PLAN, resync=timedelta(minutes=10)))
-    async with house.working():
-        house.see(plugin_pod())
-        await until(lambda: house.batches)
+async def test_running_process_reads_again_at_the_resync_interval() -> None:
+    harness = Harness(evolve(PLAN, resync=timedelta(minutes=10)))
+    async with harness.working():
+        harness.see(plugin_pod())
+        await until(lambda: harness.batches)
         for number in range(1, 4):
-            house.skip(599)
+            harness.skip(599)
             await asyncio.sleep(0.05)
-            assert len(house.execs) == number
-            house.now += timedelta(minutes=10)
-            house.skip(1)
-            await until(lambda number=number: len(house.batches) == number + 1)  # type: ignore[misc]
-    assert [batch.readings[0].time for batch in house.batches] == [NOW + k * timedelta(minutes=10) for k in range(4)]
+            assert len(harness.execs) == number
+            harness.now += timedelta(minutes=10)
+            harness.skip(1)
+            await until(lambda number=number: len(harness.batches) == number + 1)  # type: ignore[misc]
+    assert [batch.readings[0].time for batch in harness.batches] == [NOW + k * timedelta(minutes=10) for k in range(4)]
 
 
 async def test_pod_is_not_read_more_often_than_the_minimum_interval() -> None:
-    house = House(evolve(PLAN, resync=timedelta(milliseconds=1)))
-    async with house.working():
-        house.see(plugin_pod())
-        await until(lambda: house.batches)
-        house.now += timedelta(seconds=1)
+    harness = Harness(evolve(PLAN, resync=timedelta(milliseconds=1)))
+    async with harness.working():
+        harness.see(plugin_pod())
+        await until(lambda: harness.batches)
+        harness.now += timedelta(seconds=1)
         await asyncio.sleep(0.1)
-        assert house.execs == ["p"]
-        house.skip(MIN_INTERVAL)
-        await until(lambda: len(house.batches) == 2)
+        assert harness.execs == ["p"]
+        harness.skip(MIN_INTERVAL)
+        await until(lambda: len(harness.batches) == 2)
 
 
 async def test_node_is_read_again_after_a_reboot() -> None:
-    house = House()
-    async with house.working():
-        house.reader.booted("node-a", "boot-1")
-        house.see(plugin_pod())
-        await until(lambda: house.batches)
-        house.reader.booted("node-a", "boot-1")
-        await settled(house)
-        assert len(house.execs) == 1
-        house.nodes["node-a"] = evolve(house.nodes["node-a"], boot_id="boot-2")
-        house.reader.booted("node-a", "boot-2")
-        house.skip(MIN_INTERVAL)
-        await until(lambda: len(house.batches) == 2)
-    assert {one.boot_id for one in house.batches[1].readings} == {"boot-2"}
+    harness = Harness()
+    async with harness.working():
+        harness.reader.booted("node-a", "boot-1")
+        harness.see(plugin_pod())
+        await until(lambda: harness.batches)
+        harness.reader.booted("node-a", "boot-1")
+        await settled(harness)
+        assert len(harness.execs) == 1
+        harness.nodes["node-a"] = evolve(harness.nodes["node-a"], boot_id="boot-2")
+        harness.reader.booted("node-a", "boot-2")
+        harness.skip(MIN_INTERVAL)
+        await until(lambda: len(harness.batches) == 2)
+    assert {one.boot_id for one in harness.batches[1].readings} == {"boot-2"}
 
 
-def flip_boots(house: House, number: int) -> None:
-    house.nodes["node-a"] = evolve(house.nodes["node-a"], boot_id=f"boot-{number}")
-    house.reader.booted("node-a", f"boot-{number}")
+def flip_boots(harness: Harness, number: int) -> None:
+    harness.nodes["node-a"] = evolve(harness.nodes["node-a"], boot_id=f"boot-{number}")
+    harness.reader.booted("node-a", f"boot-{number}")
 
 
-def flip_readiness(house: House, number: int) -> None:
-    house.nodes["node-a"] = evolve(house.nodes["node-a"], gpus=None)
-    house.see(plugin_pod(containerStatuses=[{"ready": False}]))
-    house.see(plugin_pod())
+def flip_readiness(harness: Harness, number: int) -> None:
+    harness.nodes["node-a"] = evolve(harness.nodes["node-a"], gpus=None)
+    harness.see(plugin_pod(containerStatuses=[{"ready": False}]))
+    harness.see(plugin_pod())
 
 
-def make_it_anew(house: House, number: int) -> None:
-    house.reader.deleted(plugin_pod())
-    house.see(plugin_pod(uid=f"anew-{number}"))
+def make_it_anew(harness: Harness, number: int) -> None:
+    harness.reader.deleted(plugin_pod())
+    harness.see(plugin_pod(uid=f"anew-{number}"))
 
 
 @pytest.mark.parametrize("flip", [flip_boots, flip_readiness, make_it_anew])
 async def test_pod_with_flapping_status_is_not_read_without_pause(
-    flip: Callable[[House, int], None],
+    flip: Callable[[Harness, int], None],
 ) -> None:
-    house = House()
-    async with house.working():
-        house.see(plugin_pod())
-        await until(lambda: len(house.batches) == 1)
+    harness = Harness()
+    async with harness.working():
+        harness.see(plugin_pod())
+        await until(lambda: len(harness.batches) == 1)
         for number in range(50):
-            flip(house, number)
+            flip(harness, number)
             await asyncio.sleep(0.01)
-        assert house.execs == ["p"]
-        house.skip(MIN_INTERVAL)
-        await until(lambda: len(house.batches) == 2)
-        await settled(house)
-        assert house.execs == ["p", "p"]
+        assert harness.execs == ["p"]
+        harness.skip(MIN_INTERVAL)
+        await until(lambda: len(harness.batches) == 2)
+        await settled(harness)
+        assert harness.execs == ["p", "p"]
 
 
 async def test_long_outputs_are_parsed_one_at_a_time() -> None:
-    """Each takes many times its size, and there are as many as workers."""
+    """Parsing takes many times the size of the text in memory, and there are many workers."""
     long = document(h100_host()) + b" " * PARSE_IN_THREAD
     at_once, most, lock = 0, 0, threading.Lock()
 
@@ -368,32 +368,32 @@ async def test_long_outputs_are_parsed_one_at_a_time() -> None:
             at_once -= 1
         return found
 
-    house = House(says=lambda _: long, parse=counting)
-    async with house.working(8):
+    harness = Harness(says=lambda _: long, parse=counting)
+    async with harness.working(8):
         for number in range(8):
-            house.see(plugin_pod(f"p-{number}", uid=f"u-{number}", node=f"node-{number}"))
-        await until(lambda: len(house.batches) == 8)
+            harness.see(plugin_pod(f"p-{number}", uid=f"u-{number}", node=f"node-{number}"))
+        await until(lambda: len(harness.batches) == 8)
     assert most == 1
 
 
 async def test_annotation_with_an_out_of_range_time_is_ignored() -> None:
-    house = House()
+    harness = Harness()
     text = '{"time":"0001-01-01T00:00:00+14:00","gpus":[{"index":0,"serial":"1"}],"pod":"u-1","boot":"boot-1"}'
-    house.nodes["node-a"] = ExportedNode("uid", "aws:///zone/i-1", "boot-1", {}, text)
-    async with house.working():
-        house.see(plugin_pod())
-        await until(lambda: house.batches)
-    assert (house.execs, {one.time for one in house.readings}) == (["p"], {NOW})
+    harness.nodes["node-a"] = ExportedNode("uid", "aws:///zone/i-1", "boot-1", {}, text)
+    async with harness.working():
+        harness.see(plugin_pod())
+        await until(lambda: harness.batches)
+    assert (harness.execs, {one.time for one in harness.readings}) == (["p"], {NOW})
 
 
 async def test_reading_of_a_replaced_pod_is_dropped() -> None:
-    house = House()
-    house.before_answer = lambda: house.pods.update(p=plugin_pod(uid="u-2"))
-    async with house.working():
-        house.see(plugin_pod())
-        await until(lambda: house.failures)
-        await settled(house)
-    assert (house.failures, house.batches, house.labels) == (["replaced"], [], {})
+    harness = Harness()
+    harness.before_answer = lambda: harness.pods.update(p=plugin_pod(uid="u-2"))
+    async with harness.working():
+        harness.see(plugin_pod())
+        await until(lambda: harness.failures)
+        await settled(harness)
+    assert (harness.failures, harness.batches, harness.labels) == (["replaced"], [], {})
 
 
 def complains(_: str) -> bytes:
@@ -410,47 +410,47 @@ def complains(_: str) -> bytes:
     ],
 )
 async def test_failed_reading_is_counted_once_and_retried(says: Callable[[str], bytes], reason: str) -> None:
-    house = House(says=says)
-    async with house.working():
-        house.see(plugin_pod())
-        await until(lambda: house.failures)
+    harness = Harness(says=says)
+    async with harness.working():
+        harness.see(plugin_pod())
+        await until(lambda: harness.failures)
         await asyncio.sleep(0.1)
-        assert (house.failures, house.execs) == ([reason], ["p"])  # no busy loop
-        house.says = lambda _: document(h100_host())
-        await until(lambda: house.batches)
-    assert house.failures == [reason]
+        assert (harness.failures, harness.execs) == ([reason], ["p"])  # no busy loop
+        harness.says = lambda _: document(h100_host())
+        await until(lambda: harness.batches)
+    assert harness.failures == [reason]
 
 
 @pytest.mark.defect("S2-13")
 async def test_reading_is_cancelled_at_its_timeout() -> None:
-    house = House(evolve(PLAN, timeout=timedelta(seconds=1)), labels_take=60.0)
+    harness = Harness(evolve(PLAN, timeout=timedelta(seconds=1)), labels_take=60.0)
     loop = asyncio.get_running_loop()
-    async with house.working(1):
+    async with harness.working(1):
         began = loop.time()
-        house.see(plugin_pod())
-        await until(lambda: house.failures)
+        harness.see(plugin_pod())
+        await until(lambda: harness.failures)
         took = loop.time() - began
-    assert house.failures == ["timeout"]
+    assert harness.failures == ["timeout"]
     assert 0.9 < took < 10
 
 
 async def test_reading_is_exported_if_labels_are_refused() -> None:
-    house = House(refuses_labels=ApiRefusesError(422, ""))
-    async with house.working():
-        house.see(plugin_pod())
-        await until(lambda: house.batches)
-        await settled(house)
-    assert (house.failures, len(house.batches), len(house.execs)) == (["label_refused"], 1, 1)
+    harness = Harness(refuses_labels=ApiRefusesError(422, ""))
+    async with harness.working():
+        harness.see(plugin_pod())
+        await until(lambda: harness.batches)
+        await settled(harness)
+    assert (harness.failures, len(harness.batches), len(harness.execs)) == (["label_refused"], 1, 1)
 
 
 async def test_reading_is_retried_if_the_api_server_is_unavailable() -> None:
-    house = House(refuses_labels=ApiUnavailableError("away"))
-    async with house.working():
-        house.see(plugin_pod())
-        await until(lambda: house.failures)
-        house.refuses_labels = None
-        await until(lambda: house.batches)
-    assert house.failures == ["unavailable"]
+    harness = Harness(refuses_labels=ApiUnavailableError("away"))
+    async with harness.working():
+        harness.see(plugin_pod())
+        await until(lambda: harness.failures)
+        harness.refuses_labels = None
+        await until(lambda: harness.batches)
+    assert harness.failures == ["unavailable"]
 
 
 def test_metrics_show_queue_depth_and_reading_age() -> None:
@@ -472,17 +472,17 @@ def test_metrics_show_queue_depth_and_reading_age() -> None:
 async def test_number_of_series_does_not_grow_with_replaced_pods() -> None:
     metrics = ExportMetrics()
     metrics.initialize_counters(["stdout"])
-    house = House(says=complains, count=metrics.count_not_read)
-    reader = house.reader
+    harness = Harness(says=complains, count=metrics.count_not_read)
+    reader = harness.reader
     metrics.show(ExportCollector(lambda: reader.schedule.waiting, lambda: reader.last_reads, dict, lambda: NOW))
     series = set()
-    async with house.working(8):
+    async with harness.working(8):
         for generation in range(1000):
             raw = plugin_pod(f"plugin-{generation}", uid=f"u-{generation}")
-            house.see(raw)
+            harness.see(raw)
             if generation % 100 == 0:
-                await until(lambda generation=generation: f"plugin-{generation}" in house.execs)  # type: ignore[misc]
+                await until(lambda generation=generation: f"plugin-{generation}" in harness.execs)  # type: ignore[misc]
                 series.add(len(metrics.render()[0].splitlines()))
-            house.reader.deleted(raw)
+            harness.reader.deleted(raw)
     assert len(series) == 1
-    assert len(house.reader.schedule) == 0
+    assert len(harness.reader.schedule) == 0

@@ -24,6 +24,6 @@ def test_exec_is_a_right_in_the_namespace_of_the_device_plugin_only() -> None:
     assert may_write == {"nodes", "pods/exec", "leases"}
 
 
-def test_it_is_printed_only_when_asked_for() -> None:
+def test_export_manifests_are_printed_only_by_name() -> None:
     assert "name: gpuwarden-export" not in as_yaml("all", Installation())
     assert "name: gpuwarden-export" in as_yaml("export", Installation())

@@ -9,7 +9,7 @@ from webhook.kube.requests import RateLimit
 
 
 @define
-class Hand:
+class ManualClock:
     """A clock moved by the test."""
 
     time: float = 0.0
@@ -28,21 +28,21 @@ async def is_idle(schedule: Schedule) -> bool:
 
 
 async def test_names_are_taken_once_in_order_of_due_time() -> None:
-    hand = Hand()
-    schedule = Schedule(hand.now)
+    manual_clock = ManualClock()
+    schedule = Schedule(manual_clock.now)
     for name, after in (("b", 2.0), ("a", 1.0), ("c", 3.0), ("b", 5.0), ("c", 0.5)):
         schedule.put(name, after)
     assert (len(schedule), schedule.waiting) == (3, 0)
     assert await is_idle(schedule)
-    hand.time = 10.0
+    manual_clock.time = 10.0
     assert schedule.waiting == 3
     assert [await schedule.take() for _ in range(3)] == ["c", "a", "b"]
     assert await is_idle(schedule)
 
 
 async def test_name_is_taken_by_one_worker_at_a_time() -> None:
-    hand = Hand()
-    schedule = Schedule(hand.now)
+    manual_clock = ManualClock()
+    schedule = Schedule(manual_clock.now)
     schedule.put("a")
     assert await schedule.take() == "a"
     schedule.put("a")
@@ -63,8 +63,8 @@ class Counted(str):
 
 async def test_waiting_workers_do_not_search_the_heap() -> None:
     """Sixteen workers wait, ten thousand names are scheduled, and fifty change."""
-    hand = Hand()
-    schedule = Schedule(hand.now)
+    manual_clock = ManualClock()
+    schedule = Schedule(manual_clock.now)
     for number in range(10_000):
         schedule.put(Counted(number), 600.0)
     waiting = [asyncio.create_task(schedule.take()) for _ in range(16)]
@@ -83,8 +83,8 @@ async def test_waiting_workers_do_not_search_the_heap() -> None:
 
 
 async def test_name_scheduled_while_in_progress_comes_at_its_time() -> None:
-    hand = Hand()
-    schedule = Schedule(hand.now)
+    manual_clock = ManualClock()
+    schedule = Schedule(manual_clock.now)
     schedule.put("a", 5.0)
     schedule.put("a")
     assert await schedule.take() == "a"
@@ -92,15 +92,15 @@ async def test_name_scheduled_while_in_progress_comes_at_its_time() -> None:
     schedule.put("b", 1.0)
     schedule.done("a")
     assert await is_idle(schedule)
-    hand.time = 1.0
+    manual_clock.time = 1.0
     assert await schedule.take() == "b"
     assert await is_idle(schedule)
-    hand.time = 5.0
+    manual_clock.time = 5.0
     assert await schedule.take() == "a"
 
 
 async def test_forgotten_name_is_not_taken() -> None:
-    schedule = Schedule(Hand().now)
+    schedule = Schedule(ManualClock().now)
     schedule.put("a")
     schedule.forget("a")
     assert await is_idle(schedule)
@@ -116,8 +116,8 @@ async def test_waiting_worker_wakes_up_for_a_new_name() -> None:
 
 
 async def test_rate_limit_allows_a_burst_and_then_the_rate() -> None:
-    hand = Hand()
-    limit = RateLimit(0.001, 20, hand.now)
+    manual_clock = ManualClock()
+    limit = RateLimit(0.001, 20, manual_clock.now)
     async with asyncio.timeout(60):
         for _ in range(20):
             await limit.acquire()

@@ -1,4 +1,4 @@
-"""The settings of `gpuwarden export`: S2's variables as S2 reads them, and every mistake at once."""
+"""The settings of `gpuwarden export`: gpuid's variables as gpuid reads them, and all mistakes at once."""
 
 from collections.abc import Sequence
 from datetime import timedelta
@@ -15,8 +15,8 @@ from webhook.runtime.settings import load as load_others
 
 ROOT = Path(__file__).parents[2]
 NEEDED = {"CLUSTER_NAME": "prod"}
-# S2's variables with its defaults, and a value of each with what it is read as.
-S2: dict[str, tuple[str, Any, str, Any]] = {
+# gpuid's variables with their defaults, and a text for each with its value.
+GPUID_VARIABLES: dict[str, tuple[str, Any, str, Any]] = {
     "EXPORTER_TYPE": ("exporter_type", ("stdout",), "stdout", ("stdout",)),
     "NAMESPACE": ("namespace", "gpu-operator", "gpus", "gpus"),
     "LABEL_SELECTOR": ("label_selector", "app=nvidia-device-plugin-daemonset", "a in (b, c),!d", "a in (b, c),!d"),
@@ -64,17 +64,17 @@ def mistakes(environ: dict[str, str], **flags: str) -> tuple[str, ...]:
     return caught.value.mistakes
 
 
-@pytest.mark.parametrize("variable", S2)
+@pytest.mark.parametrize("variable", GPUID_VARIABLES)
 def test_a_variable_of_s2_has_its_default_and_is_read(variable: str) -> None:
-    name, default, text, value = S2[variable]
+    name, default, text, value = GPUID_VARIABLES[variable]
     assert load(NEEDED).cluster_name == "prod"
     assert getattr(load(NEEDED), name) == default
     assert getattr(load({**NEEDED, variable: text}), name) == value
 
 
-@pytest.mark.parametrize("variable", S2)
+@pytest.mark.parametrize("variable", GPUID_VARIABLES)
 def test_our_own_name_wins_over_that_of_s2(variable: str) -> None:
-    name, _, text, value = S2[variable]
+    name, _, text, value = GPUID_VARIABLES[variable]
     own = f"GPUWARDEN_EXPORT_{name.upper()}"
     found = load({**NEEDED, variable: "nonsense \0 of no form", own: text} if text else {**NEEDED, variable: text})
     assert getattr(found, name) == value
@@ -133,7 +133,7 @@ IN_POD = {**NEEDED, "KUBERNETES_SERVICE_HOST": "10.0.0.1", "KUBERNETES_SERVICE_P
 
 
 class TestWhichCluster:
-    """S2's KUBECONFIG counts where there is no cluster around it; ours counts always."""
+    """gpuid's KUBECONFIG applies only outside a Pod; our setting always applies."""
 
     @pytest.fixture
     def kubeconfig(self, tmp_path: Path) -> str:
@@ -174,7 +174,7 @@ class TestWhichCluster:
         assert mistakes(IN_POD, kubeconfig="/nowhere/config")
 
     @pytest.mark.parametrize("empty", [{}, {"KUBECONFIG": ""}, {"KUBECONFIG": "/nowhere/config"}])
-    def test_none_is_a_mistake(self, empty: dict[str, str], mounted: Path) -> None:
+    def test_no_cluster_is_a_mistake(self, empty: dict[str, str], mounted: Path) -> None:
         with pytest.raises(SettingsError, match="this process is not in a Pod"):
             load({**NEEDED, **empty}).connection(mounted)
 
@@ -182,8 +182,8 @@ class TestWhichCluster:
 @pytest.mark.parametrize(
     ("variable", "text"),
     [
-        pytest.param("HTTP_ENDPOINT", "https://store:8443/data?api-version=1&key=a%20b", id="a query"),
-        pytest.param("S3_PARTITION_PATTERN", "dt=%Y-%m-%d/%q/100%", id="another percent sign"),
+        pytest.param("HTTP_ENDPOINT", "https://store:8443/data?api-version=1&key=a%20b", id="query"),
+        pytest.param("S3_PARTITION_PATTERN", "dt=%Y-%m-%d/%q/100%", id="other-percent-sign"),
     ],
 )
 def test_what_s2_takes_is_taken(variable: str, text: str) -> None:
@@ -279,7 +279,7 @@ def test_a_settings_file_names_them_by_their_keys(tmp_path: Path) -> None:
 
 
 def test_no_other_command_looks_at_them() -> None:
-    words = {name: "nonsense" for name in S2}
+    words = {name: "nonsense" for name in GPUID_VARIABLES}
     found = load_others({}, {**words, "GPUWARDEN_EXPORT_WORKERS": "3"})
     assert found.log_level == "info"
     assert "unknown setting" in mistakes({**NEEDED, "GPUWARDEN_EXPORT_WORKER": "3"})[0]

@@ -40,7 +40,7 @@ class CrashError(BaseException):
 
 
 @define
-class House:
+class Harness:
     """A cluster set up by the test, and a store with a key, like Postgres."""
 
     directory: Path | None
@@ -142,355 +142,355 @@ EXPECTED = Use(
 
 
 @pytest.fixture
-def house(tmp_path: Path) -> House:
-    return House(tmp_path / "uses")
+def harness(tmp_path: Path) -> Harness:
+    return Harness(tmp_path / "uses")
 
 
 @pytest.mark.defect("S2-19")
-async def test_use_is_exported_at_its_start_and_end(house: House) -> None:
-    house.holds({"GPU-1/0": entry(), "GPU-2/0": entry()})
-    await house.uses.step()
-    assert sorted(house.exported, key=lambda one: one.gpu_uuid) == [EXPECTED, evolve(EXPECTED, gpu_uuid="GPU-2")]
-    await house.uses.step()
-    assert len(house.exported) == 2
-    house.now += timedelta(hours=1)
-    house.holds({})
-    await house.uses.step()
-    assert house.rows["r-1", "GPU-1"] == evolve(EXPECTED, until=NOW + timedelta(hours=1))
-    assert len(house.exported) == 4
+async def test_use_is_exported_at_its_start_and_end(harness: Harness) -> None:
+    harness.holds({"GPU-1/0": entry(), "GPU-2/0": entry()})
+    await harness.uses.step()
+    assert sorted(harness.exported, key=lambda one: one.gpu_uuid) == [EXPECTED, evolve(EXPECTED, gpu_uuid="GPU-2")]
+    await harness.uses.step()
+    assert len(harness.exported) == 2
+    harness.now += timedelta(hours=1)
+    harness.holds({})
+    await harness.uses.step()
+    assert harness.rows["r-1", "GPU-1"] == evolve(EXPECTED, until=NOW + timedelta(hours=1))
+    assert len(harness.exported) == 4
 
 
-async def test_start_is_exported_once_while_other_uses_of_the_node_change(house: House) -> None:
+async def test_start_is_exported_once_while_other_uses_of_the_node_change(harness: Harness) -> None:
     """A store without keys would store repeated records twice."""
     lasting = {"GPU-1/0": entry()}
-    house.holds(lasting)
-    await house.uses.step()
+    harness.holds(lasting)
+    await harness.uses.step()
     for number in range(5):
         other = entry(f"o-{number}", f"u-o-{number}")
-        house.holds({**lasting, "GPU-2/0": other})
-        await house.uses.step()
-        house.holds(lasting)
-        await house.uses.step()
-    assert house.exported.count(EXPECTED) == 1
-    assert len(house.exported) == 1 + 2 * 5
-    restarted(house, lasting)
-    await house.uses.step()
-    assert len(house.exported) == 11
+        harness.holds({**lasting, "GPU-2/0": other})
+        await harness.uses.step()
+        harness.holds(lasting)
+        await harness.uses.step()
+    assert harness.exported.count(EXPECTED) == 1
+    assert len(harness.exported) == 1 + 2 * 5
+    restarted(harness, lasting)
+    await harness.uses.step()
+    assert len(harness.exported) == 11
 
 
-async def test_same_start_is_the_same_batch_in_any_process(house: House) -> None:
-    house.holds({"GPU-1/0": entry(), "GPU-2/0": entry()})
-    await house.uses.step()
-    heir = House(None)
-    heir.holds({"GPU-3/0": entry("r-2", "u-2"), "GPU-2/0": entry(), "GPU-1/0": entry()})
-    await heir.uses.step()
-    assert house.ids[0] in heir.ids
-    assert len(heir.ids) == 2
+async def test_same_start_is_the_same_batch_in_any_process(harness: Harness) -> None:
+    harness.holds({"GPU-1/0": entry(), "GPU-2/0": entry()})
+    await harness.uses.step()
+    next_leader = Harness(None)
+    next_leader.holds({"GPU-3/0": entry("r-2", "u-2"), "GPU-2/0": entry(), "GPU-1/0": entry()})
+    await next_leader.uses.step()
+    assert harness.ids[0] in next_leader.ids
+    assert len(next_leader.ids) == 2
 
 
-async def test_full_outbox_for_one_node_does_not_delay_others(house: House) -> None:
-    house.refuses_of = "node-a"
-    house.holds({"GPU-1/0": entry()}, "node-a")
-    house.holds({"GPU-2/0": entry("r-2", "u-2")}, "node-b")
+async def test_full_outbox_for_one_node_does_not_delay_others(harness: Harness) -> None:
+    harness.refuses_of = "node-a"
+    harness.holds({"GPU-1/0": entry()}, "node-a")
+    harness.holds({"GPU-2/0": entry("r-2", "u-2")}, "node-b")
     with pytest.raises(ExportError, match="too full"):
-        await house.uses.step()
-    house.holds({"GPU-3/0": entry("r-3", "u-3")}, "node-c")
+        await harness.uses.step()
+    harness.holds({"GPU-3/0": entry("r-3", "u-3")}, "node-c")
     with pytest.raises(ExportError, match="too full"):
-        await house.uses.step()
-    assert [one.reservation for one in house.exported] == ["r-2", "r-3"]
-    house.refuses_of = ""
-    await house.uses.step()
-    assert [one.reservation for one in house.exported] == ["r-2", "r-3", "r-1"]
+        await harness.uses.step()
+    assert [one.reservation for one in harness.exported] == ["r-2", "r-3"]
+    harness.refuses_of = ""
+    await harness.uses.step()
+    assert [one.reservation for one in harness.exported] == ["r-2", "r-3", "r-1"]
 
 
-async def test_end_keeps_its_time_while_the_outbox_is_full(house: House) -> None:
-    house.holds({"GPU-1/0": entry()})
-    await house.uses.step()
-    house.refuses = True
-    house.holds({})
+async def test_end_keeps_its_time_while_the_outbox_is_full(harness: Harness) -> None:
+    harness.holds({"GPU-1/0": entry()})
+    await harness.uses.step()
+    harness.refuses = True
+    harness.holds({})
     for _ in range(2):
         with pytest.raises(ExportError):
-            await house.uses.step()
-        house.now += timedelta(hours=1)
-    house.refuses = False
-    await house.uses.step()
-    assert house.exported == [EXPECTED, evolve(EXPECTED, until=NOW)]
+            await harness.uses.step()
+        harness.now += timedelta(hours=1)
+    harness.refuses = False
+    await harness.uses.step()
+    assert harness.exported == [EXPECTED, evolve(EXPECTED, until=NOW)]
 
 
-async def test_number_of_unexported_uses_is_bounded(house: House) -> None:
-    house.refuses = True
+async def test_number_of_unexported_uses_is_bounded(harness: Harness) -> None:
+    harness.refuses = True
     with capture_logs() as logs:
         for number in range(uses.MAX_ENDED_PER_NODE + 5):
-            house.now += timedelta(seconds=1)
-            house.holds({"GPU-1/0": entry(f"r-{number}", f"u-{number}")})
+            harness.now += timedelta(seconds=1)
+            harness.holds({"GPU-1/0": entry(f"r-{number}", f"u-{number}")})
             with pytest.raises(ExportError):
-                await house.uses.step()
-    house.refuses = False
-    house.holds({})
-    await house.uses.step()
-    assert len(house.exported) == uses.MAX_ENDED_PER_NODE
-    assert house.exported[-1].reservation == f"r-{uses.MAX_ENDED_PER_NODE + 4}"
+                await harness.uses.step()
+    harness.refuses = False
+    harness.holds({})
+    await harness.uses.step()
+    assert len(harness.exported) == uses.MAX_ENDED_PER_NODE
+    assert harness.exported[-1].reservation == f"r-{uses.MAX_ENDED_PER_NODE + 4}"
     assert {line["event"] for line in logs} == {"ended uses dropped: the outboxes are full"}
 
 
-async def test_bug_with_one_node_does_not_stop_others(house: House) -> None:
-    house.pods["u-1"] = UsePodFacts("a bug")
-    house.holds({"GPU-1/0": entry()})
-    house.holds({"GPU-2/0": entry("r-2", "u-2")}, "node-b")
+async def test_bug_with_one_node_does_not_stop_others(harness: Harness) -> None:
+    harness.pods["u-1"] = UsePodFacts("a bug")
+    harness.holds({"GPU-1/0": entry()})
+    harness.holds({"GPU-2/0": entry("r-2", "u-2")}, "node-b")
     with capture_logs() as logs:
-        await house.uses.step()
+        await harness.uses.step()
     assert [line["event"] for line in logs] == ["recording uses failed"]
-    assert [one.reservation for one in house.exported] == ["r-2"]
+    assert [one.reservation for one in harness.exported] == ["r-2"]
 
 
-async def test_missing_right_to_read_pods_is_reported(house: House) -> None:
-    house.pods["u-1"] = UsePodFacts("nobody can be asked")
-    house.holds({"GPU-1/0": entry()})
-    house.holds({"GPU-2/0": entry("r-2", "u-2")}, "node-b")
+async def test_missing_right_to_read_pods_is_reported(harness: Harness) -> None:
+    harness.pods["u-1"] = UsePodFacts("nobody can be asked")
+    harness.holds({"GPU-1/0": entry()})
+    harness.holds({"GPU-2/0": entry("r-2", "u-2")}, "node-b")
     with pytest.raises(GpuwardenError, match="away"):
-        await house.uses.step()
-    assert [one.reservation for one in house.exported] == ["r-2"]
-    del house.pods["u-1"]
-    await house.uses.step()
-    assert [one.reservation for one in house.exported] == ["r-2", "r-1"]
+        await harness.uses.step()
+    assert [one.reservation for one in harness.exported] == ["r-2"]
+    del harness.pods["u-1"]
+    await harness.uses.step()
+    assert [one.reservation for one in harness.exported] == ["r-2", "r-1"]
 
 
-async def test_pods_are_checked_at_an_interval_while_the_gpunode_is_missing(house: House) -> None:
-    house.holds({"GPU-1/0": entry()})
-    await house.uses.step()
-    house.relist([])
-    await house.uses.step()
-    asked = house.asked
+async def test_pods_are_checked_at_an_interval_while_the_gpunode_is_missing(harness: Harness) -> None:
+    harness.holds({"GPU-1/0": entry()})
+    await harness.uses.step()
+    harness.relist([])
+    await harness.uses.step()
+    asked = harness.asked
     for _ in range(50):
-        await house.uses.step()
-    assert house.asked == asked
-    house.now += uses.POD_CHECK_INTERVAL
-    await house.uses.step()
-    assert house.asked == asked + 1
+        await harness.uses.step()
+    assert harness.asked == asked
+    harness.now += uses.POD_CHECK_INTERVAL
+    await harness.uses.step()
+    assert harness.asked == asked + 1
 
 
-async def test_reservation_without_a_pod_is_not_a_use(house: House) -> None:
-    house.holds({"GPU-1/0": entry(uid=None)})
-    await house.uses.step()
-    assert house.exported == []
-    house.holds({"GPU-1/0": entry()})
-    await house.uses.step()
-    assert house.exported == [EXPECTED]
+async def test_reservation_without_a_pod_is_not_a_use(harness: Harness) -> None:
+    harness.holds({"GPU-1/0": entry(uid=None)})
+    await harness.uses.step()
+    assert harness.exported == []
+    harness.holds({"GPU-1/0": entry()})
+    await harness.uses.step()
+    assert harness.exported == [EXPECTED]
 
 
-async def test_serial_learnt_later_is_in_the_end_record(house: House) -> None:
-    house.called = GpuNames()
-    house.holds({"GPU-1/0": entry()})
-    await house.uses.step()
-    house.called = GpuNames("S1", "C1")
-    house.holds({})
-    await house.uses.step()
-    assert house.rows["r-1", "GPU-1"] == evolve(EXPECTED, until=NOW)
+async def test_serial_learnt_later_is_in_the_end_record(harness: Harness) -> None:
+    harness.called = GpuNames()
+    harness.holds({"GPU-1/0": entry()})
+    await harness.uses.step()
+    harness.called = GpuNames("S1", "C1")
+    harness.holds({})
+    await harness.uses.step()
+    assert harness.rows["r-1", "GPU-1"] == evolve(EXPECTED, until=NOW)
 
 
 @pytest.mark.parametrize("start", ["", "before", "after"])
 @pytest.mark.parametrize("end", ["", "before", "after"])
-async def test_kill_at_any_step_leaves_one_row_with_one_end(house: House, start: str, end: str) -> None:
-    house.crash = start
-    house.holds({"GPU-1/0": entry()})
-    await stepped(house)
-    restarted(house, {"GPU-1/0": entry()})
-    await stepped(house)
-    assert house.rows == {("r-1", "GPU-1"): EXPECTED}
-    house.crash, house.now = end, NOW + timedelta(minutes=1)
-    house.holds({})
-    await stepped(house)
-    house.now = NOW + timedelta(minutes=2)
-    restarted(house, {})
-    await stepped(house)
-    assert house.rows == {("r-1", "GPU-1"): evolve(EXPECTED, until=NOW + timedelta(minutes=1))}
-    count = len(house.exported)
-    restarted(house, {})
-    await stepped(house)
-    assert len(house.exported) == count
+async def test_kill_at_any_step_leaves_one_row_with_one_end(harness: Harness, start: str, end: str) -> None:
+    harness.crash = start
+    harness.holds({"GPU-1/0": entry()})
+    await stepped(harness)
+    restarted(harness, {"GPU-1/0": entry()})
+    await stepped(harness)
+    assert harness.rows == {("r-1", "GPU-1"): EXPECTED}
+    harness.crash, harness.now = end, NOW + timedelta(minutes=1)
+    harness.holds({})
+    await stepped(harness)
+    harness.now = NOW + timedelta(minutes=2)
+    restarted(harness, {})
+    await stepped(harness)
+    assert harness.rows == {("r-1", "GPU-1"): evolve(EXPECTED, until=NOW + timedelta(minutes=1))}
+    count = len(harness.exported)
+    restarted(harness, {})
+    await stepped(harness)
+    assert len(harness.exported) == count
 
 
-async def stepped(house: House) -> None:
+async def stepped(harness: Harness) -> None:
     try:
-        await house.uses.step()
+        await harness.uses.step()
     except CrashError:
-        house.crash = ""
+        harness.crash = ""
 
 
-def restarted(house: House, held: Mapping[str, Raw]) -> None:
-    house.crash = ""
-    house.start()
-    house.version += 1
-    house.relist([raw_node(held, house.version)])
+def restarted(harness: Harness, held: Mapping[str, Raw]) -> None:
+    harness.crash = ""
+    harness.start()
+    harness.version += 1
+    harness.relist([raw_node(held, harness.version)])
 
 
-async def test_missed_end_is_recorded_when_noticed(house: House) -> None:
-    house.holds({"GPU-1/0": entry()})
-    await house.uses.step()
-    house.now = NOW + timedelta(days=1)
-    restarted(house, {"GPU-1/0": entry("r-2", "u-2")})
-    await house.uses.step()
-    assert house.rows["r-1", "GPU-1"].until == NOW + timedelta(days=1)
-    assert house.rows["r-2", "GPU-1"].until is None
+async def test_missed_end_is_recorded_when_noticed(harness: Harness) -> None:
+    harness.holds({"GPU-1/0": entry()})
+    await harness.uses.step()
+    harness.now = NOW + timedelta(days=1)
+    restarted(harness, {"GPU-1/0": entry("r-2", "u-2")})
+    await harness.uses.step()
+    assert harness.rows["r-1", "GPU-1"].until == NOW + timedelta(days=1)
+    assert harness.rows["r-2", "GPU-1"].until is None
 
 
 class TestNextLeader:
     """The next leader has its own, empty disk."""
 
     @pytest.fixture
-    async def heir(self, house: House, tmp_path: Path) -> House:
-        house.holds({"GPU-1/0": entry(), "GPU-2/0": entry("r-2", "u-2")})
-        await house.uses.step()
-        house.directory = tmp_path / "another"
-        house.now = NOW + timedelta(minutes=1)
-        return house
+    async def next_leader(self, harness: Harness, tmp_path: Path) -> Harness:
+        harness.holds({"GPU-1/0": entry(), "GPU-2/0": entry("r-2", "u-2")})
+        await harness.uses.step()
+        harness.directory = tmp_path / "another"
+        harness.now = NOW + timedelta(minutes=1)
+        return harness
 
-    async def test_uses_that_ended_meanwhile_are_closed_and_others_stay_open(self, heir: House) -> None:
-        restarted(heir, {"GPU-1/0": entry("r-3", "u-3"), "GPU-2/0": entry("r-2", "u-2")})
-        await heir.uses.step()
-        assert {key: one.until for key, one in heir.rows.items()} == {
-            ("r-1", "GPU-1"): heir.now,
+    async def test_uses_that_ended_meanwhile_are_closed_and_others_stay_open(self, next_leader: Harness) -> None:
+        restarted(next_leader, {"GPU-1/0": entry("r-3", "u-3"), "GPU-2/0": entry("r-2", "u-2")})
+        await next_leader.uses.step()
+        assert {key: one.until for key, one in next_leader.rows.items()} == {
+            ("r-1", "GPU-1"): next_leader.now,
             ("r-2", "GPU-2"): None,
             ("r-3", "GPU-1"): None,
         }
-        assert heir.rows["r-1", "GPU-1"] == evolve(EXPECTED, until=heir.now)
-        count = len(heir.exported)
-        await heir.uses.step()
-        assert len(heir.exported) == count
+        assert next_leader.rows["r-1", "GPU-1"] == evolve(EXPECTED, until=next_leader.now)
+        count = len(next_leader.exported)
+        await next_leader.uses.step()
+        assert len(next_leader.exported) == count
 
-    async def test_use_that_ends_later_is_closed_then(self, heir: House) -> None:
-        restarted(heir, {"GPU-1/0": entry(), "GPU-2/0": entry("r-2", "u-2")})
-        await heir.uses.step()
-        assert {one.until for one in heir.rows.values()} == {None}
-        heir.now += timedelta(hours=1)
-        heir.holds({})
-        await heir.uses.step()
-        assert {one.until for one in heir.rows.values()} == {heir.now}
+    async def test_use_that_ends_later_is_closed_then(self, next_leader: Harness) -> None:
+        restarted(next_leader, {"GPU-1/0": entry(), "GPU-2/0": entry("r-2", "u-2")})
+        await next_leader.uses.step()
+        assert {one.until for one in next_leader.rows.values()} == {None}
+        next_leader.now += timedelta(hours=1)
+        next_leader.holds({})
+        await next_leader.uses.step()
+        assert {one.until for one in next_leader.rows.values()} == {next_leader.now}
 
-    async def test_unavailable_store_is_queried_again_and_delays_nothing(self, heir: House) -> None:
-        heir.answers = False
-        restarted(heir, {"GPU-1/0": entry("r-3", "u-3")})
+    async def test_unavailable_store_is_queried_again_and_delays_nothing(self, next_leader: Harness) -> None:
+        next_leader.answers = False
+        restarted(next_leader, {"GPU-1/0": entry("r-3", "u-3")})
         with pytest.raises(ExportError, match="the store is away"):
-            await heir.uses.step()
-        assert {key: one.until for key, one in heir.rows.items()} == {
+            await next_leader.uses.step()
+        assert {key: one.until for key, one in next_leader.rows.items()} == {
             ("r-1", "GPU-1"): None,
             ("r-2", "GPU-2"): None,
             ("r-3", "GPU-1"): None,
         }
-        heir.answers = True
-        await heir.uses.step()
-        assert {key for key, one in heir.rows.items() if one.until is None} == {("r-3", "GPU-1")}
+        next_leader.answers = True
+        await next_leader.uses.step()
+        assert {key for key, one in next_leader.rows.items() if one.until is None} == {("r-3", "GPU-1")}
 
     async def test_store_that_hangs_during_the_query_delays_nothing(
-        self, heir: House, monkeypatch: pytest.MonkeyPatch
+        self, next_leader: Harness, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(uses, "LOAD_TIMEOUT", timedelta(milliseconds=10))
-        heir.may_answer.clear()
-        restarted(heir, {"GPU-1/0": entry("r-3", "u-3")})
+        next_leader.may_answer.clear()
+        restarted(next_leader, {"GPU-1/0": entry("r-3", "u-3")})
         with pytest.raises(ExportError, match="could not be read in time"):
-            await heir.uses.step()
-        assert heir.rows["r-3", "GPU-1"].until is None
+            await next_leader.uses.step()
+        assert next_leader.rows["r-3", "GPU-1"].until is None
         monkeypatch.setattr(uses, "LOAD_TIMEOUT", timedelta(minutes=1))
-        heir.may_answer.set()
-        await heir.uses.step()
-        assert {key for key, one in heir.rows.items() if one.until is None} == {("r-3", "GPU-1")}
+        next_leader.may_answer.set()
+        await next_leader.uses.step()
+        assert {key for key, one in next_leader.rows.items() if one.until is None} == {("r-3", "GPU-1")}
 
-    async def test_use_of_a_deleted_node_ends_when_its_pod_is_gone(self, heir: House) -> None:
-        heir.pods["u-1"] = UsePodFacts(exists=False)
-        heir.crash = ""
-        heir.start()
-        heir.relist([])
-        await heir.uses.step()
-        assert {key: one.until for key, one in heir.rows.items()} == {
-            ("r-1", "GPU-1"): heir.now,
+    async def test_use_of_a_deleted_node_ends_when_its_pod_is_gone(self, next_leader: Harness) -> None:
+        next_leader.pods["u-1"] = UsePodFacts(exists=False)
+        next_leader.crash = ""
+        next_leader.start()
+        next_leader.relist([])
+        await next_leader.uses.step()
+        assert {key: one.until for key, one in next_leader.rows.items()} == {
+            ("r-1", "GPU-1"): next_leader.now,
             ("r-2", "GPU-2"): None,
         }
 
-    async def test_row_with_an_invalid_node_name_creates_no_file(self, heir: House, tmp_path: Path) -> None:
-        heir.rows["r-9", "GPU-9"] = evolve(EXPECTED, node="../elsewhere", reservation="r-9", gpu_uuid="GPU-9")
-        restarted(heir, {"GPU-1/0": entry(), "GPU-2/0": entry("r-2", "u-2")})
-        await heir.uses.step()
+    async def test_row_with_an_invalid_node_name_creates_no_file(self, next_leader: Harness, tmp_path: Path) -> None:
+        next_leader.rows["r-9", "GPU-9"] = evolve(EXPECTED, node="../elsewhere", reservation="r-9", gpu_uuid="GPU-9")
+        restarted(next_leader, {"GPU-1/0": entry(), "GPU-2/0": entry("r-2", "u-2")})
+        await next_leader.uses.step()
         assert not (tmp_path / "elsewhere.json").exists()
-        assert heir.rows["r-9", "GPU-9"].until is None
+        assert next_leader.rows["r-9", "GPU-9"].until is None
 
-    async def test_end_saved_on_disk_is_exported_unchanged(self, house: House) -> None:
-        house.holds({"GPU-1/0": entry()})
-        await house.uses.step()
-        house.refuses = True
-        house.holds({})
+    async def test_end_saved_on_disk_is_exported_unchanged(self, harness: Harness) -> None:
+        harness.holds({"GPU-1/0": entry()})
+        await harness.uses.step()
+        harness.refuses = True
+        harness.holds({})
         with pytest.raises(ExportError):
-            await house.uses.step()
-        house.refuses, house.now = False, NOW + timedelta(days=1)
-        restarted(house, {})
-        await house.uses.step()
-        assert house.rows == {("r-1", "GPU-1"): evolve(EXPECTED, until=NOW)}
+            await harness.uses.step()
+        harness.refuses, harness.now = False, NOW + timedelta(days=1)
+        restarted(harness, {})
+        await harness.uses.step()
+        assert harness.rows == {("r-1", "GPU-1"): evolve(EXPECTED, until=NOW)}
 
 
-async def test_files_are_read_again_after_a_temporary_error(house: House) -> None:
-    house.holds({"GPU-1/0": entry()})
-    await house.uses.step()
-    assert house.directory is not None
-    file = house.directory / "node-a.json"
+async def test_files_are_read_again_after_a_temporary_error(harness: Harness) -> None:
+    harness.holds({"GPU-1/0": entry()})
+    await harness.uses.step()
+    assert harness.directory is not None
+    file = harness.directory / "node-a.json"
     content = file.read_bytes()
     file.unlink()
     file.mkdir()
-    house.rows.clear()
-    restarted(house, {})
+    harness.rows.clear()
+    restarted(harness, {})
     with pytest.raises(ExportError, match="open uses cannot be read"):
-        await house.uses.step()
+        await harness.uses.step()
     file.rmdir()
     file.write_bytes(content)
-    await house.uses.step()
-    assert house.rows == {("r-1", "GPU-1"): evolve(EXPECTED, until=NOW)}
+    await harness.uses.step()
+    assert harness.rows == {("r-1", "GPU-1"): evolve(EXPECTED, until=NOW)}
 
 
-async def test_use_is_exported_once_the_outbox_accepts_it(house: House) -> None:
-    house.refuses = True
-    house.holds({"GPU-1/0": entry()})
+async def test_use_is_exported_once_the_outbox_accepts_it(harness: Harness) -> None:
+    harness.refuses = True
+    harness.holds({"GPU-1/0": entry()})
     with pytest.raises(ExportError):
-        await house.uses.step()
-    house.refuses = False
-    await house.uses.step()
-    assert house.exported == [EXPECTED]
+        await harness.uses.step()
+    harness.refuses = False
+    await harness.uses.step()
+    assert harness.exported == [EXPECTED]
 
 
-async def test_nothing_ends_while_a_watch_is_interrupted(house: House) -> None:
-    house.holds({"GPU-1/0": entry()})
-    await house.uses.step()
-    house.is_current = False
-    house.relist([])
-    await house.uses.step()
-    assert house.rows["r-1", "GPU-1"].until is None
+async def test_nothing_ends_while_a_watch_is_interrupted(harness: Harness) -> None:
+    harness.holds({"GPU-1/0": entry()})
+    await harness.uses.step()
+    harness.is_current = False
+    harness.relist([])
+    await harness.uses.step()
+    assert harness.rows["r-1", "GPU-1"].until is None
 
 
-async def test_recreated_empty_gpunode_ends_no_use(house: House) -> None:
-    house.holds({"GPU-1/0": entry()})
-    await house.uses.step()
-    house.relist([])
-    await house.uses.step()
-    house.holds(None)
-    await house.uses.step()
-    assert house.rows["r-1", "GPU-1"].until is None
-    house.holds({"GPU-1/0": entry()})
-    await house.uses.step()
-    assert len(house.exported) == 1
+async def test_recreated_empty_gpunode_ends_no_use(harness: Harness) -> None:
+    harness.holds({"GPU-1/0": entry()})
+    await harness.uses.step()
+    harness.relist([])
+    await harness.uses.step()
+    harness.holds(None)
+    await harness.uses.step()
+    assert harness.rows["r-1", "GPU-1"].until is None
+    harness.holds({"GPU-1/0": entry()})
+    await harness.uses.step()
+    assert len(harness.exported) == 1
 
 
-async def test_use_of_a_deleted_gpunode_ends_when_its_pod_is_gone(house: House) -> None:
-    house.holds({"GPU-1/0": entry()})
-    await house.uses.step()
-    house.relist([])
-    await house.uses.step()
-    assert house.rows["r-1", "GPU-1"].until is None
-    house.pods["u-1"] = UsePodFacts("nobody can be asked")
-    house.now += uses.POD_CHECK_INTERVAL
+async def test_use_of_a_deleted_gpunode_ends_when_its_pod_is_gone(harness: Harness) -> None:
+    harness.holds({"GPU-1/0": entry()})
+    await harness.uses.step()
+    harness.relist([])
+    await harness.uses.step()
+    assert harness.rows["r-1", "GPU-1"].until is None
+    harness.pods["u-1"] = UsePodFacts("nobody can be asked")
+    harness.now += uses.POD_CHECK_INTERVAL
     with pytest.raises(GpuwardenError):
-        await house.uses.step()
-    assert house.rows["r-1", "GPU-1"].until is None
-    house.pods["u-1"] = UsePodFacts(exists=False)
-    house.now += uses.POD_CHECK_INTERVAL
-    await house.uses.step()
-    assert house.rows["r-1", "GPU-1"].until == house.now
+        await harness.uses.step()
+    assert harness.rows["r-1", "GPU-1"].until is None
+    harness.pods["u-1"] = UsePodFacts(exists=False)
+    harness.now += uses.POD_CHECK_INTERVAL
+    await harness.uses.step()
+    assert harness.rows["r-1", "GPU-1"].until == harness.now
 
 
 def test_reservations_are_read_from_the_gpunode() -> None:
@@ -522,39 +522,39 @@ def test_save_flushes_content_before_rename_and_directory_before_return(tmp_path
     assert disk.flushes == [("node-a.json.new", {"node-a.json.new": size}), ("", {"node-a.json": size})]
 
 
-async def test_truncated_file_is_set_aside_and_others_are_loaded(house: House) -> None:
-    house.holds({"GPU-1/0": entry()})
-    house.holds({"GPU-2/0": entry("r-2", "u-2")}, "node-b")
-    await house.uses.step()
-    assert house.directory is not None
-    file = house.directory / "node-a.json"
+async def test_truncated_file_is_set_aside_and_others_are_loaded(harness: Harness) -> None:
+    harness.holds({"GPU-1/0": entry()})
+    harness.holds({"GPU-2/0": entry("r-2", "u-2")}, "node-b")
+    await harness.uses.step()
+    assert harness.directory is not None
+    file = harness.directory / "node-a.json"
     assert json.loads(file.read_text())[0]["use"]["reservation"] == "r-1"
     file.write_bytes(file.read_bytes()[:-5])
-    again = OpenUses(house.directory)
+    again = OpenUses(harness.directory)
     again.read()
     assert again.nodes() == {"node-b"}
-    assert (house.directory / "node-a.torn").exists()
+    assert (harness.directory / "node-a.torn").exists()
 
 
 async def test_uses_without_a_directory_are_lost_at_the_end_of_the_process() -> None:
-    house = House(None)
-    house.holds({"GPU-1/0": entry()})
-    await house.uses.step()
-    house.holds({})
-    await house.uses.step()
-    assert house.rows["r-1", "GPU-1"].until == NOW
+    harness = Harness(None)
+    harness.holds({"GPU-1/0": entry()})
+    await harness.uses.step()
+    harness.holds({})
+    await harness.uses.step()
+    assert harness.rows["r-1", "GPU-1"].until == NOW
 
 
-async def test_full_disk_loses_no_use(house: House, tmp_path: Path) -> None:
-    assert house.directory is not None
-    await house.uses.step()
-    house.directory.rmdir()
-    house.directory.write_text("no directory")
-    house.holds({"GPU-1/0": entry()})
+async def test_full_disk_loses_no_use(harness: Harness, tmp_path: Path) -> None:
+    assert harness.directory is not None
+    await harness.uses.step()
+    harness.directory.rmdir()
+    harness.directory.write_text("no directory")
+    harness.holds({"GPU-1/0": entry()})
     with pytest.raises(ExportError, match="cannot be written"):
-        await house.uses.step()
-    assert house.exported == []
-    house.directory.unlink()
-    house.directory.mkdir()
-    await house.uses.step()
-    assert house.exported == [EXPECTED]
+        await harness.uses.step()
+    assert harness.exported == []
+    harness.directory.unlink()
+    harness.directory.mkdir()
+    await harness.uses.step()
+    assert harness.exported == [EXPECTED]

@@ -15,7 +15,7 @@ WORKFLOW = ROOT / ".github" / "workflows" / "release.yaml"
 DIGEST = "sha256:" + "ab" * 32
 REPOSITORY = "ghcr.io/gpuwarden/gpuwarden"
 
-# As policy-controller sees them: a name without tag or digest counts as `:latest`.
+# As policy-controller reads them: a name without tag or digest counts as `:latest`.
 OURS = [f"{REPOSITORY}@{DIGEST}", f"{REPOSITORY}:v1.2.3", f"{REPOSITORY}:latest"]
 OTHERS = [
     f"ghcr.io/gpuwarden/gpuwarden-evil@{DIGEST}",

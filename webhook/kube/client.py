@@ -74,8 +74,8 @@ async def use_kubeconfig(configuration: client.Configuration, path: Path, contex
     try:
         await load(str(path), context=context, client_configuration=configuration)
     except (config.ConfigException, yaml.YAMLError, AttributeError, LookupError, OSError, TypeError, ValueError) as exc:
-        said = plain(" ".join(str(exc).split()) or repr(exc))
-        raise BadKubeconfigError(f"{path} is not a usable kubeconfig: {said}") from exc
+        text = plain(" ".join(str(exc).split()) or repr(exc))
+        raise BadKubeconfigError(f"{path} is not a usable kubeconfig: {text}") from exc
 
 
 def namespace_of_context(path: Path, context: str | None) -> str | None:
@@ -83,8 +83,8 @@ def namespace_of_context(path: Path, context: str | None) -> str | None:
     listed: Callable[[str], tuple[list[dict[str, Any]], dict[str, Any]]] = config.list_kube_config_contexts
     contexts, current = listed(str(path))
     found = current if context is None else next((one for one in contexts if one["name"] == context), None)
-    said = (found or {}).get("context", {}).get("namespace")
-    return said if isinstance(said, str) else None
+    text = (found or {}).get("context", {}).get("namespace")
+    return text if isinstance(text, str) else None
 
 
 async def use_service_account(configuration: client.Configuration, host: str | None, mounted: Path) -> None:

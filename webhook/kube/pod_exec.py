@@ -75,10 +75,10 @@ class ExecOutput:
         causes = (self.status.details and self.status.details.causes) or []
         codes = [one.message for one in causes if one.reason == "ExitCode"]
         # nvidia-smi writes errors to stdout.
-        said = bytes(self.stderr or self.stdout[:MAX_COMPLAINT]).decode(errors="replace").strip()
+        text = bytes(self.stderr or self.stdout[:MAX_COMPLAINT]).decode(errors="replace").strip()
         if codes:
-            raise ExecError("exit_code", f"exit code {codes[0][:20]}: {said[:MAX_COMPLAINT]}")
-        raise ExecError("unavailable", f"the command did not complete: {self.status.message[:MAX_COMPLAINT]}: {said}")
+            raise ExecError("exit_code", f"exit code {codes[0][:20]}: {text[:MAX_COMPLAINT]}")
+        raise ExecError("unavailable", f"the command did not complete: {self.status.message[:MAX_COMPLAINT]}: {text}")
 
 
 class PodExec:
