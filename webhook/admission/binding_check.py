@@ -77,7 +77,7 @@ class BindingCheck:
             return Deny(
                 Reason.FORGED,
                 f"metadata.annotations[{keys.CLAIM.name}]: contains none of the hashes that the pod requires",
-                hint="create the pod anew",
+                hint="create the pod again",
             )
         self._reserver.fleet.advance(self._clock())
         return check.still_proven(claim, binding.node, self._reserver.fleet, self._reserver.policy)
@@ -109,7 +109,7 @@ async def bind_to_pod(
     except UnknownReservationError:
         return no_reservation(reservation_id)
     except ReservationExpiredError:
-        return Deny(Reason.RESERVATION_EXPIRED, f"reservation {reservation_id} has expired: create the pod anew")
+        return Deny(Reason.RESERVATION_EXPIRED, f"reservation {reservation_id} has expired: create the pod again")
     except ReservationConflictError:
         return Deny(Reason.RESERVATION_CONFLICT, f"reservation {reservation_id} belongs to another pod")
     return None
@@ -119,7 +119,7 @@ def no_reservation(reservation_id: str) -> Deny:
     return Deny(
         Reason.NOT_RESERVED,
         f"metadata.annotations[{keys.RESERVATION_ID.name}]: there is no reservation {reservation_id!r}",
-        hint="remove the gpuwarden.io/ annotations from a copied manifest, or create the pod anew",
+        hint="remove the gpuwarden.io/ annotations from a copied manifest, or create the pod again",
     )
 
 

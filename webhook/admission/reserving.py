@@ -179,7 +179,7 @@ def lapsed_for_good(lapsed: Reservation) -> Deny:
     return Deny(
         Reason.RESERVATION_EXPIRED,
         f"reservation {lapsed.id} has expired, and not all of its GPUs on {lapsed.node} are free any more",
-        hint="create the pod anew",
+        hint="create the pod again",
     )
 
 
