@@ -260,7 +260,7 @@ async def test_large_claim_is_served_before_later_small_claims(cluster: Cluster,
         small = await wait_until(lambda: created_gated(queue, large), bool)
         assert small is not None
         name = small["metadata"]["name"]
-        await told(kube, small, "NoFreeDevice", "turn of another pod")
+        await told(kube, small, "NoFreeDevice", "an earlier pod waits for the same devices")
         await queue.end("b")
         await queue.runs("large")
         await queue.still_waits(name)
@@ -281,7 +281,7 @@ async def test_small_claims_use_other_nodes_while_a_large_claim_waits(
         assert small is not None
         name = small["metadata"]["name"]
         # One GPU is free on the node of c; the large pod will run there.
-        await told(kube, small, "NoFreeDevice", "turn of another pod")
+        await told(kube, small, "NoFreeDevice", "an earlier pod waits for the same devices")
         await queue.end("a")
         await queue.runs(name)
         assert await queue.node_of(name) == where["a"]

@@ -370,7 +370,7 @@ async def test_small_claims_that_came_later_do_not_overtake_a_large_one(scene: S
     scene.come("small", 1, seconds=2)
     await scene.queue.step()
     assert scene.opened().keys() == {"first"}
-    assert "turn of another pod" in scene.gates.reasons["small"]
+    assert "an earlier pod waits for the same devices" in scene.gates.reasons["small"]
     await scene.end("first")
     await scene.queue.step()
     assert scene.opened().keys() == {"large"}
@@ -990,7 +990,7 @@ async def test_small_claims_do_not_overtake_a_claim_that_keeps_losing_races(scen
     scene.ledger.meanwhile.append(other)
     await scene.queue.step()
     assert scene.opened() == {}
-    assert "turn of another pod" in scene.gates.reasons["small"]
+    assert "an earlier pod waits for the same devices" in scene.gates.reasons["small"]
 
 
 async def test_claim_refused_by_the_ledger_is_retried_and_blocks_no_other(scene: Scene) -> None:
