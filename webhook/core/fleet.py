@@ -345,10 +345,10 @@ class Fleet:
         """Available to a claim without a placement map: no map has set it aside."""
         return device.uuid not in self._set_aside and self.is_available(device)
 
-    def is_set_aside_for_other(self, device: Device, of_set: SetId | None) -> bool:
+    def is_set_aside_for_other(self, device: Device, stateful_set: SetId | None) -> bool:
         """Whether it is set aside for the map of another StatefulSet."""
         owner = self._set_aside.get(device.uuid)
-        return owner is not None and owner.set != of_set
+        return owner is not None and owner.set != stateful_set
 
     @property
     def set_aside_devices(self) -> KeysView[DeviceUuid]:
