@@ -138,14 +138,14 @@ async def another_webhook(
         one = hook("change.example.test", client, "/review", ca, selector, MUTATED)
         await kube.create(MUTATING, {"metadata": {"name": name}, "webhooks": [{**one, "reinvocationPolicy": policy}]})
         try:
-            await wait_until(lambda: has_name(kube, namespace, asked))
+            await wait_until(lambda: is_called(kube, namespace, asked))
             asked.clear()
             yield asked
         finally:
             await kube.delete(MUTATING, name)
 
 
-async def has_name(kube: Kube, namespace: str, asked: list[str]) -> bool:
+async def is_called(kube: Kube, namespace: str, asked: list[str]) -> bool:
     """Also tries a pod without a claim, because a pod with a claim may be denied earlier."""
     for gpus in (1, 0):
         with suppress(ApiError):
