@@ -492,7 +492,7 @@ def test_evidence_is_checked_again_before_binding(name: str, digest: str, expect
 
 # A pod without a claim.
 
-MARKED: dict[str, tuple[Raw, str]] = {
+EXPOSING_PODS: dict[str, tuple[Raw, str]] = {
     "nvidia-env": (raw_pod(raw_container(env=[ALL])), "spec.containers[0].env[NVIDIA_VISIBLE_DEVICES]"),
     "cuda-env": (
         raw_pod(raw_container(env=raw_env(CUDA_VISIBLE_DEVICES="0"))),
@@ -559,7 +559,7 @@ def test_debug_container_of_a_new_pod_sees_only_the_pods_gpus(env: list[Raw], is
     assert (verdict and (verdict.reason, verdict.message)) == expected
 
 
-@pytest.mark.parametrize(("raw", "field"), MARKED.values(), ids=MARKED)
+@pytest.mark.parametrize(("raw", "field"), EXPOSING_PODS.values(), ids=EXPOSING_PODS)
 def test_field_that_exposes_gpus_is_denied_without_a_claim(raw: Raw, field: str) -> None:
     verdict = no_gpu_fields(Pod.parse(raw), RULES)
     assert refused(verdict) == (
@@ -604,7 +604,7 @@ def test_values_that_do_not_hide_all_gpus_are_denied(env: list[Raw]) -> None:
     ["mig-slice", "device-class-resource", "resource-claim", "cdi-annotation"],
 )
 def test_other_ways_to_gpus_are_denied_beside_a_claim(name: str) -> None:
-    raw, field = MARKED[name]
+    raw, field = EXPOSING_PODS[name]
     assert refused(no_bypass_fields(Pod.parse(raw), RULES)) == (
         Reason.GPU_WITHOUT_CLAIM,
         f"{field}: would expose a GPU to the pod, and the pod's GPUs come from its claim only",
@@ -622,9 +622,9 @@ def judged_waiting(raw: Raw, asked: Claim) -> Deny | None:
     return matches_queued_pod(raw, Pod.parse(raw), asked, RULES, ClaimRules())
 
 
-@pytest.mark.parametrize("name", MARKED)
+@pytest.mark.parametrize("name", EXPOSING_PODS)
 def test_queued_pod_without_gpus_may_not_expose_gpus(name: str) -> None:
-    wish, field = MARKED[name]
+    wish, field = EXPOSING_PODS[name]
     wish = copy.deepcopy(wish)
     wish["metadata"].setdefault("annotations", {})["gpuwarden.io/required-hash"] = HASH
     asked = claim(wish)
@@ -636,7 +636,7 @@ def test_queued_pod_without_gpus_may_not_expose_gpus(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["mig-slice", "device-class-resource", "resource-claim", "cdi-annotation"])
 def test_other_ways_to_gpus_are_denied_for_a_queued_pod(name: str) -> None:
-    wish, field = MARKED[name]
+    wish, field = EXPOSING_PODS[name]
     wish = copy.deepcopy(wish)
     wish["metadata"].setdefault("annotations", {})["gpuwarden.io/gpu-count"] = "1"
     asked = claim(wish)

@@ -35,7 +35,7 @@ from webhook.core.pod import Toleration
 from webhook.core.reservation import Placement
 from webhook.core.verdict import Deny
 
-KEEPER = MapOwner("2026-01-01", SetId("uid-of-a-set", "ml"))
+MAP_OWNER = MapOwner("2026-01-01", SetId("uid-of-a-set", "ml"))
 
 # A small fleet, so that generated changes interact: six nodes, eight UUIDs that can be on any of them.
 NAMES = tuple(f"node-{letter}" for letter in string.ascii_lowercase[:6])
@@ -43,7 +43,7 @@ UUIDS = tuple(f"GPU-{n}" for n in range(8))
 DEVICE_LABELS = ("model=h100", "model=a100", "fudo.org/gpu.big")
 HASHES = (HASH, OTHER_HASH)
 NODE_LABELS = {"zone": ("a", "b"), "rank": ("1", "5", "10", "x"), "gpu-node-name": ("rack-1", "node-a")}
-ASKED_VALUES = {**NODE_LABELS, "rank": ("5",), "nobody-has-it": ("a",)}
+ASKED_VALUES = {**NODE_LABELS, "rank": ("5",), "unused-label": ("a",)}
 
 labels = st.fixed_dictionaries({}, optional={key: st.sampled_from(values) for key, values in NODE_LABELS.items()})
 taints = st.lists(
@@ -101,7 +101,7 @@ terms = st.builds(NodeTerm, st.lists(expressions, max_size=2).map(tuple), st.lis
 tolerations = st.lists(
     st.builds(Toleration, key=st.sampled_from(["gpu", "dark"]), operator=st.just("Exists")), max_size=2
 ).map(tuple)
-wishes = st.builds(
+node_constraints = st.builds(
     NodesAsked,
     node_name=st.one_of(st.none(), st.none(), st.none(), st.sampled_from(NAMES)),
     selector=st.one_of(
@@ -140,11 +140,11 @@ def mapped_records(draw: st.DrawFn) -> ClaimRecord:
     )
 
 
-claims = st.builds(Claim, st.one_of(plain_records, plain_records, mapped_records()), wishes)
+claims = st.builds(Claim, st.one_of(plain_records, plain_records, mapped_records()), node_constraints)
 
 
 @st.composite
-def words(draw: st.DrawFn) -> tuple[str, int | None, int | None, bool, bool]:
+def evidence_parts(draw: st.DrawFn) -> tuple[str, int | None, int | None, bool, bool]:
     """Generated evidence; times are seconds from now."""
     seconds = st.one_of(st.none(), st.integers(-2, 6))
     rarely = st.sampled_from([False] * 7 + [True])
@@ -189,10 +189,10 @@ class IndexedFleet(RuleBasedStateMachine):
         self.world.nodes.pop(name, None)
         self.world.evidence.pop(name, None)
 
-    @rule(name=st.sampled_from(NAMES), word=words())
-    def prove(self, name: str, word: tuple[str, int | None, int | None, bool, bool]) -> None:
+    @rule(name=st.sampled_from(NAMES), word=evidence_parts())
+    def set_evidence(self, name: str, word: tuple[str, int | None, int | None, bool, bool]) -> None:
         digest, since, until, is_banned, is_conflict = word
-        self._say(
+        self._set_evidence(
             name,
             evidence(
                 name,
@@ -205,10 +205,10 @@ class IndexedFleet(RuleBasedStateMachine):
         )
 
     @rule(name=st.sampled_from(NAMES))
-    def take_evidence_back(self, name: str) -> None:
-        self._say(name, None)
+    def withdraw_evidence(self, name: str) -> None:
+        self._set_evidence(name, None)
 
-    def _say(self, name: str, word: Evidence | None) -> None:
+    def _set_evidence(self, name: str, word: Evidence | None) -> None:
         self.fleet.set_evidence(name, word, self.world.now)
         if name in self.world.nodes and word is not None:
             self.world.evidence[name] = word
@@ -221,13 +221,13 @@ class IndexedFleet(RuleBasedStateMachine):
         self.fleet.advance(self.world.now)
 
     @rule(one=claims, choice=st.integers(0, 7))
-    def ask_and_hold(self, one: Claim, choice: int) -> None:
-        places = self.agree(one)
-        if isinstance(places, Deny) or not one.count:
+    def decide_and_hold(self, one: Claim, choice: int) -> None:
+        placements = self.agree(one)
+        if isinstance(placements, Deny) or not one.count:
             return
-        place = places[choice % len(places)]
+        placement = placements[choice % len(placements)]
         self.made += 1
-        held = reservation(*place.slots, id=f"r-{self.made}", node=place.node, is_shared=one.is_shared)
+        held = reservation(*placement.slots, id=f"r-{self.made}", node=placement.node, is_shared=one.is_shared)
         self.fleet.hold(held)
         self.world.reservations.append(held)
 
@@ -236,14 +236,14 @@ class IndexedFleet(RuleBasedStateMachine):
         self.agree(one)
 
     @rule(data=st.data())
-    def let_go(self, data: st.DataObject) -> None:
+    def release(self, data: st.DataObject) -> None:
         if self.world.reservations:
             gone = data.draw(st.sampled_from(self.world.reservations))
             self.world.reservations.remove(gone)
             self.fleet.free(gone)
 
     @rule(data=st.data())
-    def a_late_release_frees_nobody_elses(self, data: st.DataObject) -> None:
+    def late_release_frees_no_other_reservation(self, data: st.DataObject) -> None:
         if self.world.reservations:
             held = data.draw(st.sampled_from(self.world.reservations))
             self.fleet.free(reservation(*held.slots, id="long-gone", node=held.node))
@@ -258,20 +258,20 @@ class IndexedFleet(RuleBasedStateMachine):
             assert found.causes == self.world.causes(one)
             assert f" of {len(self.world.nodes)} node" in found.message
         else:
-            assert [self.world.flaws(place, one) for place in found] == [[]] * len(found)
+            assert [self.world.flaws(placement, one) for placement in found] == [[]] * len(found)
             terms_asked = max(1, len(one.nodes.terms or ()))
             limit = MAX_PLACEMENTS if one.count else MAX_PROVEN_NODES // terms_asked
-            names = [place.node for place in found]
+            names = [placement.node for placement in found]
             assert len(set(names)) == len(names) == min(limit, len(fitting))
         return found
 
     @invariant()
-    def the_usual_claims_get_the_same_answer(self) -> None:
+    def common_claims_get_the_same_answer(self) -> None:
         for one in ALWAYS:
             self.agree(one)
 
     @invariant()
-    def a_persons_account_is_the_same(self) -> None:
+    def explain_gives_the_same_answer(self) -> None:
         fits = {fit.name: fit for fit in explain(ALWAYS[1], self.fleet, self.policy)}
         assert {name for name, fit in fits.items() if fit.fits} == self.world.fitting(ALWAYS[1])
         assert {name: fit.objection.text_for(ALWAYS[1]) if fit.objection else None for name, fit in fits.items()} == {
@@ -279,7 +279,7 @@ class IndexedFleet(RuleBasedStateMachine):
         }
 
     @invariant()
-    def each_node_knows_the_narrowest_row_it_stands_in(self) -> None:
+    def each_node_has_its_narrowest_row(self) -> None:
         for name, indexed in self.fleet.indexed_nodes.items():
             proven = indexed.evidence if indexed.state is EvidenceState.FRESH else None
             group = (indexed.state, None if proven is None else proven.hash)
@@ -294,7 +294,7 @@ class IndexedFleet(RuleBasedStateMachine):
         assert known == {(s.uuid, s.k): r.id for r in self.world.reservations for s in r.slots}
 
     @invariant()
-    def the_totals_are_right(self) -> None:
+    def totals_are_correct(self) -> None:
         assert self.fleet.device_count == len({d.uuid for one in self.world.nodes.values() for d in one.devices})
         assert sum(self.fleet.states.values()) == len(self.world.nodes)
         fresh = [
@@ -305,13 +305,13 @@ class IndexedFleet(RuleBasedStateMachine):
         assert self.fleet.states[EvidenceState.FRESH] == len(fresh)
 
     @invariant()
-    def a_device_of_two_nodes_is_nobodys(self) -> None:
+    def device_on_two_nodes_is_quarantined(self) -> None:
         for uuid in map(DeviceUuid, UUIDS):
-            homes = self.world.nodes_with(uuid)
-            ill = any(d.uuid == uuid and not d.is_healthy for n in self.world.nodes.values() for d in n.devices)
-            if len(homes) != 1 or not ill:
-                assert self.fleet.is_quarantined(uuid) is (len(homes) != 1)
-            assert (self.fleet.node_of_device(uuid) is None) is (homes == [])
+            node_names = self.world.nodes_with(uuid)
+            unhealthy = any(d.uuid == uuid and not d.is_healthy for n in self.world.nodes.values() for d in n.devices)
+            if len(node_names) != 1 or not unhealthy:
+                assert self.fleet.is_quarantined(uuid) is (len(node_names) != 1)
+            assert (self.fleet.node_of_device(uuid) is None) is (node_names == [])
 
 
 IndexedFleet.TestCase.settings = settings(
@@ -328,16 +328,16 @@ host_expressions = st.one_of(
         Expression,
         st.just("host"),
         st.sampled_from(["In", "NotIn"]),
-        st.frozensets(st.sampled_from([*OWN_VALUES, "h-nobody"]), min_size=1),
+        st.frozensets(st.sampled_from([*OWN_VALUES, "h-unused"]), min_size=1),
     ),
     st.builds(Expression, st.just("host"), st.sampled_from(["Exists", "DoesNotExist"]), st.just(frozenset[str]())),
 )
 host_terms = st.builds(
     NodeTerm, st.lists(st.one_of(host_expressions, expressions), min_size=1, max_size=2).map(tuple), st.just(())
 )
-host_wishes = st.one_of(
+host_constraints = st.one_of(
     st.builds(NodesAsked, terms=st.lists(host_terms, min_size=1, max_size=2).map(tuple)),
-    st.builds(NodesAsked, selector=st.sampled_from([*OWN_VALUES, "h-nobody"]).map(lambda v: (("host", v),))),
+    st.builds(NodesAsked, selector=st.sampled_from([*OWN_VALUES, "h-unused"]).map(lambda v: (("host", v),))),
 )
 
 
@@ -345,7 +345,7 @@ class FleetOfManyLabelValues(IndexedFleet):
     """The same invariants for a label with a value per node, indexed before or after the nodes are added."""
 
     @initialize()
-    def a_crowd(self) -> None:
+    def add_crowd(self) -> None:
         for number in range(MANY):
             self.put(Node(f"crowd-{number}", {"host": f"h-{number}"}))
 
@@ -358,12 +358,12 @@ class FleetOfManyLabelValues(IndexedFleet):
         self.put(Node(f"crowd-{number}", {} if value is None else {"host": value}))
 
     @rule(number=st.integers(0, 2))
-    def lose_one_of_the_crowd(self, number: int) -> None:
+    def remove_one_of_the_crowd(self, number: int) -> None:
         self.remove(f"crowd-{number}")
 
-    @rule(record=plain_records, wish=host_wishes)
-    def ask_by_host(self, record: ClaimRecord, wish: NodesAsked) -> None:
-        self.agree(Claim(record, wish))
+    @rule(record=plain_records, constraints=host_constraints)
+    def ask_by_host(self, record: ClaimRecord, constraints: NodesAsked) -> None:
+        self.agree(Claim(record, constraints))
 
 
 FleetOfManyLabelValues.TestCase.settings = settings(
@@ -407,25 +407,25 @@ class FleetOfMaps(RuleBasedStateMachine):
     def map(self, name: str, gpus: set[str]) -> None:
         """GPUs that were set aside before are not any more."""
         self.world.mapped[name] = gpus
-        mapped = {name: dict.fromkeys(gpus, KEEPER) for name, gpus in self.world.mapped.items()}
+        mapped = {name: dict.fromkeys(gpus, MAP_OWNER) for name, gpus in self.world.mapped.items()}
         self.fleet.set_aside(mapped, {name})
 
     @invariant()
-    def what_a_map_means_is_kept_and_nothing_else(self) -> None:
+    def only_mapped_gpus_are_set_aside(self) -> None:
         alone = [
             d
             for one in self.world.nodes.values()
             for d in one.devices
             if len(self.fleet.nodes_with_device(d.uuid)) == 1
         ]
-        kept = {one.uuid for one in alone if self.world.is_set_aside(one)}
+        expected = {one.uuid for one in alone if self.world.is_set_aside(one)}
         disputed = {uuid for uuid in map(DeviceUuid, FEW_UUIDS) if len(self.fleet.nodes_with_device(uuid)) > 1}
-        assert self.fleet.set_aside_devices - disputed == kept
+        assert self.fleet.set_aside_devices - disputed == expected
 
     @invariant()
-    def others_are_offered(self) -> None:
+    def other_gpus_are_offered(self) -> None:
         found = decide(ANY, self.fleet, LAX)
-        placed = set() if isinstance(found, Deny) else {place.node for place in found}
+        placed = set() if isinstance(found, Deny) else {placement.node for placement in found}
         each = {
             name
             for name, one in self.world.nodes.items()
@@ -469,13 +469,13 @@ def test_label_is_indexed_when_a_claim_first_uses_it() -> None:
     there = crowd(30, zone=3)
     found = decide(by_label("zone", "1"), there, LAX)
     assert not isinstance(found, Deny)
-    assert {there.indexed_nodes[place.node].labels["zone"] for place in found} == {"1"}
+    assert {there.indexed_nodes[placement.node].labels["zone"] for placement in found} == {"1"}
     assert cells(there) == 3
 
 
 def test_label_that_no_node_has_is_not_indexed() -> None:
     there = crowd(30, zone=3)
-    assert isinstance(decide(by_label("nobody-has-it", "1"), there, LAX), Deny)
+    assert isinstance(decide(by_label("unused-label", "1"), there, LAX), Deny)
     assert cells(there) == 1
 
 
@@ -486,14 +486,14 @@ def test_label_that_nodes_get_after_its_first_use_is_indexed_then() -> None:
     there.put(node("node-1", device("GPU-1"), labels={"late": "yes"}), NOW)
     found = decide(asked, there, LAX)
     assert not isinstance(found, Deny)
-    assert [place.node for place in found] == ["node-1"]
+    assert [placement.node for placement in found] == ["node-1"]
 
 
 def test_a_label_with_as_many_values_as_nodes_does_not_split_the_fleet() -> None:
     there = crowd(MAX_CLASS_VALUES + 1, host=10_000)
     found = decide(by_label("host", "0"), there, LAX)
     assert not isinstance(found, Deny)
-    assert [place.node for place in found] == ["node-0"]
+    assert [placement.node for placement in found] == ["node-0"]
     assert cells(there) == 1
 
 
@@ -525,7 +525,7 @@ def test_fleet_with_too_many_classes_gives_correct_answers() -> None:
             assert fitting == set()
             assert found.causes == world.causes(asked)
         else:
-            assert {place.node for place in found} <= fitting
+            assert {placement.node for placement in found} <= fitting
             assert len(found) == min(MAX_PLACEMENTS, len(fitting))
 
 
@@ -557,7 +557,7 @@ def test_changing_node_labels_do_not_grow_the_index() -> None:
     there.advance(NOW + SECOND)
     found = decide(by_label("beat", "11999"), there, LAX)
     assert not isinstance(found, Deny)
-    assert [place.node for place in found] == ["node-1"]
+    assert [placement.node for placement in found] == ["node-1"]
     assert len(there._classes) < 1000
 
 
@@ -584,7 +584,7 @@ def test_gpu_on_two_nodes_is_not_offered_until_one_node_is_gone() -> None:
     there.remove("node-a")
     found = decide(ANY, there, LAX)
     assert not isinstance(found, Deny)
-    assert [place.node for place in found] == ["node-b"]
+    assert [placement.node for placement in found] == ["node-b"]
     assert not there.is_quarantined(DeviceUuid("GPU-1"))
 
 
@@ -592,7 +592,7 @@ def test_gpu_on_two_nodes_is_not_offered_until_one_node_is_gone() -> None:
 @pytest.mark.parametrize("claimant", ["node-b", "node-0"])
 def test_set_aside_gpu_is_set_aside_again_when_a_second_node_drops_it(claimant: str, *, is_removed: bool) -> None:
     there = fleet(node("node-a", device("GPU-1"), device("GPU-2")))
-    there.set_aside({"node-a": {"GPU-1": KEEPER}, claimant: {"GPU-2": KEEPER}}, {"node-a"})
+    there.set_aside({"node-a": {"GPU-1": MAP_OWNER}, claimant: {"GPU-2": MAP_OWNER}}, {"node-a"})
     there.put(node(claimant, device("GPU-1"), device("GPU-2")), NOW)
     if is_removed:
         there.remove(claimant)
@@ -601,13 +601,13 @@ def test_set_aside_gpu_is_set_aside_again_when_a_second_node_drops_it(claimant: 
     assert there.set_aside_devices == {"GPU-1"}
     found = decide(ANY, there, LAX)
     assert not isinstance(found, Deny)
-    assert [one.uuid for place in found for one in place.slots] == ["GPU-2"]
+    assert [one.uuid for placement in found for one in placement.slots] == ["GPU-2"]
 
 
 def test_duplicated_gpu_that_moves_to_another_node_is_not_set_aside_there() -> None:
     twice = (device("GPU-1", index=0), device("GPU-1", index=1))
     there = fleet(node("node-a", *twice), node("node-b"))
-    there.set_aside({"node-a": {"GPU-1": KEEPER}}, {"node-a"})
+    there.set_aside({"node-a": {"GPU-1": MAP_OWNER}}, {"node-a"})
     there.put(node("node-a"), NOW)
     there.put(node("node-b", device("GPU-1")), NOW)
     assert there.set_aside_devices == set()
@@ -631,7 +631,7 @@ def test_a_gpu_that_moves_to_another_node_stays_held() -> None:
     there.free(held)
     found = decide(ANY, there, LAX)
     assert not isinstance(found, Deny)
-    assert [place.node for place in found] == ["node-b"]
+    assert [placement.node for placement in found] == ["node-b"]
 
 
 @pytest.mark.defect("S4-18")
@@ -706,7 +706,7 @@ def test_new_kind_of_gpu_serves_requirements_cached_before() -> None:
     there.put(node("node-b", device("GPU-2", "model=h100")), NOW)
     found = decide(asked, there, LAX)
     assert not isinstance(found, Deny)
-    assert [place.node for place in found] == ["node-b"]
+    assert [placement.node for placement in found] == ["node-b"]
 
 
 def test_unchanged_node_is_no_change() -> None:

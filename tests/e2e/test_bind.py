@@ -446,7 +446,7 @@ async def a_reservation_that_was_taken_away_leads_nowhere(there: Harness) -> Non
     made = await there.kube.create(PODS, gated, there.namespace)
     await taken_away(there.kube, made["metadata"]["annotations"])
     await there.kube.patch(PODS, "robbed", {"spec": {"schedulingGates": None}}, there.namespace)
-    assert "NotReserved" in await there.waits("robbed", "create the pod anew")
+    assert "NotReserved" in await there.waits("robbed", "create the pod again")
 
 
 async def a_stateful_set_has_all_its_gpus_and_gets_them_back(gpu_site: Site, there: Harness) -> None:

@@ -104,7 +104,7 @@ async def test_a_stateful_set_keeps_its_gpus_through_deletion_scaling_and_a_roll
             lambda: kube.find(PODS, "web-1", here.namespace), lambda found: found is not None and gates(found)
         )
         assert again is not None
-        await told(kube, again, "AmbiguousNode", "2 of them have the label")
+        await told(kube, again, "AmbiguousNode", "2 have the label")
         await kube.patch(NODES, first, {"metadata": {"labels": {"gpu-node-name": None}}})
         await pod_in_phase(kube, here.namespace, "web-1", "Running")
 

@@ -255,7 +255,7 @@ async def what_runs_is_told(here: Site, double: FakeScorer) -> None:
 
 async def a_class_is_named_only_where_there_is_one(here: Site) -> None:
     made, said = await created(here, asking("early"))
-    assert (made["spec"]["priority"], "there is no PriorityClass gpu-high" in said) == (0, True)
+    assert (made["spec"]["priority"], "PriorityClass gpu-high does not exist" in said) == (0, True)
     async with classes(here.kube):
         number = 0
 

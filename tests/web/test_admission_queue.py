@@ -365,7 +365,7 @@ async def test_map_refers_to_a_node_by_label_or_name_and_never_to_two(build: Bui
     assert (await house.dress(mapped(0, "0=node-a:1")))["metadata"]["annotations"][GPU_UUID] == "GPU-a1"
     response = await house.mutate(mapped(1, "1=rack-1:0"), "second")
     assert response["status"]["reason"] == "AmbiguousNode"
-    assert "2 of them have the label gpu-node-name=rack-1" in response["status"]["message"]
+    assert "2 have the label gpu-node-name=rack-1" in response["status"]["message"]
 
 
 @pytest.mark.defect("S1-13")

@@ -311,7 +311,7 @@ async def test_a_class_that_does_not_exist_is_left_out_and_said(build: Build) ->
         final = patched(job(), response)
         assert ("priorityClassName" in final["spec"], final["spec"]["priority"]) == (False, 0)
         assert final["spec"]["nodeSelector"] == {CLASS: "A100-80GB"}
-        assert "there is no PriorityClass gpu-high" in warnings(response)
+        assert "PriorityClass gpu-high does not exist" in warnings(response)
 
 
 # A scorer that does not.

@@ -81,7 +81,7 @@ class Claim:
     # Nodes that a hint prefers. They are used if the claim fits there.
     preferred: NodesAsked | None = field(default=None, eq=False)
     # The StatefulSet that owns the pod.
-    of_set: SetId | None = field(default=None, eq=False)
+    stateful_set: SetId | None = field(default=None, eq=False)
     hashes: frozenset[str] = field(init=False, eq=False, repr=False)
     requirements: frozenset[str] = field(init=False, eq=False, repr=False)
 
@@ -154,7 +154,7 @@ def recorded_claim(pod: Pod) -> Claim | None:
     text = pod.annotations.get(keys.CLAIM.name)
     if text is None:
         return None
-    return Claim(ClaimRecord.parse(text), NodesAsked.of(pod), of_set=set_of(pod))
+    return Claim(ClaimRecord.parse(text), NodesAsked.of(pod), stateful_set=stateful_set_of(pod))
 
 
 def recorded_claim_or_none(pod: Pod) -> Claim | None:
@@ -220,7 +220,7 @@ class ClaimParser:
             named=bool(gpus) and any(term.is_one_node for term in nodes.terms or ()),
         )
         self._warn_of_unknown_keys()
-        return Claim(record, nodes, tuple(self.warnings), of_set=set_of(self.pod))
+        return Claim(record, nodes, tuple(self.warnings), stateful_set=stateful_set_of(self.pod))
 
     def _annotation(self, key: Key) -> str | None:
         """The value under the canonical name or an alias. Different values are a mistake."""
@@ -361,7 +361,7 @@ def ordinal_of(pod: Pod) -> int | None:
     return int(suffix) if ORDINAL.fullmatch(suffix) else None
 
 
-def set_of(pod: Pod) -> SetId | None:
+def stateful_set_of(pod: Pod) -> SetId | None:
     """The StatefulSet that owns the pod. It is in the pod's namespace."""
     owners = pod.meta.owner_references or ()
     uid = next((one.uid for one in owners if one.controller and one.kind == "StatefulSet"), None)

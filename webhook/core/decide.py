@@ -152,7 +152,7 @@ def ordinal_not_in_map(claim: Claim) -> Deny | None:
     return Deny(
         Reason.NOT_IN_MAP,
         f"{GPU_MAP.name}: the map has no line for ordinal {ordinal}",
-        hint="give the map a line for it in the StatefulSet's template, or scale the set down",
+        hint="add a line for the ordinal to the map in the StatefulSet's template, or scale the StatefulSet down",
     )
 
 
@@ -335,7 +335,7 @@ class ClaimSearch:
         """If the maps of two StatefulSets name a device, the older set gets it. A shared device serves both."""
         claim, fleet = self.claim, self.fleet
         return fleet.is_available(device) and (
-            claim.is_shared or not fleet.is_set_aside_for_other(device, claim.of_set)
+            claim.is_shared or not fleet.is_set_aside_for_other(device, claim.stateful_set)
         )
 
     def set_aside_for_others(self) -> list[Device]:
@@ -346,7 +346,7 @@ class ClaimSearch:
         names = self.allowed_names() or ()
         indexed_nodes = (fleet.indexed_nodes[name] for name in names if name in fleet.indexed_nodes)
         named = (device for indexed in indexed_nodes for device in mapped_devices(indexed, entry))
-        return [device for device in named if fleet.is_set_aside_for_other(device, self.claim.of_set)]
+        return [device for device in named if fleet.is_set_aside_for_other(device, self.claim.stateful_set)]
 
     def can_serve(self, device: Device) -> bool:
         return self.fleet.kind_of(device) in self.kinds

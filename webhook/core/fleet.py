@@ -66,12 +66,12 @@ class Fleet:
         self._classes: Numbered[NodeClass] = Numbered()
         self._groups: dict[EvidenceGroup, dict[int, ClassNodes]] = {}  # rows by class
         self._sizes = Counter[int]()  # nodes by their number of devices
-        self._homes: dict[DeviceUuid, str] = {}  # the node of each device
+        self._node_of: dict[DeviceUuid, str] = {}  # the node of each device
         # All nodes of a UUID that is on several nodes, or several times on one.
         self._disputed: dict[DeviceUuid, list[str]] = {}
         self._unhealthy: Counter[DeviceUuid] = Counter()
         self._held: dict[DeviceUuid, dict[int, ReservationId]] = {}
-        self._held_alone: set[DeviceUuid] = set()  # by a pod that did not ask to share
+        self._held_exclusively: set[DeviceUuid] = set()  # by a pod that did not ask to share
         self._mapped: Mapped = {}
         self._set_aside: dict[DeviceUuid, MapOwner] = {}
         self._changes: list[tuple[datetime, str]] = []  # a heap: when the evidence of a node changes by time alone
@@ -101,11 +101,11 @@ class Fleet:
         if known is not None:
             if known.node == node:
                 return
-            self._forget_set_aside(known.node)
-            self._forget(known.node)
+            self._clear_set_aside(known.node)
+            self._remove_from_index(known.node)
         evidence = known.evidence if known else None
         self.changes += 1
-        self._remember(node)
+        self._add_to_index(node)
         self._mark_set_aside(node)
         kinds = tuple(map(self.kind_of, node.devices))
         if known is None:
@@ -116,7 +116,7 @@ class Fleet:
         else:
             known.node, known.kinds = node, kinds
             indexed = known
-        self._place(indexed)
+        self._regroup(indexed)
         if known is None:
             self._mark_labelled(node.name)
 
@@ -126,13 +126,13 @@ class Fleet:
         if indexed is None:
             return
         self.changes += 1
-        self._forget_set_aside(indexed.node)
-        self._leave(indexed)
+        self._clear_set_aside(indexed.node)
+        self._leave_groups(indexed)
         self.states[indexed.state] -= 1
-        self._forget(indexed.node)
+        self._remove_from_index(indexed.node)
         self._mark_labelled(name)
 
-    def _remember(self, node: Node) -> None:
+    def _add_to_index(self, node: Node) -> None:
         self._sizes[len(node.devices)] += 1
         self._label_uses.update(node.labels.keys())
         for key, types in self._gpu_types.items():
@@ -144,14 +144,14 @@ class Fleet:
         for device in node.devices:
             if not device.is_healthy:
                 self._unhealthy[device.uuid] += 1
-            home = self._homes.get(device.uuid)
+            home = self._node_of.get(device.uuid)
             if home is None:
-                self._homes[device.uuid] = node.name
+                self._node_of[device.uuid] = node.name
             else:
                 self._disputed.setdefault(device.uuid, [home]).append(node.name)
-                self._place_again(home)
+                self._regroup_named(home)
 
-    def _forget(self, node: Node) -> None:
+    def _remove_from_index(self, node: Node) -> None:
         decrement(self._sizes, len(node.devices))
         for key in node.labels:
             decrement(self._label_uses, key)
@@ -167,19 +167,19 @@ class Fleet:
         for device in node.devices:
             if not device.is_healthy:
                 decrement(self._unhealthy, device.uuid)
-            self._forget_device(device.uuid, node.name)
+            self._remove_device(device.uuid, node.name)
 
-    def _forget_device(self, uuid: DeviceUuid, name: str) -> None:
+    def _remove_device(self, uuid: DeviceUuid, name: str) -> None:
         claimants = self._disputed.get(uuid)
         if claimants is None:
-            self._homes.pop(uuid, None)
+            self._node_of.pop(uuid, None)
             return
         claimants.remove(name)
-        home = self._homes[uuid] = claimants[0]
+        home = self._node_of[uuid] = claimants[0]
         if len(claimants) == 1:
             del self._disputed[uuid]
             if home != name:  # the removal of the other node has cleared what maps set aside on this one
-                self._mark_again(self.indexed_nodes[home])
+                self._update_set_aside(self.indexed_nodes[home])
 
     # Evidence.
 
@@ -194,7 +194,7 @@ class Fleet:
         """Update the states of evidence that begins or ends by `now`."""
         numbered = len(self._classes) + len(self._shapes) + len(self._kinds)
         if numbered > MAX_NUMBERED + 12 * len(self.indexed_nodes):
-            self._place_all()
+            self._rebuild()
         while self._changes and self._changes[0][0] <= now:
             _, name = heapq.heappop(self._changes)
             indexed = self.indexed_nodes.get(name)
@@ -209,7 +209,7 @@ class Fleet:
         moment = next_change(indexed.evidence, now)
         if moment is not None:
             heapq.heappush(self._changes, (moment, indexed.node.name))
-        self._place(indexed)
+        self._regroup(indexed)
 
     # Placement maps.
 
@@ -219,11 +219,11 @@ class Fleet:
         self._mapped = mapped
         self.changes += 1
         for name in {one for node in changed for one in self.nodes_for_map_name(node)}:
-            self._mark_again(self.indexed_nodes[name])
+            self._update_set_aside(self.indexed_nodes[name])
 
     def _mark_set_aside(self, node: Node) -> None:
         """Maps name the node by its own name, or by its label if no node has that name."""
-        self._forget_set_aside(node)
+        self._clear_set_aside(node)
         label = node.labels.get(LOGICAL_NODE_LABEL, "")
         names = {node.name, "" if label in self.indexed_nodes else label}
         mapped = [self._mapped[name] for name in names if name in self._mapped]
@@ -235,13 +235,13 @@ class Fleet:
     def _mark_labelled(self, name: str) -> None:
         """Update the nodes with this name as their label. The label counts only while no node has the name."""
         for labelled in self.names_with(LOGICAL_NODE_LABEL, [name]) if name in self._mapped else ():
-            self._mark_again(self.indexed_nodes[labelled])
+            self._update_set_aside(self.indexed_nodes[labelled])
 
-    def _mark_again(self, indexed: IndexedNode) -> None:
+    def _update_set_aside(self, indexed: IndexedNode) -> None:
         self._mark_set_aside(indexed.node)
-        self._place(indexed)
+        self._regroup(indexed)
 
-    def _forget_set_aside(self, node: Node) -> None:
+    def _clear_set_aside(self, node: Node) -> None:
         for device in node.devices:
             self._set_aside.pop(device.uuid, None)
 
@@ -252,8 +252,8 @@ class Fleet:
         for slot in reservation.slots:
             self._held.setdefault(slot.uuid, {})[slot.k] = reservation.id
             if not reservation.is_shared:
-                self._held_alone.add(slot.uuid)
-        self._place_devices(reservation.uuids)
+                self._held_exclusively.add(slot.uuid)
+        self._regroup_nodes_of(reservation.uuids)
 
     def free(self, reservation: Reservation) -> None:
         self.changes += 1
@@ -261,29 +261,29 @@ class Fleet:
             holders = self._held.get(slot.uuid, {})
             if holders.get(slot.k) == reservation.id:
                 del holders[slot.k]
-                self._held_alone.discard(slot.uuid)
+                self._held_exclusively.discard(slot.uuid)
             if not holders:
                 self._held.pop(slot.uuid, None)
-        self._place_devices(reservation.uuids)
+        self._regroup_nodes_of(reservation.uuids)
 
     def holders(self, uuid: DeviceUuid) -> Mapping[int, ReservationId]:
         return self._held.get(uuid, {})
 
     def is_slot_free(self, slot: Slot) -> bool:
-        return slot.uuid not in self._held_alone and slot.k not in self._held.get(slot.uuid, ())
+        return slot.uuid not in self._held_exclusively and slot.k not in self._held.get(slot.uuid, ())
 
     # The index.
 
-    def _place_devices(self, uuids: Iterable[DeviceUuid]) -> None:
-        for name in {home for uuid in uuids if (home := self._homes.get(uuid)) is not None}:
-            self._place_again(name)
+    def _regroup_nodes_of(self, uuids: Iterable[DeviceUuid]) -> None:
+        for name in {home for uuid in uuids if (home := self._node_of.get(uuid)) is not None}:
+            self._regroup_named(name)
 
-    def _place_again(self, name: str) -> None:
+    def _regroup_named(self, name: str) -> None:
         indexed = self.indexed_nodes.get(name)
         if indexed is not None:
-            self._place(indexed)
+            self._regroup(indexed)
 
-    def _place(self, indexed: IndexedNode) -> None:
+    def _regroup(self, indexed: IndexedNode) -> None:
         """Move the node to its current groups. The last evidence group is the narrowest."""
         groups: tuple[EvidenceGroup, ...] = ((indexed.state, None),)
         if indexed.state is EvidenceState.FRESH and indexed.evidence is not None:
@@ -291,10 +291,10 @@ class Fleet:
         node_group = NodeGroup(self._class_of(indexed.node), self._shape_of(indexed))
         if (groups, node_group) == (indexed.evidence_groups, indexed.node_group):
             return
-        self._leave(indexed)
-        self._enter(indexed, groups, node_group)
+        self._leave_groups(indexed)
+        self._join_groups(indexed, groups, node_group)
 
-    def _enter(self, indexed: IndexedNode, groups: tuple[EvidenceGroup, ...], node_group: NodeGroup) -> None:
+    def _join_groups(self, indexed: IndexedNode, groups: tuple[EvidenceGroup, ...], node_group: NodeGroup) -> None:
         indexed.evidence_groups, indexed.node_group = groups, node_group
         self._class_nodes[node_group.node_class] += 1
         for group in groups:
@@ -305,7 +305,7 @@ class Fleet:
             row.add(node_group.shape, indexed.node.name)
             indexed.row = row
 
-    def _leave(self, indexed: IndexedNode) -> None:
+    def _leave_groups(self, indexed: IndexedNode) -> None:
         if indexed.evidence_groups:
             decrement(self._class_nodes, indexed.node_group.node_class)
         node_class, shape = indexed.node_group
@@ -337,7 +337,7 @@ class Fleet:
         return (
             device.is_healthy
             and device.uuid not in self._disputed
-            and device.uuid not in self._held_alone
+            and device.uuid not in self._held_exclusively
             and len(self._held.get(device.uuid, ())) < device.shares
         )
 
@@ -345,10 +345,10 @@ class Fleet:
         """Available to a claim without a placement map: no map has set it aside."""
         return device.uuid not in self._set_aside and self.is_available(device)
 
-    def is_set_aside_for_other(self, device: Device, of_set: SetId | None) -> bool:
+    def is_set_aside_for_other(self, device: Device, stateful_set: SetId | None) -> bool:
         """Whether it is set aside for the map of another StatefulSet."""
         owner = self._set_aside.get(device.uuid)
-        return owner is not None and owner.set != of_set
+        return owner is not None and owner.set != stateful_set
 
     @property
     def set_aside_devices(self) -> KeysView[DeviceUuid]:
@@ -360,11 +360,11 @@ class Fleet:
 
     def is_quarantined(self, uuid: DeviceUuid) -> bool:
         """Unhealthy, vanished, or on two nodes with the same UUID."""
-        return uuid in self._unhealthy or uuid in self._disputed or uuid not in self._homes
+        return uuid in self._unhealthy or uuid in self._disputed or uuid not in self._node_of
 
     @property
     def device_count(self) -> int:
-        return len(self._homes)
+        return len(self._node_of)
 
     @property
     def held_devices(self) -> KeysView[DeviceUuid]:
@@ -387,7 +387,7 @@ class Fleet:
 
     def nodes_with_device(self, uuid: DeviceUuid) -> Sequence[str]:
         """The nodes that list the device, each as often as it does."""
-        home = self._homes.get(uuid)
+        home = self._node_of.get(uuid)
         return () if home is None else self._disputed.get(uuid) or (home,)
 
     def size_of(self, shape: int) -> int:
@@ -395,7 +395,7 @@ class Fleet:
         return sum(stock.total for stock in self._shapes[shape])
 
     def node_of_device(self, uuid: DeviceUuid) -> str | None:
-        return self._homes.get(uuid)
+        return self._node_of.get(uuid)
 
     # For decisions.
 
@@ -469,9 +469,9 @@ class Fleet:
         new_keys = [key for key in unknown if self._label_uses[key] and not self._add_directory(key)]
         if new_keys:
             self._class_keys += tuple(new_keys)
-            self._class_all()
+            self._reclassify()
         while len(self._class_nodes) > MAX_CLASSES and self._class_keys:
-            self._demote()
+            self._replace_by_directory()
         return frozenset(k for k in asked.keys if k in self._directories)
 
     def _add_directory(self, key: str) -> bool:
@@ -489,24 +489,24 @@ class Fleet:
                 directory[indexed.labels[key]][name] = None
         return directory
 
-    def _demote(self) -> None:
+    def _replace_by_directory(self) -> None:
         """Replace the class label with the most values by a directory."""
         directories = {key: self._directory_of(key) for key in self._class_keys}
         largest = max(directories, key=lambda key: len(directories[key]))
         self._directories[largest] = directories[largest]
         self._class_keys = tuple(key for key in self._class_keys if key != largest)
-        self._class_all()
+        self._reclassify()
 
-    def _class_all(self) -> None:
+    def _reclassify(self) -> None:
         """Compute the class of every node again, after a change of the class labels. Shapes stay."""
         self._groups, self._class_nodes = {}, Counter()
         self._classes, self._class_labels = Numbered(), {}
         for indexed in self.indexed_nodes.values():
-            self._enter(
+            self._join_groups(
                 indexed, indexed.evidence_groups, NodeGroup(self._class_of(indexed.node), indexed.node_group.shape)
             )
 
-    def _place_all(self) -> None:
+    def _rebuild(self) -> None:
         """Build the index again, without the classes and shapes that no node has any more."""
         self._groups, self._class_nodes = {}, Counter()
         self._classes, self._shapes, self._kinds = Numbered(), Numbered(), Numbered()
@@ -514,7 +514,7 @@ class Fleet:
         self._kinds_serving, self._kinds_known, self._spares = {}, 0, {}
         for indexed in self.indexed_nodes.values():
             indexed.evidence_groups, indexed.kinds = (), tuple(map(self.kind_of, indexed.node.devices))
-            self._place(indexed)
+            self._regroup(indexed)
 
     @property
     def gpu_types(self) -> Mapping[str, Mapping[str, int]]:

@@ -40,13 +40,13 @@ class ClaimKind:
     unmapped: int | None
     nodes: NodesAsked
     # Only with a map: devices that are set aside for one StatefulSet do not serve another.
-    of_set: SetId | None
+    stateful_set: SetId | None
 
     @classmethod
     def of(cls, claim: Claim) -> "ClaimKind":
-        record, of_set = claim.record, claim.of_set if claim.is_mapped else None
+        record, stateful_set = claim.record, claim.stateful_set if claim.is_mapped else None
         asked = claim.hashes, claim.requirements, claim.is_shared
-        return cls(*asked, claim.map_entry, record.unmapped, claim.nodes, of_set)
+        return cls(*asked, claim.map_entry, record.unmapped, claim.nodes, stateful_set)
 
 
 @frozen(order=False)
