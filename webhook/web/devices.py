@@ -54,7 +54,7 @@ REDACTED = ReservationId("")
 MAX_NAMESPACES = 1000
 MAX_CONCURRENT_CHECKS = 16
 
-T = TypeVar("Thing")
+T = TypeVar("T")
 # Returns those of the given namespaces whose pods the caller may list.
 FilterNamespaces = Callable[[Collection[str]], Awaitable[Collection[str]]]
 LapsesByDevice = dict[DeviceUuid, list[Lapse]]
