@@ -86,7 +86,7 @@ async def test_pod_may_not_widen_the_hashes_of_its_namespace(house: House, names
     demand(namespaces, HASH)
     refused = await house.mutate(asking(OTHER_HASH))
     assert refusal(refused) == (403, "InvalidPod")
-    assert f"asks for {OTHER_HASH}, and namespace ml allows only {HASH}" in refused["status"]["message"]
+    assert f"asks for {OTHER_HASH}, but namespace ml allows only {HASH}" in refused["status"]["message"]
     assert house.held == []
 
 
@@ -230,7 +230,7 @@ async def test_pod_without_a_hash_needs_a_proven_node_in_a_cluster(build: Build,
     kubeconfig = tmp_path / "kubeconfig"
     refused = await (await build(bare, kubeconfig=kubeconfig)).mutate(asking())
     assert refusal(refused) == (403, "NoProvenNode")
-    assert "3 no evidence" in refused["status"]["message"]
+    assert "3 have no evidence" in refused["status"]["message"]
     assert "have the nodes attested; or, with --require-evidence asked" in refused["status"]["message"]
     said = {"kubeconfig": kubeconfig, "sources": {"require_evidence": "flag --require-evidence"}}
     assert (await (await build(bare, **said)).mutate(asking()))["allowed"]

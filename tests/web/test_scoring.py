@@ -309,7 +309,7 @@ async def test_missing_priority_class_is_dropped_with_a_warning(build: Build) ->
         final = patched(job(), response)
         assert ("priorityClassName" in final["spec"], final["spec"]["priority"]) == (False, 0)
         assert final["spec"]["nodeSelector"] == {CLASS: "A100-80GB"}
-        assert "there is no PriorityClass gpu-high" in warnings(response)
+        assert "PriorityClass gpu-high does not exist" in warnings(response)
 
 
 # Failures of the scorer.
