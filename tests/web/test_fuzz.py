@@ -16,7 +16,7 @@ scalars = (
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8)
 )
 values = st.recursive(scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner))
-telling = st.sampled_from(
+meaningful_values = st.sampled_from(
     [
         *("all", "void", "GPU-a0", "1", "0", "-1", "1e3", "half", "In", "NotIn", "Exists", "Gt", "node-a", "Always"),
         {"gpuwarden.io/gpu-count": "2"},
@@ -40,7 +40,7 @@ def reviews(draw: st.DrawFn) -> Any:
     """A review with up to six random changes."""
     review = copy.deepcopy(rich_review())
     for path in draw(st.lists(st.sampled_from(PATHS), max_size=6)):
-        change(review, path, draw(values | telling), remove=draw(st.booleans()))
+        change(review, path, draw(values | meaningful_values), remove=draw(st.booleans()))
     return review
 
 

@@ -499,7 +499,7 @@ class Devices:
         if request.query_params.get("format") != "json" and prefers_html(request.headers.get("accept", "")):
             response = await self.page(request)
         else:
-            response = await self._streamed(request)
+            response = await self._json_response(request)
         response.headers["Vary"] = "Accept"
         return response
 
@@ -530,7 +530,7 @@ class Devices:
         outdated = self._outdated()
         return outdated.why if outdated is not None and outdated.is_blind else ""
 
-    async def _streamed(self, request: Request) -> Response:
+    async def _json_response(self, request: Request) -> Response:
         if problem := self._problem:
             return error(503, problem)
         outdated = self._outdated()
