@@ -1,4 +1,4 @@
-"""The house as a fixture."""
+"""Fixtures for a server in one process (`House`)."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -15,7 +15,7 @@ Build = Callable[..., Awaitable[House]]
 
 @pytest.fixture
 async def build(tmp_path: Path) -> AsyncIterator[Build]:
-    """Houses with other settings or another inventory."""
+    """Builds servers with other settings or another inventory, and closes them after the test."""
     houses: list[House] = []
 
     async def make(inventory: Raw = INVENTORY, facts: PodFacts | None = None, **settings: Any) -> House:

@@ -1,4 +1,4 @@
-"""A node's container runtime and kubelet over real sockets, with messages of Google's making."""
+"""A fake container runtime and kubelet of a node, on real sockets, with messages of Google's protobuf library."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -11,7 +11,8 @@ from grpclib.server import Server, Stream
 
 from tests.evidence.doubles import Table, built
 
-# Of runtime.v1 and of the kubelet's PodResources v1. On the wire a map is a list of entries, an enumeration a number.
+# Messages of runtime.v1 and of the kubelet's PodResources v1. On the wire a map is a list of entries, an enumeration is
+# a number.
 TABLE: Table = {
     "Empty": (),
     "Label": ((1, "key", "string"), (2, "value", "string")),
@@ -57,15 +58,15 @@ def label(key: str, value: str) -> Any:
 
 @define(eq=False)
 class NodeDouble:
-    """What runs is set by hand: states of sandboxes and of containers by the uid of their pod, and the names that the
-    kubelet wants. Uid `uid-x` is pod `x`. The pod that asks runs, unless a test says otherwise."""
+    """A test sets the states of sandboxes and containers by the uid of their pod, and the names of the pods that the
+    kubelet lists. The uid `uid-x` belongs to pod `x`. By default the pod of the caller (`own`) runs."""
 
     directory: Path
     sandboxes: dict[str, list[int]] = field(factory=lambda: {OWN: [READY]})
     containers: dict[str, list[int]] = field(factory=lambda: {OWN: [RUNNING]})
-    wanted: set[str] = field(factory=lambda: {"own"})
-    # Names of calls that fail.
-    refused: set[str] = field(factory=set)
+    kubelet_pods: set[str] = field(factory=lambda: {"own"})
+    # The names of calls that fail.
+    failing_calls: set[str] = field(factory=set)
     calls: list[str] = field(factory=list)
     _servers: list[Server] = field(factory=list)
 
@@ -79,17 +80,17 @@ class NodeDouble:
 
     def run(self, uid: str) -> None:
         self.sandboxes[uid], self.containers[uid] = [READY], [RUNNING]
-        self.wanted.add(uid.removeprefix("uid-"))
+        self.kubelet_pods.add(uid.removeprefix("uid-"))
 
     def delete(self, uid: str) -> None:
-        """The kubelet hears of it; the containers run on."""
-        self.wanted.discard(uid.removeprefix("uid-"))
+        """The kubelet no longer lists the pod, but its containers still run."""
+        self.kubelet_pods.discard(uid.removeprefix("uid-"))
 
     def end(self, uid: str) -> None:
         self.sandboxes[uid], self.containers[uid] = [NOT_READY], [EXITED]
 
     def clear(self, uid: str) -> None:
-        """The kubelet has tidied up."""
+        """The kubelet has removed the sandboxes and containers."""
         self.sandboxes.pop(uid, None)
         self.containers.pop(uid, None)
 
@@ -147,25 +148,27 @@ class NodeDouble:
             for uid, states in self.containers.items()
             for number, state in enumerate(states)
         ]
-        by_hand = MESSAGES["Container"](id="of nobody", state=RUNNING)
-        await stream.send_message(MESSAGES["ListContainersResponse"](containers=[*found, by_hand]))
+        without_pod = MESSAGES["Container"](id="without a pod", state=RUNNING)
+        await stream.send_message(MESSAGES["ListContainersResponse"](containers=[*found, without_pod]))
 
     async def _list_pods(self, stream: "Stream[Any, Any]") -> None:
         await self._received(stream, "List")
         main = [MESSAGES["ContainerResources"](name="main")]
-        pods = [MESSAGES["PodResources"](name=name, namespace="ml", containers=main) for name in sorted(self.wanted)]
+        pods = [
+            MESSAGES["PodResources"](name=name, namespace="ml", containers=main) for name in sorted(self.kubelet_pods)
+        ]
         await stream.send_message(MESSAGES["ListPodResourcesResponse"](pod_resources=pods))
 
     async def _received(self, stream: "Stream[Any, Any]", call: str) -> None:
         await stream.recv_message()
         self.calls.append(call)
-        if call in self.refused:
+        if call in self.failing_calls:
             raise GRPCError(Status.UNAVAILABLE, "the server is not ready")
 
 
 @define
 class Service:
-    """Calls of one socket; every one is asked about everything."""
+    """The calls of one socket. Their requests are empty."""
 
     calls: dict[str, Any]
 

@@ -1,4 +1,4 @@
-"""A real `gpuwarden serve` in a process of its own, on free ports, in an empty directory."""
+"""Real gpuwarden processes, on free ports, in an empty directory."""
 
 import json
 import signal
@@ -24,7 +24,7 @@ STOP_TIMEOUT = 60.0
 
 @frozen
 class Running:
-    """The process and where it listens."""
+    """A running process, its URLs and its files."""
 
     process: subprocess.Popen[str]
     ready: str
@@ -47,21 +47,21 @@ class Running:
         return httpx.AsyncClient(base_url=self.urls["https"], verify=self.trust, **options)
 
     def stop(self) -> tuple[int, str, str]:
-        """Ask it to stop; exit code, what else came on stdout, and the log."""
+        """Stop the process. Returns the exit code, the rest of stdout, and the log."""
         self.process.send_signal(signal.SIGTERM)
         out, _ = self.process.communicate(timeout=STOP_TIMEOUT)
         return self.process.returncode, out, self.log.read_text()
 
 
-# Most tests in a cluster are not about evidence. What a test says itself comes later, and counts.
+# Most tests in a cluster do not need evidence. Flags of a test come later and override these.
 WITHOUT_EVIDENCE = ("--require-evidence", "asked")
 
 
 def challenging(directory: Path) -> list[str]:
-    """Flags of who goes by the proofs of nodes: a test writes them down itself, and no reconciler takes them away."""
+    """Flags of a server that challenges nodes. The test writes the proofs itself; no reconciler removes them."""
     (directory / "nonce.key").write_bytes(bytes(range(32)))
-    asked = f"--evidence jwt-svid --spire-trust-domain example.org --spire-workload-api unix:{directory}/nobody.sock"
-    return [*asked.split(), "--nonce-key", str(directory / "nonce.key")]
+    flags = f"--evidence jwt-svid --spire-trust-domain example.org --spire-workload-api unix:{directory}/absent.sock"
+    return [*flags.split(), "--nonce-key", str(directory / "nonce.key")]
 
 
 def taken_by(command: str, flags: Sequence[str]) -> list[str]:
@@ -79,7 +79,7 @@ def taken_by(command: str, flags: Sequence[str]) -> list[str]:
 
 @contextmanager
 def serving(directory: Path, inventory: Any, flags: Sequence[str] = ()) -> Iterator[Running]:
-    """Started and ready; killed at the end if the test has not stopped it. With no inventory `flags` name a cluster."""
+    """A `gpuwarden serve` that is ready. It is killed at the end. Without an inventory `flags` configure a cluster."""
     own = []
     if inventory is not None:
         (directory / "inventory.json").write_text(json.dumps(inventory))
@@ -100,9 +100,9 @@ def reconciling(directory: Path, flags: Sequence[str], command: str = "reconcile
 
 @contextmanager
 def started(command: Sequence[str], directory: Path) -> Iterator[Running]:
-    """Whatever says that it is ready. It logs to a file: a pipe that nobody reads stops whoever writes much into it."""
-    with TemporaryDirectory() as place:
-        log = Path(place) / "log"
+    """A process that has written its `ready` line. It logs to a file, because an unread pipe would block it."""
+    with TemporaryDirectory() as log_directory:
+        log = Path(log_directory) / "log"
         with (
             log.open("a") as file,
             subprocess.Popen(command, cwd=directory, stdout=subprocess.PIPE, stderr=file, text=True) as process,

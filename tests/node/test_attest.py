@@ -359,7 +359,7 @@ async def test_server_is_asked_less_often_than_the_node(
 async def test_unreadable_node_does_not_stop_the_reporter(
     agent: JwtWorkloadApiDouble, ca: trustme.CA, node: NodeDouble
 ) -> None:
-    node.refused.add("ListContainers")
+    node.failing_calls.add("ListContainers")
     async with endpoint(context(ca), asking()) as server:
         reporter = EndReporter(attester(agent, server, ca), NodePods(node.runtime, node.kubelet, OWN))
         rounds = 0
@@ -368,7 +368,7 @@ async def test_unreadable_node_does_not_stop_the_reporter(
             nonlocal rounds
             rounds += 1
             if rounds == 2:
-                node.refused.clear()
+                node.failing_calls.clear()
             if rounds == 3:
                 raise asyncio.CancelledError
 

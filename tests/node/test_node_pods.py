@@ -88,7 +88,7 @@ async def test_kubelet_is_asked_before_the_runtime(node: NodeDouble) -> None:
 
 @pytest.mark.parametrize("call", ["List", "ListPodSandbox", "ListContainers"])
 async def test_error_of_a_socket_is_raised(node: NodeDouble, call: str) -> None:
-    node.refused.add(call)
+    node.failing_calls.add(call)
     with pytest.raises(NodeUnknownError, match="not ready"):
         await pods_of(node).snapshot()
 
@@ -106,7 +106,7 @@ async def test_runtime_of_another_node_is_an_error(node: NodeDouble) -> None:
 
 
 async def test_kubelet_that_does_not_know_its_pods_yet_is_an_error(node: NodeDouble) -> None:
-    node.wanted.clear()
+    node.kubelet_pods.clear()
     with pytest.raises(NodeUnknownError, match="does not list this pod, ml/own"):
         await pods_of(node).snapshot()
 
@@ -237,7 +237,7 @@ async def test_sandbox_proof_is_reset_when_the_kubelet_names_the_pod_again(
 ) -> None:
     node.run(OLD)
     await snapshots.see_deleted(OLD)
-    node.wanted.add("old")
+    node.kubelet_pods.add("old")
     await snapshots.see()
     node.delete(OLD)
     node.end(OLD)
@@ -248,7 +248,7 @@ async def test_sandbox_proof_is_reset_when_the_kubelet_names_the_pod_again(
 async def test_pod_that_the_kubelet_names_has_not_ended(node: NodeDouble, snapshots: Snapshots) -> None:
     """It may wait for a volume, or for the time to restart a container."""
     node.end(OLD)
-    node.wanted.add("old")
+    node.kubelet_pods.add("old")
     for _ in range(3):
         assert await snapshots.see(MAX_SYNC_DURATION.total_seconds()) == []
 
@@ -282,7 +282,7 @@ async def test_pod_ended_before_the_first_snapshot_is_known_by_its_remains(
 async def test_new_pod_with_the_same_name_delays_the_end_of_the_old_one(node: NodeDouble, snapshots: Snapshots) -> None:
     node.end(OLD)
     await snapshots.see()
-    node.wanted.add("old")
+    node.kubelet_pods.add("old")
     assert await snapshots.see(MAX_SYNC_DURATION.total_seconds()) == []
 
 

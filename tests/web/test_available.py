@@ -1,4 +1,4 @@
-"""`available` is what a pod could be given now, in numbers and one by one; and what is not known is not told."""
+"""The state `available` in metrics, JSON and page, and answers while the fleet is not known."""
 
 import json
 import re
@@ -11,7 +11,7 @@ import pytest
 from tests.builders import HASH, NOW, SECOND, Raw, raw_container, raw_pod
 from tests.conftest import Build
 from tests.web.house import House
-from tests.web.test_devices import everything
+from tests.web.test_devices import all_namespaces
 from webhook.admission.fleet_updater import Staleness
 from webhook.core.device import Device, DeviceUuid, Node, Slot
 from webhook.core.evidence import Evidence
@@ -21,23 +21,23 @@ from webhook.core.offer import count_devices
 from webhook.core.reservation import Phase, Reservation, ReservationId
 from webhook.ledger.memory import MemoryLedger
 from webhook.ledger.moves import Times
-from webhook.web.devices import Devices, sightings, take_snapshot
+from webhook.web.devices import Devices, device_views, take_snapshot
 from webhook.web.health import Stage
 
 BROWSER = {"accept": "text/html"}
-KEEPER = MapOwner("2026-01-01", SetId("set", "ml"))
+OWNER = MapOwner("2026-01-01", SetId("set", "ml"))
 BARE: Raw = {"nodes": [{"name": "node-a", "devices": [{"uuid": "GPU-a0"}]}]}
 
 
-def node_in(house: House, *, is_ready: bool = True, is_cordoned: bool = False) -> None:
+def put_node(house: House, *, is_ready: bool = True, is_cordoned: bool = False) -> None:
     devices = (Device(DeviceUuid("GPU-a0")),)
     house.parts.fleet.put(Node("node-a", {}, devices, is_ready, is_cordoned), house.now)
 
 
-def proven(house: House, *, is_banned: bool = False, is_conflict: bool = False) -> None:
+def set_evidence(house: House, *, is_banned: bool = False, is_conflict: bool = False) -> None:
     until = house.now + 60 * SECOND
-    said = Evidence("node-a", HASH, "static", until=until, is_banned=is_banned, is_conflict=is_conflict)
-    house.parts.fleet.set_evidence("node-a", said, house.now)
+    staleness = Evidence("node-a", HASH, "static", until=until, is_banned=is_banned, is_conflict=is_conflict)
+    house.parts.fleet.set_evidence("node-a", staleness, house.now)
 
 
 def metric(house: House, name: str, **labels: str) -> float:
@@ -45,8 +45,8 @@ def metric(house: House, name: str, **labels: str) -> float:
     return house.parts.metrics.registry.get_sample_value(name, labels) or 0
 
 
-async def told(house: House) -> tuple[str, Raw]:
-    """The one device, which page, JSON and metrics tell the same of."""
+async def shown_device(house: House) -> tuple[str, Raw]:
+    """The only device. Checks that page, JSON and metrics show the same state."""
     device = (await house.devices())["GPU-a0"]
     state = device["state"]
     assert metric(house, "gpuwarden_devices", state=state) == 1
@@ -59,19 +59,19 @@ async def told(house: House) -> tuple[str, Raw]:
     ("required", "states"),
     [("all", ["unproven", "available", "stale", "unproven", "unproven"]), ("asked", ["available"] * 5)],
 )
-async def test_a_device_is_available_where_the_evidence_is_good_enough(
+async def test_free_device_is_available_if_evidence_satisfies_the_policy(
     build: Build, required: str, states: list[str]
 ) -> None:
     house = await build(BARE, sources={"require_evidence": "flag"}, require_evidence=required)
-    found = [await told(house)]
-    proven(house)
-    found.append(await told(house))
+    found = [await shown_device(house)]
+    set_evidence(house)
+    found.append(await shown_device(house))
     house.wait(60)
-    found.append(await told(house))
-    proven(house, is_banned=True)
-    found.append(await told(house))
-    proven(house, is_conflict=True)
-    found.append(await told(house))
+    found.append(await shown_device(house))
+    set_evidence(house, is_banned=True)
+    found.append(await shown_device(house))
+    set_evidence(house, is_conflict=True)
+    found.append(await shown_device(house))
     assert [state for state, _ in found] == states
     evidence = ["absent", "fresh", "stale", "banned", "conflict"]
     assert [device["evidence"] for _, device in found] == evidence
@@ -79,47 +79,47 @@ async def test_a_device_is_available_where_the_evidence_is_good_enough(
     assert available == ([0, 0, 0, 0, 1] if required == "asked" else [0] * 5)
 
 
-async def test_a_device_of_a_node_that_is_not_ready_or_cordoned_is_not_available(build: Build) -> None:
+async def test_device_is_not_available_on_a_not_ready_or_cordoned_node(build: Build) -> None:
     house = await build(BARE)
-    node_in(house, is_ready=False, is_cordoned=True)
-    state, device = await told(house)
+    put_node(house, is_ready=False, is_cordoned=True)
+    state, device = await shown_device(house)
     assert (state, device["node-ready"], device["cordoned"]) == ("not-ready", False, True)
-    node_in(house, is_cordoned=True)
-    state, device = await told(house)
+    put_node(house, is_cordoned=True)
+    state, device = await shown_device(house)
     assert (state, "node-ready" in device, device["cordoned"]) == ("cordoned", False, True)
-    node_in(house)
-    state, device = await told(house)
+    put_node(house)
+    state, device = await shown_device(house)
     assert (state, "node-ready" in device, "cordoned" in device) == ("available", False, False)
 
 
-async def test_a_device_that_a_map_keeps_is_not_available(build: Build) -> None:
+async def test_device_set_aside_by_a_map_is_not_available(build: Build) -> None:
     house = await build(BARE)
-    house.parts.fleet.set_aside({"node-a": {"GPU-a0": KEEPER}}, {"node-a"})
-    assert (await told(house))[0] == "kept"
+    house.parts.fleet.set_aside({"node-a": {"GPU-a0": OWNER}}, {"node-a"})
+    assert (await shown_device(house))[0] == "kept"
     assert metric(house, "gpuwarden_devices", state="available") == 0
     assert metric(house, "gpuwarden_devices_available", evidence="absent") == 0
-    node_in(house, is_cordoned=True)
-    assert (await told(house))[0] == "cordoned"
-    node_in(house)
+    put_node(house, is_cordoned=True)
+    assert (await shown_device(house))[0] == "cordoned"
+    put_node(house)
     house.parts.fleet.set_aside({}, {"node-a"})
-    assert (await told(house))[0] == "available"
+    assert (await shown_device(house))[0] == "available"
 
 
-async def test_a_device_that_is_held_stays_held_whatever_becomes_of_its_node(build: Build) -> None:
+async def test_held_device_stays_assigned_when_its_node_is_not_ready(build: Build) -> None:
     house = await build(BARE)
     await house.create(raw_pod(raw_container(gpus=1)))
-    node_in(house, is_ready=False)
-    state, device = await told(house)
+    put_node(house, is_ready=False)
+    state, device = await shown_device(house)
     assert (state, device["node-ready"], device["assignment"]["state"]) == ("assigned", False, "active")
 
 
 @pytest.mark.parametrize("seed", range(12))
-async def test_numbers_are_those_of_one_by_one(seed: int) -> None:
-    chance = Random(seed)  # noqa: S311 - the same fleets each time
-    fleet, needs_evidence = some_fleet(chance), chance.random() < 0.5
+async def test_counts_match_the_states_of_all_devices(seed: int) -> None:
+    rng = Random(seed)  # noqa: S311 - the same fleets each time
+    fleet, needs_evidence = some_fleet(rng), rng.random() < 0.5
     ledger = MemoryLedger(fleet, lambda: NOW, Times(SECOND, SECOND))
-    for number in range(chance.randrange(12)):
-        uuid = DeviceUuid(f"GPU-{chance.randrange(30)}")
+    for number in range(rng.randrange(12)):
+        uuid = DeviceUuid(f"GPU-{rng.randrange(30)}")
         name = fleet.node_of_device(uuid) or "node-0"
         one = Reservation(
             id=ReservationId(f"r{number}"),
@@ -127,74 +127,74 @@ async def test_numbers_are_those_of_one_by_one(seed: int) -> None:
             slots=(Slot(uuid, 0),),
             namespace="ml",
             claim_digest="digest",
-            phase=chance.choice((Phase.FINALIZED, Phase.PENDING)),
+            phase=rng.choice((Phase.FINALIZED, Phase.PENDING)),
             since=NOW,
             deadline=NOW + 9 * SECOND,
         )
         if not ledger.of_device(uuid):
             ledger._index.replace(name, {**ledger._index.on(name), one.id: one})
     fleet.advance(NOW)
-    snapshot = await take_snapshot(fleet, ledger, NOW, everything, needs_evidence=needs_evidence)
-    each = Counter(one.state for one in sightings(snapshot, NOW) if not one.holders and one.state != "quarantined")
+    snapshot = await take_snapshot(fleet, ledger, NOW, all_namespaces, needs_evidence=needs_evidence)
+    each = Counter(one.state for one in device_views(snapshot, NOW) if not one.holders and one.state != "quarantined")
     offer = Counter[str]()
     for (state, _), number in count_devices(fleet, needs_evidence=needs_evidence).items():
         offer[state] += number
     assert +offer == each
 
 
-def some_fleet(chance: Random) -> Fleet:
-    """With UUIDs on two nodes."""
+def some_fleet(rng: Random) -> Fleet:
+    """A random fleet in which some UUIDs are on two nodes."""
     fleet = Fleet()
     for number in range(8):
         name = f"node-{number}"
-        numbers = chance.sample(range(30), chance.randrange(5))
+        numbers = rng.sample(range(30), rng.randrange(5))
         devices = tuple(
-            Device(DeviceUuid(f"GPU-{one}"), is_healthy=chance.random() < 0.9, shares=chance.choice((1, 1, 4)))
+            Device(DeviceUuid(f"GPU-{one}"), is_healthy=rng.random() < 0.9, shares=rng.choice((1, 1, 4)))
             for one in numbers
         )
-        fleet.put(Node(name, {}, devices, chance.random() < 0.8, chance.random() < 0.2), NOW)
-        if chance.random() < 0.7:
-            until = NOW + chance.choice((-1, 60)) * SECOND
-            fleet.set_evidence(name, Evidence(name, HASH, "static", until=until, is_banned=chance.random() < 0.2), NOW)
-    named = {f"GPU-{one}": KEEPER for one in range(30) if chance.random() < 0.3}
+        fleet.put(Node(name, {}, devices, rng.random() < 0.8, rng.random() < 0.2), NOW)
+        if rng.random() < 0.7:
+            until = NOW + rng.choice((-1, 60)) * SECOND
+            fleet.set_evidence(name, Evidence(name, HASH, "static", until=until, is_banned=rng.random() < 0.2), NOW)
+    named = {f"GPU-{one}": OWNER for one in range(30) if rng.random() < 0.3}
     mapped = {f"node-{number}": named for number in range(4)}
     fleet.set_aside(mapped, mapped.keys())
     return fleet
 
 
-# What is not known.
+# Missing and old data.
 
 
-async def test_while_starting_there_is_no_answer_but_that(house: House) -> None:
+async def test_devices_answer_503_while_starting(house: House) -> None:
     house.health.stage = Stage.STARTING
     for client in (house.plain, house.tls):
         answer = await client.get("/devices")
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
         assert "starting" in answer.json()["error"]
     page = await house.plain.get("/", headers=BROWSER)
-    assert (page.status_code, "the server is starting" in page.text, "No devices are known" in page.text) == (
+    assert (page.status_code, "the server is starting" in page.text, "There are no devices" in page.text) == (
         503,
         True,
         False,
     )
 
 
-async def test_while_changes_are_missed_programs_get_no_answer_and_people_a_banner(house: House) -> None:
-    said: list[Staleness | None] = [Staleness("no events of /api/v1/nodes for 90 s", is_blind=True)]
+async def test_stale_view_answers_json_with_503_and_shows_a_banner(house: House) -> None:
+    staleness: list[Staleness | None] = [Staleness("no events of /api/v1/nodes for 90 s", is_blind=True)]
     parts = house.parts
-    view = Devices(parts.fleet, parts.ledger, parts.clock, outdated=lambda: said[0])
+    view = Devices(parts.fleet, parts.ledger, parts.clock, outdated=lambda: staleness[0])
     answer = await house.through(view, "/devices")
     assert (answer.status_code, answer.json()) == (503, {"error": "no events of /api/v1/nodes for 90 s"})
     page = await house.through(view, "/", **BROWSER)
     assert page.status_code == 200
-    assert "This may not be what there is: no events of /api/v1/nodes for 90 s." in page.text
+    assert "This page may be out of date: no events of /api/v1/nodes for 90 s." in page.text
     assert "GPU-a0" in page.text
-    said[0] = None
+    staleness[0] = None
     assert (await house.through(view, "/devices")).status_code == 200
-    assert "This may not be" not in (await house.through(view, "/", **BROWSER)).text
+    assert "This page may be out of date" not in (await house.through(view, "/", **BROWSER)).text
 
 
-async def test_an_inventory_that_cannot_be_used_is_told_with_what_counts_instead(house: House) -> None:
+async def test_invalid_inventory_gives_a_warning_and_the_last_valid_content(house: House) -> None:
     good = house.file.read_text()
     house.file.write_text('nodes: [{name: "x", "gpus": "ö"}]')
     await house.fleet_source.refresh()
@@ -212,7 +212,7 @@ async def test_an_inventory_that_cannot_be_used_is_told_with_what_counts_instead
     assert "cannot be used" not in (await house.plain.get("/", headers=BROWSER)).text
 
 
-async def test_what_expired_is_told_with_its_reason_for_ten_minutes(house: House) -> None:
+async def test_expired_reservation_is_shown_for_ten_minutes(house: House) -> None:
     await house.mutate(raw_pod(raw_container(gpus=1), annotations={"gpuwarden.io/required-hash": HASH}))
     house.wait(95)
     await house.parts.ledger.collect(house.now)

@@ -1,4 +1,4 @@
-"""The device view: what programs and people are told of every GPU."""
+"""The device view as JSON and as an HTML page."""
 
 import asyncio
 import base64
@@ -28,7 +28,7 @@ from webhook.ledger.memory import MemoryLedger
 from webhook.ledger.moves import Times
 from webhook.runtime.telemetry import Metrics
 from webhook.web.callers import Guard
-from webhook.web.devices import Devices, prefers_html, sightings, take_snapshot
+from webhook.web.devices import Devices, device_views, prefers_html, take_snapshot
 from webhook.web.routes import application, get
 
 NOON = datetime(2026, 11, 18, 12, tzinfo=UTC)
@@ -51,7 +51,7 @@ class SettableClock:
 
 
 class SlowLedger(MemoryLedger):
-    """A ledger that takes time to release, as one does that has to write to a cluster: the pod is gone already."""
+    """A ledger that does not release at once, as a ledger in a cluster: the pod is gone before its reservation."""
 
     def begin_release(self, reservation_id: ReservationId) -> None:
         one = self._index.find(reservation_id)
@@ -60,7 +60,7 @@ class SlowLedger(MemoryLedger):
 
 
 class House:
-    """A fleet, its ledger, its clock, and the view of them."""
+    """A fleet, a ledger and a clock, and the device view of them."""
 
     def __init__(self, *nodes: Node, notes: Sequence[str] = (), shows_pending_ids: bool = True) -> None:
         self.clock = SettableClock()
@@ -80,9 +80,9 @@ class House:
         self.fleet.set_evidence(name, Evidence(name, "sha256:aa11", "static", until=until), self.clock.now)
 
     async def pending(self, id: str, *uuids: DeviceUuid, k: int = 0, pod: str | None = None) -> Reservation:
-        home = self.fleet.node_of_device(uuids[0])
-        assert home is not None
-        placement = Placement(home, tuple(Slot(uuid, k) for uuid in uuids))
+        node_name = self.fleet.node_of_device(uuids[0])
+        assert node_name is not None
+        placement = Placement(node_name, tuple(Slot(uuid, k) for uuid in uuids))
         ask = ReservationRequest(ReservationId(id), "ml", "digest", pod, is_shared=True)
         return await self.ledger.reserve(ask, [placement], answer_by=self.clock.now + timedelta(seconds=8))
 
@@ -108,7 +108,7 @@ VOID = frozenset({"meta", "link", "br", "input"})
 
 
 class Page(HTMLParser):
-    """What a person can read of the page; fails where an element is not closed in its turn."""
+    """The visible content of a page. Parsing fails if elements are not closed in the right order."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ class Page(HTMLParser):
             self.links[-1][0] += data
 
     def link(self, text: str) -> str | None:
-        """Where the link with this text leads."""
+        """The target of the link with this text."""
         return next((href for words, href in self.links if " ".join(words.split()) == text), None)
 
     @property
@@ -179,11 +179,11 @@ def gpu(n: int, *labels: str, **properties: Any) -> Device:
     return Device(GPU[n], labels=frozenset(labels), **properties)
 
 
-# As JSON.
+# JSON.
 
 
 @pytest.mark.defect("S4-15")
-async def test_devices_have_the_shape_that_users_of_s4_read() -> None:
+async def test_devices_json_has_the_form_of_s4() -> None:
     house = House(node("gpu-a", gpu(1, MEMORY, COMPUTE), gpu(2, COMPUTE), gpu(3, COMPUTE)))
     house.prove("gpu-a")
     await house.pending("reservation-1", GPU[1])
@@ -237,12 +237,12 @@ async def test_devices_have_the_shape_that_users_of_s4_read() -> None:
     }
 
 
-async def test_no_devices_are_an_empty_object() -> None:
+async def test_devices_json_is_an_empty_object_without_devices() -> None:
     response = await House(node("cpu-only")).get("/devices")
     assert response.content == b"{}"
 
 
-async def test_what_is_known_of_a_device_is_told_and_what_is_not_is_left_out() -> None:
+async def test_device_json_has_known_properties_only() -> None:
     house = House(node("gpu-a", gpu(1, index=0, model="H100", memory="80Gi", serial="16503"), gpu(2)))
     assert await house.devices() == {
         GPU[1]: {
@@ -259,7 +259,7 @@ async def test_what_is_known_of_a_device_is_told_and_what_is_not_is_left_out() -
     }
 
 
-async def test_a_pending_reservation_that_has_its_pods_uid_tells_it() -> None:
+async def test_pending_reservation_shows_its_pod_uid() -> None:
     house = House(node("gpu-a", gpu(1)))
     reservation = await house.pending("r1", GPU[1])
     await house.ledger.bind_to_pod(PodProof.NAMED, reservation.id, PodIdentity("ml", "infer-x7k2p", "uid-1"))
@@ -273,7 +273,7 @@ async def test_a_pending_reservation_that_has_its_pods_uid_tells_it() -> None:
     }
 
 
-async def test_a_name_without_a_uid_is_not_yet_a_pods_name() -> None:
+async def test_json_omits_the_name_of_a_pod_without_uid() -> None:
     house = House(node("gpu-a", gpu(1)))
     await house.pending("r1", GPU[1], pod="infer-0")
     assert "name" not in (await house.devices())[GPU[1]]["assignment"]
@@ -281,7 +281,7 @@ async def test_a_name_without_a_uid_is_not_yet_a_pods_name() -> None:
 
 
 @pytest.mark.defect("S4-22")
-async def test_expired_by_the_clock_and_orphaned_are_told_apart() -> None:
+async def test_expired_and_orphaned_devices_have_different_states() -> None:
     house = House(node("gpu-a", gpu(1), gpu(2)))
     await house.pending("late", GPU[1])
     gone = await house.assigned("gone", GPU[2])
@@ -297,7 +297,7 @@ async def test_expired_by_the_clock_and_orphaned_are_told_apart() -> None:
     assert [row[4] for row in (await house.page()).body] == ["expired", "orphaned"]
 
 
-async def test_a_pending_device_is_pending_until_its_deadline_and_expired_on_it() -> None:
+async def test_pending_device_expires_at_its_deadline() -> None:
     house = House(node("gpu-a", gpu(1)))
     await house.pending("r1", GPU[1])
     house.clock.now += PATIENCE - timedelta(microseconds=1)
@@ -306,7 +306,7 @@ async def test_a_pending_device_is_pending_until_its_deadline_and_expired_on_it(
     assert (await house.devices())[GPU[1]]["state"] == "expired"
 
 
-async def test_a_held_device_that_vanished_is_still_shown() -> None:
+async def test_held_device_stays_listed_after_it_vanished() -> None:
     house = House(node("gpu-a", gpu(1), gpu(2)))
     await house.assigned("r1", GPU[1])
     house.put(node("gpu-a", gpu(2)))
@@ -332,7 +332,7 @@ async def test_a_held_device_that_vanished_is_still_shown() -> None:
     ]
 
 
-async def test_a_uuid_on_two_nodes_is_told_once_with_both() -> None:
+async def test_uuid_on_two_nodes_is_listed_once_with_both_nodes() -> None:
     house = House(node("gpu-b", gpu(1, COMPUTE)), node("gpu-a", gpu(1, COMPUTE), gpu(2)))
     house.prove("gpu-b")
     assert await house.devices() == {
@@ -354,13 +354,13 @@ async def test_a_uuid_on_two_nodes_is_told_once_with_both() -> None:
     ]
 
 
-async def test_an_unhealthy_device_is_quarantined_and_says_so() -> None:
+async def test_unhealthy_device_is_quarantined() -> None:
     house = House(node("gpu-a", gpu(1, is_healthy=False)))
     assert (await house.devices())[GPU[1]]["state"] == "quarantined"
     assert (await house.page()).body[0][4] == "quarantined unhealthy"
 
 
-async def test_a_shared_device_tells_all_its_holders_and_the_busiest_first() -> None:
+async def test_shared_device_lists_all_holders_and_the_busiest_as_assignment() -> None:
     house = House(node("gpu-a", gpu(1, shares=3)))
     await house.pending("r1", GPU[1], k=0)
     await house.assigned("r2", GPU[1], k=1)
@@ -393,7 +393,7 @@ async def test_a_shared_device_tells_all_its_holders_and_the_busiest_first() -> 
     ]
 
 
-async def test_where_anybody_may_post_a_review_no_pending_id_is_told_nor_found() -> None:
+async def test_pending_ids_are_neither_shown_nor_found_if_they_are_hidden() -> None:
     shared = Device(GPU[1], shares=2)
     house = House(Node("node-a", devices=(Device(GPU[0]), shared)), shows_pending_ids=False)
     await house.pending("secret-1", GPU[0])
@@ -408,7 +408,7 @@ async def test_where_anybody_may_post_a_review_no_pending_id_is_told_nor_found()
     assert "secret" not in (await house.get("/", accept=BROWSER)).text
 
 
-async def test_a_shared_device_that_nobody_holds_has_no_reservations() -> None:
+async def test_free_shared_device_has_no_reservations() -> None:
     house = House(node("gpu-a", gpu(1, shares=2)))
     assert (await house.devices())[GPU[1]] == {
         "node": "gpu-a",
@@ -420,7 +420,7 @@ async def test_a_shared_device_that_nobody_holds_has_no_reservations() -> None:
     }
 
 
-async def test_evidence_is_judged_by_the_clock() -> None:
+async def test_evidence_state_follows_the_clock() -> None:
     house = House(node("gpu-a", gpu(1)))
     house.prove("gpu-a", until=NOON + timedelta(minutes=40))
     assert (await house.devices())[GPU[1]]["evidence"] == "fresh"
@@ -438,25 +438,25 @@ async def test_evidence_is_judged_by_the_clock() -> None:
         pytest.param("*/*", False, id="anything"),
         pytest.param("application/json", False, id="json"),
         pytest.param("text/html", True, id="html"),
-        pytest.param(BROWSER, True, id="a-browser"),
+        pytest.param(BROWSER, True, id="browser"),
         pytest.param("TEXT/HTML", True, id="capitals"),
         pytest.param("text/*", True, id="any-text"),
-        pytest.param("text/html, application/json", False, id="both-alike"),
-        pytest.param("text/html;q=0.5, application/json;q=0.9", False, id="json-rather"),
-        pytest.param("text/html;q=0.9, application/json;q=0.5", True, id="html-rather"),
+        pytest.param("text/html, application/json", False, id="equal-weights"),
+        pytest.param("text/html;q=0.5, application/json;q=0.9", False, id="json-preferred"),
+        pytest.param("text/html;q=0.9, application/json;q=0.5", True, id="html-preferred"),
         pytest.param("text/html;q=0", False, id="no-html"),
         pytest.param("text/html;level=1;q=0.4, */*;q=0.1", True, id="with-parameters"),
-        pytest.param("text/html;q=much, ;;,", False, id="nonsense"),
+        pytest.param("text/html;q=much, ;;,", False, id="malformed"),
     ],
 )
-async def test_json_unless_html_is_asked_for(accept: str, is_html: bool) -> None:
+async def test_devices_are_json_unless_the_client_prefers_html(accept: str, is_html: bool) -> None:
     assert prefers_html(accept) is is_html
     response = await House(node("gpu-a", gpu(1))).get("/devices", accept=accept or None)
     assert response.headers["content-type"] == ("text/html; charset=utf-8" if is_html else "application/json")
     assert response.headers["vary"] == "Accept"
 
 
-async def test_a_browser_can_have_json_by_name() -> None:
+async def test_browser_gets_json_with_format_json() -> None:
     response = await House(node("gpu-a", gpu(1))).get("/devices?format=json", accept=BROWSER)
     assert list(response.json()) == [GPU[1]]
 
@@ -465,7 +465,7 @@ async def test_a_browser_can_have_json_by_name() -> None:
     ("url", "accept", "length"),
     [pytest.param("/", "*/*", True, id="page"), pytest.param("/devices", "*/*", False, id="json")],
 )
-async def test_head_has_the_headers_of_get_and_no_body(url: str, accept: str, length: bool) -> None:
+async def test_head_has_the_headers_of_get_without_a_body(url: str, accept: str, length: bool) -> None:
     house = House(node("gpu-a", gpu(1)))
     got, head = await house.get(url, accept=accept), await house.get(url, "HEAD", accept)
     assert head.status_code == 200
@@ -474,11 +474,11 @@ async def test_head_has_the_headers_of_get_and_no_body(url: str, accept: str, le
     assert ("content-length" in head.headers) is length
 
 
-# As a page.
+# The HTML page.
 
 
 @pytest.fixture
-async def busy() -> House:
+async def all_states() -> House:
     """One device in each state."""
     house = House(
         node("gpu-a", gpu(1, COMPUTE, MEMORY, "model=h100", index=0, model="H100", memory="80Gi"), gpu(2), gpu(3)),
@@ -495,8 +495,8 @@ async def busy() -> House:
     return house
 
 
-async def test_the_page_has_a_row_for_every_device(busy: House) -> None:
-    page = await busy.page()
+async def test_page_has_a_row_for_each_device(all_states: House) -> None:
+    page = await all_states.page()
     assert page.texts["title"] == "GPU Device Assignment"
     assert page.texts["h1"] == "GPU Device Assigner"
     assert page.link("/devices") == "/devices"
@@ -517,16 +517,16 @@ async def test_the_page_has_a_row_for_every_device(busy: House) -> None:
     ]
 
 
-async def test_a_state_is_told_by_a_shape_too_that_is_silent_in_a_screen_reader(busy: House) -> None:
-    page = await busy.page("/?state=expired")
+async def test_each_state_has_a_shape_that_screen_readers_ignore(all_states: House) -> None:
+    page = await all_states.page("/?state=expired")
     shapes = [attributes["href"] for tag, attributes in page.tags if tag == "use"]
     assert {f"#{state}" for state in STATES.split(", ")} == set(shapes)
     assert set(shapes) == {f"#{attributes['id']}" for tag, attributes in page.tags if tag == "symbol"}
     assert {attributes.get("aria-hidden") for tag, attributes in page.tags if tag == "svg"} == {"true"}
 
 
-async def test_the_page_can_be_read_by_a_screen_reader_and_as_cards(busy: House) -> None:
-    tags = (await busy.page()).tags
+async def test_page_is_accessible_and_has_labels_for_cards(all_states: House) -> None:
+    tags = (await all_states.page()).tags
     assert ("html", {"lang": "en"}) in tags
     assert ("meta", {"name": "viewport", "content": "width=device-width, initial-scale=1"}) in tags
     assert [tag for tag, _ in tags].count("table") == 1
@@ -538,8 +538,8 @@ async def test_the_page_can_be_read_by_a_screen_reader_and_as_cards(busy: House)
     assert labelled == {attributes["id"] for tag, attributes in tags if tag in ("input", "select")}
 
 
-async def test_the_page_may_do_nothing_but_be_read(busy: House) -> None:
-    response = await busy.get("/")
+async def test_page_headers_forbid_scripts_and_external_resources(all_states: House) -> None:
+    response = await all_states.get("/")
     policy = response.headers["content-security-policy"]
     digest = policy.partition("style-src 'sha256-")[2].partition("'")[0]
     assert policy == (
@@ -565,34 +565,34 @@ def sha256_of(style: str) -> str:
     return base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
 
 
-async def test_notes_are_shown(busy: House) -> None:
-    assert "evidence is static: development only" in (await busy.get("/")).text
+async def test_page_shows_notes(all_states: House) -> None:
+    assert "evidence is static: development only" in (await all_states.get("/")).text
 
 
-async def test_no_devices_are_one_row_with_a_sentence() -> None:
+async def test_page_without_devices_has_one_row_with_a_message() -> None:
     page = await House().page()
-    assert page.body == [["No devices are known: no node of the inventory has a GPU."]]
+    assert page.body == [["There are no devices: no node in the inventory has a GPU."]]
     assert ("td", {"role": "cell", "class": "empty", "colspan": "5"}) in page.tags
 
 
-HOSTILE = """"'><script>alert(1)</script><img src=x onerror=alert(1)>{{7*7}}"""
+INJECTION = """"'><script>alert(1)</script><img src=x onerror=alert(1)>{{7*7}}"""
 
 
-async def test_nothing_that_others_wrote_becomes_markup() -> None:
-    device = gpu(1, HOSTILE, model=HOSTILE, memory=HOSTILE, serial=HOSTILE)
-    house = House(node(HOSTILE, device), notes=[HOSTILE])
+async def test_page_escapes_all_external_text() -> None:
+    device = gpu(1, INJECTION, model=INJECTION, memory=INJECTION, serial=INJECTION)
+    house = House(node(INJECTION, device), notes=[INJECTION])
     reservation = await house.pending("r1", GPU[1])
-    await house.ledger.bind_to_pod(PodProof.REPORTED, reservation.id, PodIdentity("ml", HOSTILE, "uid-1"))
-    for url in ("/", str(httpx.URL("/", params={"text": HOSTILE})), str(httpx.URL("/", params={"node": HOSTILE}))):
+    await house.ledger.bind_to_pod(PodProof.REPORTED, reservation.id, PodIdentity("ml", INJECTION, "uid-1"))
+    for url in ("/", str(httpx.URL("/", params={"text": INJECTION})), str(httpx.URL("/", params={"node": INJECTION}))):
         page = await house.page(url)
         assert not {"script", "img"} & {tag for tag, _ in page.tags}
-        assert page.body[0][1] == HOSTILE
-        assert page.body[0][3] == f"ml/{HOSTILE}"
+        assert page.body[0][1] == INJECTION
+        assert page.body[0][3] == f"ml/{INJECTION}"
     response = await house.get("/", "GET")
-    refused = await house.get(str(httpx.URL("/", params={"state": HOSTILE})))
+    refused = await house.get(str(httpx.URL("/", params={"state": INJECTION})))
     assert refused.status_code == 400
     assert "<script" not in response.text + refused.text
-    assert (await house.devices())[GPU[1]]["labels"] == [HOSTILE]
+    assert (await house.devices())[GPU[1]]["labels"] == [INJECTION]
 
 
 # Filters and pages.
@@ -602,11 +602,11 @@ async def test_nothing_that_others_wrote_becomes_markup() -> None:
     ("query", "expected"),
     [
         pytest.param("", [1, 2, 3, 4, 5, 6], id="all"),
-        pytest.param("state=&node=&text=&page=", [1, 2, 3, 4, 5, 6], id="the-empty-form"),
+        pytest.param("state=&node=&text=&page=", [1, 2, 3, 4, 5, 6], id="empty-form"),
         pytest.param("state=pending", [2], id="state"),
         pytest.param("state=quarantined", [6], id="quarantined"),
         pytest.param("node=gpu-b", [4, 5, 6], id="node"),
-        pytest.param("node=gpu", [], id="node-is-the-whole-name"),
+        pytest.param("node=gpu", [], id="part-of-a-node-name"),
         pytest.param("text=MEMORY-80", [1], id="label"),
         pytest.param("text=h100", [1], id="model"),
         pytest.param("text=000000000003", [3], id="uuid"),
@@ -614,19 +614,19 @@ async def test_nothing_that_others_wrote_becomes_markup() -> None:
         pytest.param("text=uid-of-gone", [5], id="uid"),
         pytest.param("text=ml/", [2, 3, 4, 5], id="namespace"),
         pytest.param("text=ml/&node=gpu-b&state=orphaned", [5], id="all-three"),
-        pytest.param("colour=red", [1, 2, 3, 4, 5, 6], id="other-parameters-do-not-count"),
+        pytest.param("colour=red", [1, 2, 3, 4, 5, 6], id="unknown-parameter"),
     ],
 )
-async def test_a_filter_leaves_what_fits(busy: House, query: str, expected: list[int]) -> None:
-    page = await busy.page(f"/?{query}")
+async def test_filter_shows_matching_devices(all_states: House, query: str, expected: list[int]) -> None:
+    page = await all_states.page(f"/?{query}")
     if expected:
         assert page.uuids == [GPU[n] for n in expected]
     else:
         assert page.body == [["No device matches the filter."]]
 
 
-async def test_the_summary_counts_every_state_and_links_to_it(busy: House) -> None:
-    page = await busy.page("/?node=gpu-b&state=orphaned")
+async def test_summary_counts_and_links_each_state(all_states: House) -> None:
+    page = await all_states.page("/?node=gpu-b&state=orphaned")
     assert {words: page.link(words) for words in (" ".join(text.split()) for text, _ in page.links[2:14])} == {
         "3 devices": "?node=gpu-b",
         "0 available": "?state=available&node=gpu-b",
@@ -644,27 +644,25 @@ async def test_the_summary_counts_every_state_and_links_to_it(busy: House) -> No
     [
         pytest.param(
             "state=busy",
-            [f"state: 'busy' is none of {STATES}"],
+            [f"state: 'busy' is not one of {STATES}"],
             id="state",
         ),
-        pytest.param("page=0", ["page: '0' is no page number, 1 being the first"], id="page-zero"),
-        pytest.param("page=-1", ["page: '-1' is no page number, 1 being the first"], id="page-below"),
-        pytest.param("page=two", ["page: 'two' is no page number, 1 being the first"], id="page-word"),
-        pytest.param("page=%C2%B2", ["page: '²' is no page number, 1 being the first"], id="page-superscript"),
+        pytest.param("page=0", ["page: '0' is not a page number; the first page is 1"], id="page-zero"),
+        pytest.param("page=-1", ["page: '-1' is not a page number; the first page is 1"], id="page-below"),
+        pytest.param("page=two", ["page: 'two' is not a page number; the first page is 1"], id="page-word"),
+        pytest.param("page=%C2%B2", ["page: '²' is not a page number; the first page is 1"], id="page-superscript"),
         pytest.param(
             "state=Pending&page=9999999999",
             [
-                f"state: 'Pending' is none of {STATES}",
-                "page: '9999999999' is no page number, 1 being the first",
+                f"state: 'Pending' is not one of {STATES}",
+                "page: '9999999999' is not a page number; the first page is 1",
             ],
             id="both",
         ),
     ],
 )
-async def test_a_query_that_cannot_be_read_is_refused_with_every_mistake(
-    busy: House, query: str, mistakes: list[str]
-) -> None:
-    response = await busy.get(f"/?{query}")
+async def test_invalid_query_is_refused_with_all_mistakes(all_states: House, query: str, mistakes: list[str]) -> None:
+    response = await all_states.get(f"/?{query}")
     assert response.status_code == 400
     assert response.headers["content-type"] == "text/html; charset=utf-8"
     page = Page(response.text)
@@ -673,7 +671,7 @@ async def test_a_query_that_cannot_be_read_is_refused_with_every_mistake(
     assert page.rows == []
 
 
-def many(count: int, per_node: int = 8) -> Iterator[Node]:
+def many_nodes(count: int, per_node: int = 8) -> Iterator[Node]:
     labels = frozenset({COMPUTE, MEMORY})
     for first in range(0, count, per_node):
         devices = (
@@ -682,8 +680,8 @@ def many(count: int, per_node: int = 8) -> Iterator[Node]:
         yield Node(f"gpu-{first:06}", devices=tuple(devices))
 
 
-async def test_a_page_has_200_rows_and_leads_to_the_others() -> None:
-    house = House(*many(408))
+async def test_page_has_200_rows_and_links_to_other_pages() -> None:
+    house = House(*many_nodes(408))
     first, middle, last = [await house.page(f"/?text=gpu&page={n}") for n in (1, 2, 3)]
     assert [len(page.body) for page in (first, middle, last)] == [200, 200, 8]
     assert first.uuids + middle.uuids + last.uuids == [f"GPU-{n:06}" for n in range(408)]
@@ -698,17 +696,17 @@ def pager(page: Page) -> list[str | None]:
     return [page.link(text) for text in ("First", "Previous", "Next", "Last")]
 
 
-async def test_a_page_past_the_end_says_which_is_the_last() -> None:
-    page = await House(*many(208)).page("/?page=9")
+async def test_page_after_the_last_names_the_last_page() -> None:
+    page = await House(*many_nodes(208)).page("/?page=9")
     assert page.body == [["There is no page 9: the last one is page 2."]]
     assert page.link("Previous") == "?page=2"
 
 
-# A large fleet, and one that changes.
+# A large fleet, and a fleet that changes during the request.
 
 
 async def longest_wait_during(work: Awaitable[httpx.Response]) -> tuple[httpx.Response, float]:
-    """How long another coroutine had to wait for its turn while the work was done."""
+    """The longest time for which the work blocked the event loop."""
     waits = [0.0]
 
     async def wait() -> None:
@@ -724,8 +722,8 @@ async def longest_wait_during(work: Awaitable[httpx.Response]) -> tuple[httpx.Re
 
 
 @pytest.mark.parametrize("url", ["/devices", "/", "/?text=nowhere&page=1"])
-async def test_a_fleet_of_100_000_devices_leaves_others_their_turn(url: str) -> None:
-    house = House(*many(100_000))
+async def test_view_of_100_000_devices_does_not_block_the_event_loop(url: str) -> None:
+    house = House(*many_nodes(100_000))
     response, longest = await longest_wait_during(house.get(url))
     assert response.status_code == 200
     if url == "/devices":
@@ -735,33 +733,33 @@ async def test_a_fleet_of_100_000_devices_leaves_others_their_turn(url: str) -> 
     assert longest < 0.25  # a slice takes a millisecond; the rest is for slow machines
 
 
-async def test_what_changes_while_it_is_told_is_told_once() -> None:
-    house = House(*many(2_000))
-    telling = asyncio.create_task(house.get("/devices"))
+async def test_changes_during_the_response_do_not_duplicate_devices() -> None:
+    house = House(*many_nodes(2_000))
+    responding = asyncio.create_task(house.get("/devices"))
     changes = 0
-    while not telling.done():
+    while not responding.done():
         house.fleet.remove(f"gpu-{changes * 8:06}")
         house.put(Node(f"new-{changes}", devices=(Device(DeviceUuid(f"GPU-{1999 - changes:06}")),)))
         await house.pending(f"r{changes}", DeviceUuid(f"GPU-{1000 + changes:06}"))
         changes += 1
         await asyncio.sleep(0)
-    response = await telling
+    response = await responding
     assert changes > 8
     assert response.text.count('"node"') == len(response.json())
 
 
-async def everything(namespaces: Collection[str]) -> Collection[str]:
+async def all_namespaces(namespaces: Collection[str]) -> Collection[str]:
     return namespaces
 
 
-async def test_a_snapshot_is_of_the_moment_it_was_begun() -> None:
-    house = House(*many(1_600))
+async def test_snapshot_has_the_state_at_its_start() -> None:
+    house = House(*many_nodes(1_600))
     await house.pending("r0", DeviceUuid("GPU-000000"))
-    looking = asyncio.create_task(take_snapshot(house.fleet, house.ledger, NOON, everything))
+    snapshotting = asyncio.create_task(take_snapshot(house.fleet, house.ledger, NOON, all_namespaces))
     await asyncio.sleep(0)
     house.fleet.remove("gpu-000008")
     house.put(Node("later", devices=(Device(DeviceUuid("GPU-later")),)))
     await house.pending("r1", DeviceUuid("GPU-000001"))
-    seen = {one.device.uuid: one for one in sightings(await looking, NOON)}
+    seen = {one.device.uuid: one for one in device_views(await snapshotting, NOON)}
     assert sorted(seen) == [f"GPU-{n:06}" for n in range(1_600)]
     assert [uuid for uuid, one in seen.items() if one.holders] == ["GPU-000000"]

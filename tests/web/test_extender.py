@@ -1,4 +1,4 @@
-"""The extender's routes, embedded: what a scheduler posts, and what it reads."""
+"""The routes of the scheduler extender in embedded mode."""
 
 import json
 from collections.abc import AsyncIterator
@@ -45,7 +45,7 @@ async def client(house: House) -> AsyncIterator[httpx.AsyncClient]:
         yield made
 
 
-def asking(*hashes: str, **members: Any) -> Raw:
+def pod_requiring(*hashes: str, **members: Any) -> Raw:
     annotations = {"attestation-hash.my-company.com/required-hash": ",".join(hashes)} if hashes else {}
     return builders.created(raw_pod(annotations=annotations, **members))
 
@@ -60,7 +60,7 @@ def by_object(pod: Raw, *names: str) -> Raw:
 
 
 class Permissions:
-    """Who may bind pods of which namespace; each one's name is the token."""
+    """An API server with the right to bind pods, by user and namespace. The token is the name of the user."""
 
     def __init__(self, *pairs: tuple[str, str]) -> None:
         self.pairs = pairs
@@ -75,25 +75,25 @@ class Permissions:
         return (caller.user, right.namespace) in self.pairs and right == bind_pods(right.namespace)
 
 
-async def asked(client: httpx.AsyncClient, path: str, content: Any) -> Any:
+async def post(client: httpx.AsyncClient, path: str, content: Any) -> Any:
     reply = await client.post(path, json=content)
     assert (reply.status_code, reply.headers["content-type"]) == (200, "application/json"), reply.text
     return reply.json()
 
 
 @pytest.mark.defect("S0-3")
-async def test_both_forms_are_answered_in_kind(client: httpx.AsyncClient) -> None:
+async def test_filter_answers_names_with_names_and_nodes_with_nodes(client: httpx.AsyncClient) -> None:
     refused = {"node-b": DIFFERS, "node-c": ABSENT}
-    assert await asked(client, "/filter", by_name(asking(HASH), *NAMES)) == {
+    assert await post(client, "/filter", by_name(pod_requiring(HASH), *NAMES)) == {
         "Nodes": None,
         "NodeNames": ["node-a"],
         "FailedNodes": {},
         "FailedAndUnresolvableNodes": refused,
         "Error": "",
     }
-    question = by_object(asking(HASH), *NAMES)
-    assert await asked(client, "/filter", question) == {
-        "Nodes": {"metadata": {}, "items": question["Nodes"]["items"][:1]},
+    args = by_object(pod_requiring(HASH), *NAMES)
+    assert await post(client, "/filter", args) == {
+        "Nodes": {"metadata": {}, "items": args["Nodes"]["items"][:1]},
         "NodeNames": None,
         "FailedNodes": {},
         "FailedAndUnresolvableNodes": refused,
@@ -102,18 +102,18 @@ async def test_both_forms_are_answered_in_kind(client: httpx.AsyncClient) -> Non
 
 
 @pytest.mark.defect("S0-4")
-async def test_ordinary_pods_pass_unchanged(client: httpx.AsyncClient) -> None:
+async def test_pod_without_a_claim_passes_all_nodes(client: httpx.AsyncClient) -> None:
     names = ["node-c", "node-nowhere", "node-a"]
-    for pod in (asking(), builders.created(raw_pod(raw_container(gpus=1)))):
-        answer = await asked(client, "/filter", by_name(pod, *names))
+    for pod in (pod_requiring(), builders.created(raw_pod(raw_container(gpus=1)))):
+        answer = await post(client, "/filter", by_name(pod, *names))
         assert (answer["NodeNames"], answer["FailedAndUnresolvableNodes"], answer["Error"]) == (names, {}, "")
-        question = by_object(pod, *names)
-        assert (await asked(client, "/filter", question))["Nodes"]["items"] == question["Nodes"]["items"]
+        args = by_object(pod, *names)
+        assert (await post(client, "/filter", args))["Nodes"]["items"] == args["Nodes"]["items"]
 
 
-async def test_scores_come_in_the_order_of_the_question(client: httpx.AsyncClient) -> None:
+async def test_scores_have_the_order_of_the_request(client: httpx.AsyncClient) -> None:
     for form in (by_name, by_object):
-        answer = await asked(client, "/prioritize", form(asking(OTHER_HASH), *NAMES))
+        answer = await post(client, "/prioritize", form(pod_requiring(OTHER_HASH), *NAMES))
         assert answer == [
             {"Host": "node-a", "Score": 0},
             {"Host": "node-b", "Score": 10},
@@ -122,26 +122,26 @@ async def test_scores_come_in_the_order_of_the_question(client: httpx.AsyncClien
 
 
 @pytest.mark.defect("S0-5")
-async def test_nobody_is_evicted_from_a_node_that_could_never_do(house: House, client: httpx.AsyncClient) -> None:
+async def test_preempt_drops_nodes_that_cannot_fit_the_pod(house: House, client: httpx.AsyncClient) -> None:
     victims = {name: {"Pods": [{"UID": f"uid-{name}"}], "NumPDBViolations": 0} for name in NAMES}
-    pod = asking(HASH)
-    question = {"Pod": pod, "NodeNameToVictims": None, "NodeNameToMetaVictims": victims}
+    pod = pod_requiring(HASH)
+    args = {"Pod": pod, "NodeNameToVictims": None, "NodeNameToMetaVictims": victims}
     only_a = {"NodeNameToMetaVictims": {"node-a": victims["node-a"]}}
-    assert await asked(client, "/preempt", question) == only_a
+    assert await post(client, "/preempt", args) == only_a
     pod["spec"]["containers"][0]["resources"] = {"limits": {"nvidia.com/gpu": "1"}}
     for n in range(2):
         await house.create(raw_pod(raw_container(gpus=1), name=f"other-{n}", nodeName="node-a"), f"r{n}", f"u{n}")
-    assert list((await asked(client, "/filter", by_name(pod, *NAMES)))["FailedNodes"]) == ["node-a"]
-    assert await asked(client, "/preempt", question) == only_a
+    assert list((await post(client, "/filter", by_name(pod, *NAMES)))["FailedNodes"]) == ["node-a"]
+    assert await post(client, "/preempt", args) == only_a
     pod["metadata"]["annotations"] = {"gpuwarden.io/claim": "[]"}
-    assert await asked(client, "/preempt", question) == {"NodeNameToMetaVictims": {}}
-    assert (await asked(client, "/preempt", {**question, "Pod": asking()}))["NodeNameToMetaVictims"] == victims
+    assert await post(client, "/preempt", args) == {"NodeNameToMetaVictims": {}}
+    assert (await post(client, "/preempt", {**args, "Pod": pod_requiring()}))["NodeNameToMetaVictims"] == victims
 
 
 @pytest.mark.defect("S0-1")
-async def test_evidence_that_changes_changes_the_answer(house: House, client: httpx.AsyncClient) -> None:
+async def test_filter_uses_changed_evidence(house: House, client: httpx.AsyncClient) -> None:
     async def passed() -> list[str]:
-        return list((await asked(client, "/filter", by_name(asking(HASH), *NAMES)))["NodeNames"])
+        return list((await post(client, "/filter", by_name(pod_requiring(HASH), *NAMES)))["NodeNames"])
 
     assert await passed() == ["node-a"]
     nodes = [{**node, "evidence": {"hash": HASH}} for node in INVENTORY["nodes"]]
@@ -154,35 +154,35 @@ async def test_evidence_that_changes_changes_the_answer(house: House, client: ht
 
 
 @pytest.mark.defect("S0-2")
-async def test_evidence_ends_at_the_second(build: Build) -> None:
+async def test_filter_refuses_a_node_at_the_second_its_evidence_expires(build: Build) -> None:
     (first, *others) = INVENTORY["nodes"]
     until = (NOW + timedelta(seconds=60)).isoformat()
     house = await build({"nodes": [{**first, "evidence": {"hash": HASH, "until": until}}, *others]})
     async with of_house(house) as client:
         for wait, names in ((59, ["node-a"]), (1, [])):
             house.wait(wait)
-            assert (await asked(client, "/filter", by_name(asking(HASH), "node-a")))["NodeNames"] == names
+            assert (await post(client, "/filter", by_name(pod_requiring(HASH), "node-a")))["NodeNames"] == names
 
 
-async def test_nodes_of_the_map_alone_are_known(build: Build) -> None:
-    """As S0 was set up: a map, and no inventory that names the nodes."""
+async def test_filter_knows_nodes_of_the_hash_map_without_an_inventory(build: Build) -> None:
+    """S0 is configured like this: with a hash map, but without an inventory of the nodes."""
     house = await build(node_hash_map={"kind-worker": "abc123", "node-a": HASH})
     async with of_house(house) as client:
-        pod = asking("abc123")
-        answer = await asked(client, "/filter", by_name(pod, "kind-worker", "node-a", "kind-control-plane"))
+        pod = pod_requiring("abc123")
+        answer = await post(client, "/filter", by_name(pod, "kind-worker", "node-a", "kind-control-plane"))
         assert answer["NodeNames"] == ["kind-worker"]
         pod["spec"]["containers"][0]["resources"] = {"limits": {"nvidia.com/gpu": "1"}}
-        assert (await asked(client, "/filter", by_name(pod, "kind-worker")))["NodeNames"] == ["kind-worker"]
+        assert (await post(client, "/filter", by_name(pod, "kind-worker")))["NodeNames"] == ["kind-worker"]
 
 
-async def test_embedded_nothing_is_bound(client: httpx.AsyncClient) -> None:
-    wish = {"PodName": "train-0", "PodNamespace": "ml", "PodUID": builders.POD_UID, "Node": "node-a"}
-    assert (await asked(client, "/bind", wish))["Error"].startswith("gpuwarden runs without a cluster")
+async def test_bind_is_refused_in_embedded_mode(client: httpx.AsyncClient) -> None:
+    binding = {"PodName": "train-0", "PodNamespace": "ml", "PodUID": builders.POD_UID, "Node": "node-a"}
+    assert (await post(client, "/bind", binding))["Error"].startswith("gpuwarden runs without a cluster")
 
 
 @pytest.mark.defect("S0-8")
 @pytest.mark.parametrize("body", MALFORMED)
-async def test_what_is_no_question_is_400_in_json(client: httpx.AsyncClient, body: bytes) -> None:
+async def test_malformed_args_are_refused_with_400_in_json(client: httpx.AsyncClient, body: bytes) -> None:
     for path in ("/filter", "/prioritize", "/bind"):
         reply = await client.post(path, content=body)
         assert (reply.status_code, reply.headers["content-type"]) == (400, "application/json")
@@ -190,9 +190,9 @@ async def test_what_is_no_question_is_400_in_json(client: httpx.AsyncClient, bod
         assert reply.json()["Error"]
 
 
-def rich_question() -> Raw:
-    """Something in every member that is read."""
-    pod = asking(
+def full_args() -> Raw:
+    """Arguments with a value in every field that the extender reads."""
+    pod = pod_requiring(
         HASH,
         labels={"gpuwarden.io/gpu.model": "h100"},
         nodeSelector={"zone": "a"},
@@ -202,22 +202,22 @@ def rich_question() -> Raw:
     return {**by_object(pod, "node-a"), "NodeNames": ["node-a"], "NodeNameToMetaVictims": {"node-a": {"Pods": []}}}
 
 
-def replaced(value: Any, path: tuple[Any, ...], junk: Any) -> Any:
+def with_value(value: Any, path: tuple[Any, ...], junk: Any) -> Any:
     if not path:
         return junk
     copy = list(value) if isinstance(value, list) else dict(value)
-    copy[path[0]] = replaced(value[path[0]], path[1:], junk)
+    copy[path[0]] = with_value(value[path[0]], path[1:], junk)
     return copy
 
 
 @pytest.mark.defect("S0-8")
-@pytest.mark.parametrize("path", paths(rich_question()), ids=str)
-async def test_junk_in_any_member_is_no_pass_and_no_error_of_ours(
+@pytest.mark.parametrize("path", paths(full_args()), ids=str)
+async def test_invalid_value_in_any_field_never_causes_an_internal_error(
     client: httpx.AsyncClient, path: tuple[Any, ...]
 ) -> None:
     junk: Any
     for junk in (None, 5, -1.5, "", "\ud800", True, [], {}, [None], {"": None}, [[]], {"a": {"b": 10**400}}):
-        body = json.dumps(replaced(rich_question(), path, junk))
+        body = json.dumps(with_value(full_args(), path, junk))
         for verb in ("/filter", "/prioritize", "/preempt"):
             reply = await client.post(verb, content=body)
             assert reply.status_code in (200, 400), (verb, junk, reply.text)
@@ -227,39 +227,43 @@ async def test_junk_in_any_member_is_no_pass_and_no_error_of_ours(
 
 @pytest.mark.defect("S0-8")
 @pytest.mark.parametrize("size", [MAX_BODY + 1, 50_000_000])
-async def test_a_body_beyond_the_limit_is_413_and_the_next_one_is_served(client: httpx.AsyncClient, size: int) -> None:
+async def test_body_over_the_limit_is_refused_and_the_next_request_is_answered(
+    client: httpx.AsyncClient, size: int
+) -> None:
     reply = await client.post("/filter", content=b" " * size)
     assert (reply.status_code, reply.headers["content-type"]) == (413, "application/json")
     assert reply.json() == {"Error": f"the body is larger than {MAX_BODY} bytes"}
-    assert (await asked(client, "/filter", by_name(asking(HASH), *NAMES)))["NodeNames"] == ["node-a"]
+    assert (await post(client, "/filter", by_name(pod_requiring(HASH), *NAMES)))["NodeNames"] == ["node-a"]
 
 
 @pytest.mark.parametrize("stage", [Stage.STARTING, Stage.DRAINING])
-async def test_starting_and_draining_are_no_answer(house: House, client: httpx.AsyncClient, stage: Stage) -> None:
+async def test_extender_answers_503_while_the_server_is_not_serving(
+    house: House, client: httpx.AsyncClient, stage: Stage
+) -> None:
     house.health.stage = stage
     for path in ("/filter", "/prioritize", "/preempt", "/bind"):
-        reply = await client.post(path, json=by_name(asking(), *NAMES))
+        reply = await client.post(path, json=by_name(pod_requiring(), *NAMES))
         assert (reply.status_code, reply.json()) == (503, {"Error": f"the server is {stage}"})
 
 
-async def test_while_reservations_cannot_be_looked_up_the_scheduler_tries_again(build: Build) -> None:
+async def test_filter_answers_an_error_while_reservations_cannot_be_read(build: Build) -> None:
     shared = Shared()
     first, second = await build(assemble=sharing(shared)), await build(assemble=sharing(shared))
     final = await first.create(raw_pod(raw_container(gpus=1)))
     async with of_house(second) as client:
         with shared.store.away():
-            answer = await asked(client, "/filter", by_name(final, *NAMES))
+            answer = await post(client, "/filter", by_name(final, *NAMES))
             assert answer["Error"] == "reservations cannot be looked up at this moment"
             assert (answer["NodeNames"], answer["Nodes"]) == (None, None)
             assert (await client.post("/prioritize", json=by_name(final, *NAMES))).status_code == 503
-        assert len((await asked(client, "/filter", by_name(final, *NAMES)))["NodeNames"]) == 1
+        assert len((await post(client, "/filter", by_name(final, *NAMES)))["NodeNames"]) == 1
 
 
 @pytest.mark.defect("S0-8")
-async def test_answers_are_counted(house: House, client: httpx.AsyncClient) -> None:
-    await asked(client, "/filter", by_name(asking(HASH), *NAMES))
-    await asked(client, "/filter", by_name(asking("nobody has it"[:6]), *NAMES))
-    await asked(client, "/prioritize", by_name(asking(HASH), *NAMES))
+async def test_extender_answers_are_counted(house: House, client: httpx.AsyncClient) -> None:
+    await post(client, "/filter", by_name(pod_requiring(HASH), *NAMES))
+    await post(client, "/filter", by_name(pod_requiring("nobody has it"[:6]), *NAMES))
+    await post(client, "/prioritize", by_name(pod_requiring(HASH), *NAMES))
     text = (await house.plain.get("/metrics")).text
     for line in (
         'gpuwarden_extender_duration_seconds_count{outcome="passed",verb="filter"} 1.0',
@@ -273,9 +277,9 @@ async def test_answers_are_counted(house: House, client: httpx.AsyncClient) -> N
         assert line in text
 
 
-async def test_the_plain_listener_has_s0s_two_routes(house: House) -> None:
+async def test_plain_listener_has_the_two_routes_of_s0(house: House) -> None:
     async with of_house(house, plain=True) as client:
-        assert (await asked(client, "/filter", by_name(asking(HASH), *NAMES)))["NodeNames"] == ["node-a"]
+        assert (await post(client, "/filter", by_name(pod_requiring(HASH), *NAMES)))["NodeNames"] == ["node-a"]
         health = await client.get("/healthz")
         assert (health.status_code, health.text) == (200, "ok")
         for path in ("/bind", "/prioritize"):
@@ -284,41 +288,43 @@ async def test_the_plain_listener_has_s0s_two_routes(house: House) -> None:
 
 
 @pytest.mark.parametrize(
-    ("token", "namespace", "said"),
+    ("token", "namespace", "problem"),
     [
-        pytest.param("jane", "ml", "gpuwarden runs without a cluster", id="may"),
-        pytest.param("jane", "other", "the user of the token must", id="elsewhere"),
-        pytest.param("joe", "ml", "the user of the token must", id="somebody-else"),
+        pytest.param("jane", "ml", "gpuwarden runs without a cluster", id="allowed"),
+        pytest.param("jane", "other", "the user of the token must", id="other-namespace"),
+        pytest.param("joe", "ml", "the user of the token must", id="other-user"),
     ],
 )
-async def test_the_right_to_bind_is_lent_to_nobody(house: House, token: str, namespace: str, said: str) -> None:
+async def test_bind_needs_the_right_to_bind_in_the_pod_namespace(
+    house: House, token: str, namespace: str, problem: str
+) -> None:
     permissions = Permissions(("jane", "ml"))
-    wish = {"PodName": "p", "PodNamespace": namespace, "PodUID": "u", "Node": "node-a"}
+    binding = {"PodName": "p", "PodNamespace": namespace, "PodUID": "u", "Node": "node-a"}
     async with of_house(house, authority=permissions) as client:
         client.headers["Authorization"] = f"Bearer {token}"
-        assert (await asked(client, "/bind", wish))["Error"].startswith(said)
+        assert (await post(client, "/bind", binding))["Error"].startswith(problem)
         permissions.is_away = True
-        away = {**wish, "PodNamespace": "nobody-has-asked"}
+        away = {**binding, "PodNamespace": "uncached"}
         assert (await client.post("/bind", json=away)).status_code == 503
 
 
-async def test_large_questions_are_for_who_may_bind_all_pods(house: House) -> None:
-    question = by_name(asking(HASH), *NAMES, *(f"node-{number}" for number in range(10_000)))
-    namespace = question["Pod"]["metadata"]["namespace"]
+async def test_large_requests_need_the_right_to_bind_all_pods(house: House) -> None:
+    args = by_name(pod_requiring(HASH), *NAMES, *(f"node-{number}" for number in range(10_000)))
+    namespace = args["Pod"]["metadata"]["namespace"]
     permissions = Permissions(("jane", namespace), ("scheduler", namespace), ("scheduler", ""))
     async with of_house(house, authority=permissions) as client:
         for token, code in (("jane", 413), ("scheduler", 200)):
-            reply = await client.post("/filter", json=question, headers={"Authorization": f"Bearer {token}"})
+            reply = await client.post("/filter", json=args, headers={"Authorization": f"Bearer {token}"})
             assert reply.status_code == code
 
 
 @pytest.mark.parametrize("path", ["/filter", "/prioritize", "/preempt"])
-async def test_a_question_is_answered_about_pods_that_the_caller_may_bind(house: House, path: str) -> None:
-    question = {**by_name(asking(HASH), *NAMES), "NodeNameToMetaVictims": {}}
-    namespace = question["Pod"]["metadata"]["namespace"]
+async def test_requests_need_the_right_to_bind_the_pod(house: House, path: str) -> None:
+    args = {**by_name(pod_requiring(HASH), *NAMES), "NodeNameToMetaVictims": {}}
+    namespace = args["Pod"]["metadata"]["namespace"]
     async with of_house(house, authority=Permissions(("jane", namespace))) as client:
-        assert (await client.post(path, json=question)).status_code == 401
-        refused = await client.post(path, json=question, headers={"Authorization": "Bearer joe"})
+        assert (await client.post(path, json=args)).status_code == 401
+        refused = await client.post(path, json=args, headers={"Authorization": "Bearer joe"})
         assert (refused.status_code, HASH in refused.text) == (403, False)
-        answered = await client.post(path, json=question, headers={"Authorization": "Bearer jane"})
+        answered = await client.post(path, json=args, headers={"Authorization": "Bearer jane"})
         assert answered.status_code == 200

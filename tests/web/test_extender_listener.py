@@ -1,4 +1,4 @@
-"""Who may ask the extender: a real server with real certificates."""
+"""Authentication of schedulers: a real server with real certificates."""
 
 import json
 import re
@@ -32,7 +32,7 @@ async def passed(base: str, **options: Any) -> list[str]:
 
 
 @pytest.mark.defect("S0-7")
-async def test_without_a_certificate_of_the_schedulers_ca_there_is_no_connection(tmp_path: Path) -> None:
+async def test_connection_needs_a_certificate_of_the_scheduler_ca(tmp_path: Path) -> None:
     ca, stranger = trustme.CA(), trustme.CA()
     ca.cert_pem.write_to_path(tmp_path / "schedulers.crt")
     with serving(tmp_path, INVENTORY, ["--extender-client-ca", "schedulers.crt"]) as running:
@@ -50,7 +50,7 @@ async def test_without_a_certificate_of_the_schedulers_ca_there_is_no_connection
             await passed(url.replace("https", "http"))
 
 
-async def test_a_scheduler_keeps_one_http2_connection_for_thousands_of_pods(tmp_path: Path) -> None:
+async def test_scheduler_keeps_one_http2_connection_for_thousands_of_pods(tmp_path: Path) -> None:
     body = json.dumps(question()).encode()
     with serving(tmp_path, INVENTORY) as running:
         port = int(running.urls["extender"].rpartition(":")[2])
@@ -63,14 +63,14 @@ async def test_a_scheduler_keeps_one_http2_connection_for_thousands_of_pods(tmp_
 
 
 async def plain_of(running: Running) -> str:
-    """The last of the URLs that the log names."""
+    """The last URL in the log."""
     said = [json.loads(line) for line in running.log.read_text().splitlines()]
     (urls,) = (one["urls"] for one in said if one["event"] == "serving")
     return str(urls[-1])
 
 
 @pytest.mark.defect("S0-7")
-async def test_plain_http_is_there_where_it_is_asked_for_and_on_loopback(tmp_path: Path) -> None:
+async def test_plain_http_listens_on_loopback_if_it_is_set(tmp_path: Path) -> None:
     with serving(tmp_path, INVENTORY, ["--extender-plain-address", ":0"]) as running:
         url = await plain_of(running)
         assert PLAIN_URL.fullmatch(url)
@@ -79,14 +79,15 @@ async def test_plain_http_is_there_where_it_is_asked_for_and_on_loopback(tmp_pat
 
 @pytest.mark.defect("S0-7")
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*config*.yaml")), ids=lambda path: path.name)
-def test_a_scheduler_configuration_that_is_shipped_verifies_us_and_says_who_it_is(path: Path) -> None:
-    """Without a CA a scheduler verifies nobody, and says nothing of it."""
+def test_shipped_scheduler_configuration_uses_mutual_tls(path: Path) -> None:
+    """Without a CA a scheduler silently skips verification."""
     found = yaml.safe_load(path.read_text())
     assert (found["apiVersion"], found["kind"]) == ("kubescheduler.config.k8s.io/v1", "KubeSchedulerConfiguration")
     for extender in found["extenders"]:
         assert extender["urlPrefix"].startswith("https://")
         assert extender["enableHTTPS"] is True
-        # Who places every pod goes on without us, and what is placed is reviewed; who binds by us waits.
+        # Without the extender the scheduler of all pods continues: Bindings are reviewed. A scheduler that binds
+        # through the extender waits.
         assert extender["ignorable"] is ("bindVerb" not in extender)
         tls = extender["tlsConfig"]
         assert tls["caFile"]
@@ -95,5 +96,5 @@ def test_a_scheduler_configuration_that_is_shipped_verifies_us_and_says_who_it_i
         assert not tls.get("insecure")
 
 
-def test_there_are_scheduler_configurations() -> None:
+def test_two_scheduler_configurations_are_shipped() -> None:
     assert len(sorted(EXAMPLES.glob("*config*.yaml"))) == 2

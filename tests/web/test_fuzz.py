@@ -1,4 +1,4 @@
-"""Anything may come in: the answer is proper, a patch applies, and a denial leaves nothing behind."""
+"""Fuzzed reviews: the answer is well-formed, a patch applies, and a denial reserves nothing."""
 
 import copy
 from typing import Any
@@ -16,7 +16,7 @@ scalars = (
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8)
 )
 values = st.recursive(scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner))
-telling = st.sampled_from(
+meaningful_values = st.sampled_from(
     [
         *("all", "void", "GPU-a0", "1", "0", "-1", "1e3", "half", "In", "NotIn", "Exists", "Gt", "node-a", "Always"),
         {"gpuwarden.io/gpu-count": "2"},
@@ -37,10 +37,10 @@ PATHS = paths(rich_review())
 
 @st.composite
 def reviews(draw: st.DrawFn) -> Any:
-    """A review that some hand has been at, in up to six places."""
+    """A review with up to six random changes."""
     review = copy.deepcopy(rich_review())
     for path in draw(st.lists(st.sampled_from(PATHS), max_size=6)):
-        change(review, path, draw(values | telling), remove=draw(st.booleans()))
+        change(review, path, draw(values | meaningful_values), remove=draw(st.booleans()))
     return review
 
 
@@ -52,16 +52,16 @@ def change(review: Any, path: tuple[Any, ...], value: Any, *, remove: bool) -> N
         if remove:
             del target[path[-1]]
         else:
-            target[path[-1]] = copy.deepcopy(value)  # one value may be put into two places, even into itself
+            target[path[-1]] = copy.deepcopy(value)  # one value may be used in two places, even in itself
     except (KeyError, IndexError, TypeError):
-        pass  # an earlier change took the place away
+        pass  # an earlier change has removed the target
 
 
 @pytest.mark.defect("X-5")
 @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(review=reviews() | values, door=st.sampled_from(["/mutate", "/validate"]))
-async def test_whatever_comes_in_is_answered_properly(house: House, review: Any, door: str) -> None:
-    reply = await house.tls.post(door, content=builders.body(review))
+@given(review=reviews() | values, path=st.sampled_from(["/mutate", "/validate"]))
+async def test_fuzzed_review_gets_a_well_formed_answer(house: House, review: Any, path: str) -> None:
+    reply = await house.tls.post(path, content=builders.body(review))
     assert reply.status_code in (200, 400)
     answer: Raw = reply.json()
     if reply.status_code == 400:
@@ -88,7 +88,7 @@ def check_admitted(review: Raw, response: Raw) -> None:
 
 
 async def start_over(house: House) -> None:
-    """Let everything expire; the next review is served as if nothing had been."""
+    """Let all reservations expire, so that the next review starts from the same state."""
     house.wait(100)
     await house.parts.ledger.collect(house.now)
     fresh = raw_pod(raw_container(gpus=1))

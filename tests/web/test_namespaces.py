@@ -1,4 +1,4 @@
-"""A namespace's own hash at every door: what a pod was promised at its creation is what later doors go by."""
+"""The required hash of a namespace in all reviews: the requirement at the creation of a pod stays in force for it."""
 
 import asyncio
 import json
@@ -39,7 +39,7 @@ def namespaces(api: Api) -> WatchedNamespaces:
     return WatchedNamespaces(api)
 
 
-def within(namespaces: WatchedNamespaces, otherwise: Assemble = embedded) -> Assemble:
+def with_namespaces(namespaces: WatchedNamespaces, otherwise: Assemble = embedded) -> Assemble:
     def assemble(settings: Settings, clock: Clock) -> Parts:
         parts = otherwise(settings, clock)
         return evolve(parts, rules=evolve(parts.rules, claims=ClaimReader(parts.rules.claims.rules, namespaces)))
@@ -49,80 +49,80 @@ def within(namespaces: WatchedNamespaces, otherwise: Assemble = embedded) -> Ass
 
 @pytest.fixture
 async def house(build: Build, namespaces: WatchedNamespaces) -> House:
-    return await build(assemble=within(namespaces))
+    return await build(assemble=with_namespaces(namespaces))
 
 
-def demand(namespaces: WatchedNamespaces, required: str | None, version: int = 1) -> None:
+def require(namespaces: WatchedNamespaces, required: str | None, version: int = 1) -> None:
     namespaces.view.changed(namespace("ml", required, version))
 
 
-def asking(*hashes: str, gpus: int = 1, **members: Any) -> Raw:
+def pod_requiring(*hashes: str, gpus: int = 1, **members: Any) -> Raw:
     return raw_pod(raw_container(gpus=gpus), annotations={KEY: ",".join(hashes)} if hashes else {}, **members)
 
 
-def recorded(raw: Raw) -> Raw:
+def claim_record(raw: Raw) -> Raw:
     record: Raw = json.loads(raw["metadata"]["annotations"]["gpuwarden.io/claim"])
     return record
 
 
-async def test_a_pod_that_names_no_hash_gets_a_gpu_of_a_node_that_its_namespace_trusts(
+async def test_pod_without_a_hash_gets_a_node_with_the_hash_of_its_namespace(
     house: House, namespaces: WatchedNamespaces
 ) -> None:
-    demand(namespaces, OTHER_HASH)
-    final = await house.create(asking())
+    require(namespaces, OTHER_HASH)
+    final = await house.create(pod_requiring())
     assert pinned_nodes(final) == ["node-b"]
-    assert recorded(final)["hashes"] == [OTHER_HASH]
-    assert refusal(await house.mutate(asking(), "another")) == (429, "NoFreeDevice")
+    assert claim_record(final)["hashes"] == [OTHER_HASH]
+    assert refusal(await house.mutate(pod_requiring(), "another")) == (429, "NoFreeDevice")
 
 
-async def test_a_pod_may_narrow_what_its_namespace_demands(house: House, namespaces: WatchedNamespaces) -> None:
-    demand(namespaces, f"{HASH},{OTHER_HASH}")
-    narrowed = await house.create(asking(OTHER_HASH, THIRD))
+async def test_pod_may_narrow_the_hashes_of_its_namespace(house: House, namespaces: WatchedNamespaces) -> None:
+    require(namespaces, f"{HASH},{OTHER_HASH}")
+    narrowed = await house.create(pod_requiring(OTHER_HASH, THIRD))
     assert pinned_nodes(narrowed) == ["node-b"]
-    assert recorded(narrowed)["hashes"] == [OTHER_HASH]
+    assert claim_record(narrowed)["hashes"] == [OTHER_HASH]
 
 
-async def test_a_pod_may_not_widen_it(house: House, namespaces: WatchedNamespaces) -> None:
-    demand(namespaces, HASH)
-    refused = await house.mutate(asking(OTHER_HASH))
+async def test_pod_may_not_widen_the_hashes_of_its_namespace(house: House, namespaces: WatchedNamespaces) -> None:
+    require(namespaces, HASH)
+    refused = await house.mutate(pod_requiring(OTHER_HASH))
     assert refusal(refused) == (403, "InvalidPod")
     assert f"asks for {OTHER_HASH}, but namespace ml allows only {HASH}" in refused["status"]["message"]
     assert house.held == []
 
 
-async def test_an_annotation_that_nobody_can_read_lets_no_claim_through(
-    house: House, namespaces: WatchedNamespaces
-) -> None:
-    demand(namespaces, f"{HASH},,")
-    for raw in (asking(), asking(HASH), asking(HASH, gpus=0)):
+async def test_malformed_namespace_annotation_denies_all_claims(house: House, namespaces: WatchedNamespaces) -> None:
+    require(namespaces, f"{HASH},,")
+    for raw in (pod_requiring(), pod_requiring(HASH), pod_requiring(HASH, gpus=0)):
         refused = await house.mutate(raw)
         assert refusal(refused) == (403, "InvalidPod")
         assert refused["status"]["message"].startswith(f"namespace ml: its annotation {KEY} has an empty hash")
     assert (await house.mutate(raw_pod()))["allowed"]
 
 
-async def test_a_namespace_nobody_has_heard_of_is_looked_up_or_nothing_is_admitted(house: House, api: Api) -> None:
+async def test_unknown_namespace_is_read_from_the_api_server_or_the_pod_is_denied(house: House, api: Api) -> None:
     api.there["ml"] = namespace("ml", OTHER_HASH)
-    assert pinned_nodes(await house.dress(asking())) == ["node-b"]
+    assert pinned_nodes(await house.dress(pod_requiring())) == ["node-b"]
     api.is_away = True
-    for path in (house.mutate(asking(), "another"), house.validate(builders.validating_create(asking()))):
+    for path in (house.mutate(pod_requiring(), "another"), house.validate(builders.validating_create(pod_requiring()))):
         refused = await path
         assert refusal(refused) == (503, "LedgerAway")
         assert "namespace ml" in refused["status"]["message"]
 
 
-async def test_other_namespaces_are_not_touched(house: House, namespaces: WatchedNamespaces) -> None:
+async def test_requirement_does_not_affect_other_namespaces(house: House, namespaces: WatchedNamespaces) -> None:
     namespaces.view.replaced({"/ml": namespace("ml"), "/other": namespace("other", THIRD)})
-    assert pinned_nodes(await house.dress(asking())) != []
+    assert pinned_nodes(await house.dress(pod_requiring())) != []
 
 
-# What it demands changes while a pod is on its way.
+# Changes of the requirement between two reviews of a pod.
 
 
-async def test_a_reservation_made_under_the_former_demand_counts(house: House, namespaces: WatchedNamespaces) -> None:
-    demand(namespaces, OTHER_HASH)
-    dressed = await house.dress(asking())
-    demand(namespaces, HASH, version=2)
+async def test_reservation_made_under_the_former_requirement_stays_valid(
+    house: House, namespaces: WatchedNamespaces
+) -> None:
+    require(namespaces, OTHER_HASH)
+    dressed = await house.dress(pod_requiring())
+    require(namespaces, HASH, version=2)
     again = await house.mutate(dressed, "another-review")
     assert patched(dressed, again) == dressed
     assert (await house.validate(builders.validating_create(dressed)))["allowed"]
@@ -131,15 +131,15 @@ async def test_a_reservation_made_under_the_former_demand_counts(house: House, n
 @pytest.mark.parametrize(
     ("former", "latter", "is_let_in"),
     [(HASH, None, True), (HASH, f"{HASH},{OTHER_HASH}", True), (None, HASH, False), (HASH, OTHER_HASH, False)],
-    ids=["taken away", "loosened", "new", "another"],
+    ids=["removed", "widened", "new", "changed"],
 )
-async def test_a_record_that_no_ledger_knows_counts_while_it_says_no_less_than_is_demanded(
+async def test_unknown_claim_record_is_valid_while_it_satisfies_the_namespace(
     house: House, namespaces: WatchedNamespaces, former: str | None, latter: str | None, *, is_let_in: bool
 ) -> None:
-    demand(namespaces, former)
+    require(namespaces, former)
     own = (HASH, OTHER_HASH)
-    dressed = await house.dress(asking(*own, gpus=0))
-    demand(namespaces, latter, version=2)
+    dressed = await house.dress(pod_requiring(*own, gpus=0))
+    require(namespaces, latter, version=2)
     answer = await house.validate(builders.validating_create(dressed))
     assert answer["allowed"] is is_let_in
     if not is_let_in:
@@ -147,7 +147,7 @@ async def test_a_record_that_no_ledger_knows_counts_while_it_says_no_less_than_i
         assert "the required hash of its namespace has changed" in answer["status"]["message"]
 
 
-# Doors for pods that no review has dressed.
+# Pods that no review has dressed.
 
 
 @pytest.fixture
@@ -157,7 +157,7 @@ def shared() -> Shared:
 
 @pytest.fixture
 async def replica(build: Build, shared: Shared, namespaces: WatchedNamespaces) -> House:
-    return await build(assemble=within(namespaces, sharing(shared)))
+    return await build(assemble=with_namespaces(namespaces, sharing(shared)))
 
 
 async def passed(replica: House, shared: Shared, raw: Raw) -> list[str]:
@@ -168,14 +168,14 @@ async def passed(replica: House, shared: Shared, raw: Raw) -> list[str]:
 @pytest.mark.parametrize(
     ("own", "record", "nodes"),
     [
-        pytest.param((), None, ["node-a"], id="names-none"),
-        pytest.param((HASH, OTHER_HASH), None, ["node-a"], id="would-widen"),
-        pytest.param((OTHER_HASH,), None, [], id="names-another"),
-        pytest.param((), "{}", ["node-a"], id="a-record-that-asks-for-nothing"),
-        pytest.param((), f'{{"hashes":["{OTHER_HASH}"]}}', [], id="a-record-of-another-hash"),
+        pytest.param((), None, ["node-a"], id="no-hash"),
+        pytest.param((HASH, OTHER_HASH), None, ["node-a"], id="wider-than-the-namespace"),
+        pytest.param((OTHER_HASH,), None, [], id="other-hash"),
+        pytest.param((), "{}", ["node-a"], id="empty-claim-record"),
+        pytest.param((), f'{{"hashes":["{OTHER_HASH}"]}}', [], id="claim-record-with-other-hash"),
     ],
 )
-async def test_a_scheduler_is_told_of_nodes_that_the_namespace_trusts(
+async def test_filter_passes_nodes_with_a_hash_of_the_namespace(
     replica: House,
     shared: Shared,
     namespaces: WatchedNamespaces,
@@ -183,60 +183,62 @@ async def test_a_scheduler_is_told_of_nodes_that_the_namespace_trusts(
     record: str | None,
     nodes: list[str],
 ) -> None:
-    demand(namespaces, HASH)
-    raw = builders.created(asking(*own))
+    require(namespaces, HASH)
+    raw = builders.created(pod_requiring(*own))
     if record is not None:
         raw["metadata"]["annotations"] = {**raw["metadata"]["annotations"], "gpuwarden.io/claim": record}
     assert await passed(replica, shared, raw) == nodes
 
 
-async def test_an_undressed_pod_is_put_only_where_its_namespace_lets_it(
+async def test_undressed_pod_is_bound_only_to_nodes_with_a_hash_of_its_namespace(
     replica: House, shared: Shared, namespaces: WatchedNamespaces
 ) -> None:
-    demand(namespaces, HASH)
-    shared.has(builders.created(asking()))
+    require(namespaces, HASH)
+    shared.has(builders.created(pod_requiring()))
     assert refusal(await replica.validate(binding("node-b"))) == (403, "NoProvenNode")
     assert (await replica.validate(binding("node-a")))["allowed"]
 
 
-async def test_while_the_namespace_cannot_be_looked_up_no_undressed_pod_goes_anywhere(
+async def test_undressed_pod_is_not_bound_while_the_namespace_cannot_be_read(
     replica: House, shared: Shared, api: Api
 ) -> None:
     api.is_away = True
-    shared.has(builders.created(asking()))
+    shared.has(builders.created(pod_requiring()))
     assert refusal(await replica.validate(binding("node-a"))) == (503, "LedgerAway")
     async with of_house(replica) as scheduler:
-        asked = by_name(builders.created(asking()), "node-a")
+        asked = by_name(builders.created(pod_requiring()), "node-a")
         reply = (await scheduler.post("/filter", json=asked)).json()
         assert (reply["NodeNames"], reply["Error"]) == (None, NAMESPACE_AWAY)
         assert (await scheduler.post("/prioritize", json=asked)).status_code == 503
 
 
-async def test_explain_goes_by_the_pods_namespace(house: House, namespaces: WatchedNamespaces, api: Api) -> None:
-    demand(namespaces, OTHER_HASH)
-    answer = (await house.tls.post("/explain", json=asking())).json()
+async def test_explain_uses_the_requirement_of_the_namespace(
+    house: House, namespaces: WatchedNamespaces, api: Api
+) -> None:
+    require(namespaces, OTHER_HASH)
+    answer = (await house.tls.post("/explain", json=pod_requiring())).json()
     assert [one["name"] for one in answer["nodes"] if one["fits"]] == ["node-b"]
     api.is_away = True
-    assert (await house.tls.post("/explain", json=asking(namespace="new"))).status_code == 503
+    assert (await house.tls.post("/explain", json=pod_requiring(namespace="new"))).status_code == 503
 
 
-# Where there is a cluster, all claims need a proven node.
+# In a cluster all claims need a proven node.
 
 
-async def test_in_a_cluster_a_pod_that_names_no_hash_needs_a_proven_node_too(build: Build, tmp_path: Path) -> None:
+async def test_pod_without_a_hash_needs_a_proven_node_in_a_cluster(build: Build, tmp_path: Path) -> None:
     bare: Raw = {"nodes": [{k: v for k, v in one.items() if k != "evidence"} for one in INVENTORY["nodes"]]}
     kubeconfig = tmp_path / "kubeconfig"
-    refused = await (await build(bare, kubeconfig=kubeconfig)).mutate(asking())
+    refused = await (await build(bare, kubeconfig=kubeconfig)).mutate(pod_requiring())
     assert refusal(refused) == (403, "NoProvenNode")
     assert "3 have no evidence" in refused["status"]["message"]
     assert "have the nodes attested; or, with --require-evidence asked" in refused["status"]["message"]
-    said = {"kubeconfig": kubeconfig, "sources": {"require_evidence": "flag --require-evidence"}}
-    assert (await (await build(bare, **said)).mutate(asking()))["allowed"]
-    assert (await (await build(bare)).mutate(asking()))["allowed"]
+    options = {"kubeconfig": kubeconfig, "sources": {"require_evidence": "flag --require-evidence"}}
+    assert (await (await build(bare, **options)).mutate(pod_requiring()))["allowed"]
+    assert (await (await build(bare)).mutate(pod_requiring()))["allowed"]
 
 
 class SilentApi(Api):
-    """Asked, it never answers."""
+    """An API server that never answers."""
 
     async def get(self, name: str) -> Raw | None:
         await asyncio.Event().wait()
@@ -244,9 +246,11 @@ class SilentApi(Api):
 
 
 @pytest.mark.parametrize("path", ["/mutate", "/validate"])
-async def test_a_review_is_answered_in_time_whoever_is_silent(build: Build, path: str) -> None:
-    house = await build(assemble=within(WatchedNamespaces(SilentApi())))
-    review = builders.review("CREATE", new=builders.created(asking()) if path == "/validate" else asking())
+async def test_review_is_answered_before_its_deadline_while_the_api_server_hangs(build: Build, path: str) -> None:
+    house = await build(assemble=with_namespaces(WatchedNamespaces(SilentApi())))
+    review = builders.review(
+        "CREATE", new=builders.created(pod_requiring()) if path == "/validate" else pod_requiring()
+    )
     async with asyncio.timeout(10):
         refused = await house.ask(path, review, timeout="1s")
     assert refused["status"]["reason"] == "DeadlinePassed"

@@ -1,4 +1,4 @@
-"""Hints at the doors: a scorer that answers helps a pod, and one that does not keeps nothing from it."""
+"""Hints in reviews: an answer of the scorer adds hints to the pod, a failure does not delay or deny it."""
 
 import asyncio
 import ssl
@@ -76,10 +76,10 @@ def notes(raw: Raw) -> Mapping[str, str]:
     return found
 
 
-# A scorer that answers.
+# Answers of the scorer.
 
 
-async def test_a_pod_with_a_claim_is_reserved_where_the_hint_is_and_passes_the_last_door(build: Build) -> None:
+async def test_claim_is_reserved_on_the_hinted_node_and_validated(build: Build) -> None:
     async with scored(build) as (house, double):
         final = await house.create(job())
         assert pinned_nodes(final) == ["big"]
@@ -96,19 +96,19 @@ async def test_a_pod_with_a_claim_is_reserved_where_the_hint_is_and_passes_the_l
 
 
 @pytest.mark.defect("S3-9")
-async def test_the_time_of_the_decision_is_the_clocks(build: Build) -> None:
+async def test_decision_timestamp_is_the_time_of_the_clock(build: Build) -> None:
     async with scored(build) as (house, _):
         final = await house.dress(job())
         assert abs(int(notes(final)["scheduler.radix.ai/decision-timestamp"]) - house.now.timestamp()) < 5
 
 
-async def test_older_names_are_written_where_that_is_set(build: Build) -> None:
+async def test_older_annotation_names_follow_the_setting(build: Build) -> None:
     async with scored(build, write_aliases=False) as (house, _):
         assert not [key for key in notes(await house.dress(job())) if key.startswith("scheduler.radix.ai/")]
 
 
 @pytest.mark.defect("S3-12")
-async def test_buckets_of_ones_own_are_gone_by(build: Build) -> None:
+async def test_priority_class_follows_the_configured_buckets(build: Build) -> None:
     buckets = ({"minScore": 85, "priorityClassName": "urgent"}, {"minScore": 0, "priorityClassName": "later"})
     async with scored(build, priority_buckets=buckets) as (house, double):
         assert (await house.dress(job("one"), "one"))["spec"]["priorityClassName"] == "urgent"
@@ -117,7 +117,7 @@ async def test_buckets_of_ones_own_are_gone_by(build: Build) -> None:
 
 
 @pytest.mark.defect("S3-6")
-async def test_where_only_the_product_is_known_the_product_is_selected(build: Build) -> None:
+async def test_product_label_is_selected_if_there_is_no_class_label(build: Build) -> None:
     product = "nvidia.com/gpu.product"
     inventory = {"nodes": [{**node("big", "unread", 2), "labels": {product: "A100-80GB"}}]}
     async with scored(build, inventory) as (house, double):
@@ -129,9 +129,9 @@ async def test_where_only_the_product_is_known_the_product_is_selected(build: Bu
 
 @pytest.mark.defect("S3-11")
 @pytest.mark.parametrize("text", ["nan", "-1", "40Gi", "1e400"])
-async def test_a_feature_that_is_no_number_is_left_out_and_its_author_is_told(build: Build, text: str) -> None:
+async def test_feature_that_is_not_a_number_is_dropped_with_a_warning(build: Build, text: str) -> None:
     said = {"gpu.mem.gi": text, "ml.batch_size": text}
-    # As nobody asks for a GPU by name, there is nothing to be taken for the usual.
+    # The pod requests no GPU by name, so the feature has no default value.
     raw = job(gpus=None, annotations={**said, "gpuwarden.io/gpu-count": "1"})
     async with scored(build) as (house, double):
         response = await house.mutate(raw)
@@ -141,7 +141,7 @@ async def test_a_feature_that_is_no_number_is_left_out_and_its_author_is_told(bu
     assert "annotation ml.batch_size: " in warnings(response)
 
 
-async def test_the_hint_ranks_only_while_something_fits_there(build: Build) -> None:
+async def test_hint_is_dropped_if_no_hinted_node_fits(build: Build) -> None:
     async with scored(build) as (house, _):
         for number in range(2):
             assert pinned_nodes(await house.dress(job(), f"first-{number}")) == ["big"]
@@ -153,13 +153,13 @@ async def test_the_hint_ranks_only_while_something_fits_there(build: Build) -> N
         assert "no node with gpu.nvidia.com/class=A100-80GB can serve the pod" in warnings(response)
 
 
-async def test_evidence_is_harder_than_any_hint(build: Build) -> None:
+async def test_required_hash_takes_precedence_over_the_hint(build: Build) -> None:
     asked = {"gpuwarden.io/required-hash": OTHER_HASH}
     async with scored(build) as (house, _):
         assert pinned_nodes(await house.create(job(annotations=asked))) == ["small"]
 
 
-async def test_nobody_is_asked_about_a_pod_that_no_proven_node_can_have(build: Build) -> None:
+async def test_scorer_is_not_called_for_a_pod_without_a_proven_node(build: Build) -> None:
     async with scored(build) as (house, double):
         refused = await house.mutate(job(annotations={"gpuwarden.io/required-hash": "sha256:none"}))
         assert refusal(refused) == (403, "NoProvenNode")
@@ -169,14 +169,14 @@ async def test_nobody_is_asked_about_a_pod_that_no_proven_node_can_have(build: B
 @pytest.mark.parametrize(
     ("text", "reason"), [("0=big:0", "NotInMap"), ("1=nowhere:0", "NoSuitableNode")], ids=["no-line", "no-such-node"]
 )
-async def test_nobody_is_asked_about_a_pod_whose_map_leads_nowhere(build: Build, text: str, reason: str) -> None:
+async def test_scorer_is_not_called_for_a_pod_with_an_invalid_map(build: Build, text: str, reason: str) -> None:
     async with scored(build) as (house, double):
         refused = await house.mutate(mapped("bert-1", text))
         assert refusal(refused) == (403, reason)
     assert double.asked == []
 
 
-async def test_a_map_is_harder_than_any_hint(build: Build) -> None:
+async def test_map_takes_precedence_over_the_hint(build: Build) -> None:
     async with scored(build) as (house, double):
         raw = mapped("bert-1", "1=small:GPU-small-2")
         response = await house.mutate(raw)
@@ -193,13 +193,13 @@ def mapped(name: str, text: str) -> Raw:
     return job(gpus=None, annotations={"gpuwarden.io/gpu-map": text}, name=name, owners=owners)
 
 
-async def test_a_toleration_that_a_hint_adds_opens_the_node_it_is_for(build: Build) -> None:
+async def test_hinted_toleration_allows_the_tainted_node(build: Build) -> None:
     tainted = node("big", "A100-80GB", 2, taints=[{"key": "nvidia.com/gpu"}])
     async with scored(build, {"nodes": [tainted]}) as (house, _):
         assert pinned_nodes(await house.create(job())) == ["big"]
 
 
-async def test_a_pod_that_waits_is_hinted_and_does_not_wait_for_the_hint(build: Build) -> None:
+async def test_queued_pod_gets_hints_without_a_node_selector(build: Build) -> None:
     full = {"nodes": [node("big", "A100-80GB", 0)]}
     async with scored(build, full, when_unavailable="queue") as (house, _):
         final = await house.dress(job())
@@ -211,7 +211,7 @@ async def test_a_pod_that_waits_is_hinted_and_does_not_wait_for_the_hint(build: 
         assert last["allowed"], last
 
 
-async def test_another_round_of_the_same_creation_asks_nobody_and_changes_nothing(build: Build) -> None:
+async def test_second_review_of_a_creation_calls_no_scorer_and_changes_nothing(build: Build) -> None:
     other = raw_container(resources={"requests": {"amd.com/gpu": "1"}, "limits": {"amd.com/gpu": "1"}})
     async with scored(build) as (house, double):
         for raw in (job(), job(container=other)):
@@ -222,14 +222,14 @@ async def test_another_round_of_the_same_creation_asks_nobody_and_changes_nothin
             assert double.asked == []
 
 
-async def test_a_dry_run_shows_the_hints_and_holds_nothing(build: Build) -> None:
+async def test_dry_run_applies_hints_and_reserves_nothing(build: Build) -> None:
     async with scored(build) as (house, _):
         final = patched(job(), await house.mutate(job(), dry_run=True))
         assert final["spec"]["nodeSelector"] == {CLASS: "A100-80GB"}
         assert house.held == []
 
 
-async def test_what_runs_is_told(build: Build) -> None:
+async def test_request_names_the_running_jobs(build: Build) -> None:
     async with scored(build) as (house, double):
         await house.create(job("train-llama"))
         await house.dress(job("infer"), "second")
@@ -237,7 +237,7 @@ async def test_what_runs_is_told(build: Build) -> None:
 
 
 @pytest.mark.defect("S3-5")
-async def test_pods_that_avoid_each_other_can_see_each_other(build: Build) -> None:
+async def test_anti_affinity_hint_matches_the_labels_of_the_other_pod(build: Build) -> None:
     async with scored(build, body=good(avoid_co_locate_with=["infer"])) as (house, _):
         one, other = await house.dress(job("train"), "one"), await house.dress(job("infer"), "other")
         (term,) = one["spec"]["affinity"]["podAntiAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
@@ -245,7 +245,7 @@ async def test_pods_that_avoid_each_other_can_see_each_other(build: Build) -> No
         assert other["metadata"]["labels"][wanted["key"]] in wanted["values"]
 
 
-async def test_a_pod_with_gpus_of_others_is_hinted_and_not_reserved(build: Build) -> None:
+async def test_pod_with_foreign_gpus_gets_hints_and_no_reservation(build: Build) -> None:
     other = raw_container(resources={"requests": {"amd.com/gpu": "1"}})
     async with scored(build) as (house, _):
         final = await house.dress(job(container=other))
@@ -265,9 +265,7 @@ NOWHERE: dict[str, tuple[Raw, Raw]] = {
 
 
 @pytest.mark.parametrize(("selected", "own"), NOWHERE.values(), ids=NOWHERE)
-async def test_a_pod_that_no_place_is_looked_for_is_not_sent_where_it_cannot_be(
-    build: Build, selected: Raw, own: Raw
-) -> None:
+async def test_node_selector_hint_is_dropped_if_no_node_matches(build: Build, selected: Raw, own: Raw) -> None:
     raw = job(container=raw_container(resources={"requests": {"amd.com/gpu": "1"}}), **own)
     async with scored(build, body=good(gpu_selector={"nodeSelector": selected})) as (house, _):
         response = await house.mutate(raw)
@@ -278,7 +276,7 @@ async def test_a_pod_that_no_place_is_looked_for_is_not_sent_where_it_cannot_be(
 
 
 @pytest.mark.defect("S3-17")
-async def test_a_pod_without_gpus_is_not_touched(build: Build) -> None:
+async def test_pod_without_gpus_gets_no_hints(build: Build) -> None:
     async with scored(build) as (house, double):
         for raw in (job(gpus=None), raw_pod()):
             made = patched(raw, await house.mutate(raw))
@@ -288,7 +286,7 @@ async def test_a_pod_without_gpus_is_not_touched(build: Build) -> None:
 
 
 @pytest.mark.defect("S3-2")
-async def test_a_pod_that_exists_is_never_patched(build: Build) -> None:
+async def test_existing_pod_is_not_patched(build: Build) -> None:
     async with scored(build) as (house, double):
         final = await house.create(job())
         double.asked.clear()
@@ -300,7 +298,7 @@ async def test_a_pod_that_exists_is_never_patched(build: Build) -> None:
 
 
 @pytest.mark.defect("S3-14")
-async def test_a_class_that_does_not_exist_is_left_out_and_said(build: Build) -> None:
+async def test_missing_priority_class_is_dropped_with_a_warning(build: Build) -> None:
     def in_a_cluster(settings: Settings, clock: Clock) -> Parts:
         parts = embedded(settings, clock)
         assert parts.hinting is not None
@@ -314,11 +312,11 @@ async def test_a_class_that_does_not_exist_is_left_out_and_said(build: Build) ->
         assert "PriorityClass gpu-high does not exist" in warnings(response)
 
 
-# A scorer that does not.
+# Failures of the scorer.
 
 
 @pytest.mark.parametrize("body", BAD.values(), ids=BAD)
-async def test_a_bad_answer_costs_the_pod_nothing_but_hints(build: Build, body: bytes) -> None:
+async def test_malformed_answer_costs_only_the_hints(build: Build, body: bytes) -> None:
     async with scored(build, body=body) as (house, _):
         response = await house.mutate(job())
         assert "is malformed: the pod is admitted without hints" in warnings(response) or "too long" in warnings(
@@ -333,7 +331,7 @@ async def test_a_bad_answer_costs_the_pod_nothing_but_hints(build: Build, body: 
 
 
 @pytest.mark.defect("S3-8")
-async def test_where_no_node_names_its_gpus_nobody_is_asked_and_nothing_made_up(build: Build) -> None:
+async def test_scorer_is_not_called_if_no_node_has_a_gpu_label(build: Build) -> None:
     async with scored(build, BARE) as (house, double):
         response = await house.mutate(job())
         assert "with its GPU type, so the scorer was not asked" in warnings(response)
@@ -343,7 +341,7 @@ async def test_where_no_node_names_its_gpus_nobody_is_asked_and_nothing_made_up(
     assert double.asked == []
 
 
-async def test_a_dead_scorer_is_said_in_the_words_people_search_for(build: Build) -> None:
+async def test_unreachable_scorer_is_logged_with_the_older_event(build: Build) -> None:
     async with scored(build) as (house, double):
         with structlog.testing.capture_logs() as lines:
             await house.create(job(), "answered")
@@ -356,7 +354,7 @@ async def test_a_dead_scorer_is_said_in_the_words_people_search_for(build: Build
         assert (await house.tls.get("/readyz")).status_code == 200
 
 
-async def test_only_a_pod_that_is_answered_with_hints_is_said_to_have_them(build: Build) -> None:
+async def test_only_admitted_pods_are_logged_as_mutated(build: Build) -> None:
     async with scored(build) as (house, double):
         with structlog.testing.capture_logs() as lines:
             refused = await house.mutate(job(gpus=9, name="refused"), "refused")
@@ -367,7 +365,7 @@ async def test_only_a_pod_that_is_answered_with_hints_is_said_to_have_them(build
         assert told == [("dressed", "dressed", "train-bert")]
 
 
-async def test_an_https_scorer_is_known_by_the_cas_of_the_setting(build: Build, tmp_path: Path) -> None:
+async def test_https_scorer_is_verified_with_the_configured_ca(build: Build, tmp_path: Path) -> None:
     ca, roots = trustme.CA(), tmp_path / "ca.pem"
     ca.cert_pem.write_to_path(roots)
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -378,7 +376,7 @@ async def test_an_https_scorer_is_known_by_the_cas_of_the_setting(build: Build, 
         await house.close()
 
 
-async def test_hints_can_be_switched_off(build: Build) -> None:
+async def test_hints_can_be_disabled(build: Build) -> None:
     async with scored(build, hint_pods=False) as (house, double):
         final = await house.create(job())
         assert "priorityClassName" not in final["spec"]
@@ -386,7 +384,7 @@ async def test_hints_can_be_switched_off(build: Build) -> None:
 
 
 @pytest.mark.defect("S3-15")
-async def test_a_slow_scorer_does_not_take_the_reviews_time(build: Build) -> None:
+async def test_slow_scorer_does_not_use_up_the_deadline_of_the_review(build: Build) -> None:
     async with scored(build, delay=60) as (house, _):
         started = time.monotonic()
         response = await house.ask("/mutate", builders.mutating_create(job()), timeout="2s")
@@ -396,7 +394,7 @@ async def test_a_slow_scorer_does_not_take_the_reviews_time(build: Build) -> Non
 
 
 @pytest.mark.defect("S3-12")
-async def test_the_time_that_a_scorer_has_is_what_was_set(build: Build) -> None:
+async def test_scorer_timeout_follows_the_setting(build: Build) -> None:
     async with scored(build, delay=60, scorer_timeout=timedelta(milliseconds=200)) as (house, _):
         assert "has not answered within 0.2 s" in warnings(await house.mutate(job()))
 
@@ -417,7 +415,7 @@ def of_job(annotations: Raw, template: Raw | None = None, operation: str = "CREA
 
 
 @pytest.mark.defect("S3-3")
-async def test_what_a_job_says_reaches_its_pods_and_nothing_else_of_it_is_touched(build: Build) -> None:
+async def test_job_annotations_are_copied_to_its_pod_template_only(build: Build) -> None:
     said = {"app.kubernetes.io/job-type": "train-bert", "scheduler.radix.ai/tenant": "team-a"}
     async with scored(build) as (house, double):
         review = of_job(said)
@@ -432,19 +430,19 @@ async def test_what_a_job_says_reaches_its_pods_and_nothing_else_of_it_is_touche
 
 
 @pytest.mark.defect("S3-2")
-async def test_a_job_that_exists_is_not_patched(build: Build) -> None:
+async def test_existing_job_is_not_patched(build: Build) -> None:
     async with scored(build) as (house, _):
         response = await house.ask("/mutate", of_job({"app.kubernetes.io/job-type": "a"}, operation="UPDATE"))
         assert (response["allowed"], "patch" in response) == (True, False)
 
 
-async def test_without_a_scorer_jobs_are_left_alone(house: House) -> None:
+async def test_job_is_not_patched_without_a_scorer(house: House) -> None:
     response = await house.ask("/mutate", of_job({"app.kubernetes.io/job-type": "a"}))
     assert (response["allowed"], "patch" in response) == (True, False)
 
 
 @pytest.mark.defect("S3-16")
-async def test_what_is_no_review_is_answered_400_and_never_with_an_empty_uid(build: Build) -> None:
+async def test_malformed_review_is_answered_400_without_a_uid(build: Build) -> None:
     async with scored(build) as (house, _):
         review = of_job({})
         del review["request"]["uid"]
@@ -453,11 +451,11 @@ async def test_what_is_no_review_is_answered_400_and_never_with_an_empty_uid(bui
             assert (reply.status_code, reply.headers["content-type"]) == (400, "application/json")
 
 
-# All at once, through a real server.
+# Concurrent reviews on a real server.
 
 
 @pytest.mark.defect("S3-7")
-async def test_fifty_pods_at_once_wait_for_a_slow_scorer_once(tmp_path: Path) -> None:
+async def test_fifty_concurrent_pods_wait_for_a_slow_scorer_in_parallel(tmp_path: Path) -> None:
     inventory = {"nodes": [node(f"n-{k}", "A100-80GB", 8) for k in range(8)]}
     async with scoring(delay=2.0, crowd=50) as double:
         flags = ("--scorer", double.url, "--scorer-timeout", "14s", "--log-level", "warn")

@@ -46,15 +46,15 @@ class Admission:
         self._budgets = budgets or Budgets()
 
     async def mutate(self, request: Request) -> Response:
-        return await self._answered(request, self._reviewer.mutated)
+        return await self._handle(request, self._reviewer.mutated)
 
     async def mutate_binding(self, request: Request) -> Response:
-        return await self._answered(request, self._reviewer.binding_mutated)
+        return await self._handle(request, self._reviewer.binding_mutated)
 
     async def validate(self, request: Request) -> Response:
-        return await self._answered(request, self._reviewer.validated)
+        return await self._handle(request, self._reviewer.validated)
 
-    async def _answered(self, request: Request, door: ReviewHandler) -> Response:
+    async def _handle(self, request: Request, handler: ReviewHandler) -> Response:
         started = time.perf_counter()
         answer_by = self._clock() + time_to_answer(request.scope["query_string"])
         if not self._health.is_serving:
@@ -72,7 +72,7 @@ class Admission:
         with self._budgets.review(RESERVED_FOR_BINDINGS if review.is_of_bindings else 0) as is_available:
             if not is_available and not review.is_of_bindings:
                 return error(503, TOO_MANY_REVIEWS)
-            verdict = await self._reviewer.answer(review, door, answer_by) if is_available else OVERLOADED
+            verdict = await self._reviewer.answer(review, handler, answer_by) if is_available else OVERLOADED
         self._reviewer.record(review, verdict, time.perf_counter() - started)
         return Response(answer(review.uid, verdict), media_type="application/json")
 

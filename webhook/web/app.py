@@ -90,7 +90,7 @@ def probes_app(health: Health, metrics: Metrics) -> ASGIApp:
 
 
 def probes(health: Health, metrics: Metrics) -> Iterator[RouteDeclaration]:
-    """What names nobody and is open to everybody."""
+    """Metrics and probes, which are open to all callers and contain no names."""
 
     async def render(request: Request) -> Response:
         body, media_type = metrics.render()

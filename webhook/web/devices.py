@@ -1,7 +1,7 @@
-"""The device view: every GPU, what it is doing and for whom, as JSON for programs and as a page for people.
+"""The device view: all GPUs with their states and pods, as JSON and as an HTML page.
 
-It only looks. A fleet may have 100,000 devices and admission shares the event loop, so the view walks through them
-in short slices and lets everybody else have a turn after each.
+The view is read-only. A fleet may have 100,000 devices, and admission shares the event loop. So the view processes the
+devices in short slices and yields to the event loop after each.
 """
 
 import asyncio
@@ -43,31 +43,32 @@ from webhook.runtime.telemetry import CountsSource, FleetCounts
 from webhook.web.body import error
 from webhook.web.callers import CALLERS_UNAVAILABLE, CallerGate, caller_of, list_pods
 
-# Devices between two turns of the event loop: about a millisecond. Small enough, too, that a slice's tuples are gone
-# before the garbage collector (700 new ones) looks at them: once old, they would bring on collections of everything.
+# Devices per slice: about a millisecond of work. A slice is also small enough that its tuples are freed before the
+# garbage collector runs (after 700 new objects). Tuples that survive would cause full collections.
 SLICE = 250
 ROWS_PER_PAGE = 200
 
-# The id of a reservation of which names are not told: none has an empty one.
-UNNAMED = ReservationId("")
-# So many namespaces are asked about for one page, so many at once. Whoever may list all pods is asked about once.
-MOST_NAMESPACES = 1000
-AT_ONCE = 16
+# The id of a reservation without names. No real reservation has an empty id.
+REDACTED = ReservationId("")
+# How many namespaces one request checks, and how many at once. A caller that may list all pods needs one check only.
+MAX_NAMESPACES = 1000
+MAX_CONCURRENT_CHECKS = 16
 
-Thing = TypeVar("Thing")
-# Of these namespaces, those whose names may be told.
-Told = Callable[[Collection[str]], Awaitable[Collection[str]]]
+T = TypeVar("T")
+# Returns those of the given namespaces whose pods the caller may list.
+FilterNamespaces = Callable[[Collection[str]], Awaitable[Collection[str]]]
 LapsesByDevice = dict[DeviceUuid, list[Lapse]]
 
-STARTING = "the server is starting: what devices there are is not known yet"
+STARTING = "the server is starting: the devices are not known yet"
 
 
-# What is there to see.
+# The snapshot.
 
 
 @frozen
 class Holders:
-    """Who holds each device. Nearly all have one holder at most, and a tuple for each would cost a collection."""
+    """The reservations of each device. Nearly all devices have at most one, so there is a tuple only for the others: a
+    tuple per device would cause a garbage collection."""
 
     first: dict[DeviceUuid, Reservation] = field(factory=dict)
     all_of_shared: dict[DeviceUuid, tuple[Reservation, ...]] = field(factory=dict)
@@ -85,19 +86,19 @@ class Holders:
 
 @frozen
 class DevicesSnapshot:
-    """What there was at one moment, so that each UUID is told once whatever changes while it is told."""
+    """The state of one moment, so that each UUID is listed once even if the fleet changes meanwhile."""
 
     nodes: Sequence[Node]
-    rivals: Mapping[DeviceUuid, Sequence[str]]  # the nodes of a UUID that more than one node claims
+    duplicates: Mapping[DeviceUuid, Sequence[str]]  # the nodes of each UUID that is on several nodes
     holders: Holders
-    vanished: Sequence[DeviceUuid]  # held, and not in the inventory
-    if_free: Mapping[str, DeviceState]  # by node, where a device that nobody holds is not available
-    kept: Collection[DeviceUuid]  # by placement maps
+    vanished: Sequence[DeviceUuid]  # held, but not in the inventory
+    if_free: Mapping[str, DeviceState]  # the state of free devices by node, if it is not `available`
+    kept: Collection[DeviceUuid]  # set aside by placement maps
     lapses: LapsesByDevice
 
 
 class DevicesView(NamedTuple):
-    """One device as it is shown. A tuple, because a page counts all of them to show two hundred."""
+    """One device of the view. It is a tuple for speed: a page counts all devices to show two hundred."""
 
     device: Device
     nodes: Sequence[str]
@@ -107,7 +108,7 @@ class DevicesView(NamedTuple):
 
     @property
     def trouble(self) -> str:
-        """Why it is quarantined, if it is."""
+        """Why the device is quarantined; empty if it is not."""
         if self.is_vanished:
             return "vanished"
         if len(self.nodes) > 1:
@@ -115,9 +116,9 @@ class DevicesView(NamedTuple):
         return "" if self.device.is_healthy else "unhealthy"
 
 
-async def unhurried(things: Iterable[Thing]) -> AsyncIterator[list[Thing]]:
-    """Slice by slice, with a turn for the rest of the process after each."""
-    remaining = iter(things)
+async def in_slices(items: Iterable[T]) -> AsyncIterator[list[T]]:
+    """The items in slices. After each slice other tasks can run."""
+    remaining = iter(items)
     while piece := list(islice(remaining, SLICE)):
         yield piece
         await asyncio.sleep(0)
@@ -127,37 +128,39 @@ async def take_snapshot(
     fleet: Fleet,
     ledger: Ledger,
     now: datetime,
-    told: Told,
+    filter_namespaces: FilterNamespaces,
     *,
     needs_evidence: bool = False,
     lapses: Sequence[Lapse] = (),
 ) -> DevicesSnapshot:
-    """`told` says whose names may be told: of the others no more is kept than that they hold a device."""
+    """Reservations in namespaces that `filter_namespaces` drops appear without names."""
     indexed_nodes = [fleet.indexed_nodes[name] for name in sorted(fleet.indexed_nodes)]
     nodes = [indexed.node for indexed in indexed_nodes]
     evidence = [indexed.evidence for indexed in indexed_nodes]
     kept = frozenset(fleet.set_aside_devices)
-    reservations = tuple(ledger.reservations())  # before the first await, so of the same moment
-    homes, rivals = await find_homes(nodes)
-    named = await told({one.namespace for one in (*reservations, *(lapse.reservation for lapse in lapses))})
-    holders = await find_holders(reservations, named)
-    vanished = [uuid async for piece in unhurried(holders.first) for uuid in piece if uuid not in homes]
-    if_free = await find_kept_back(nodes, evidence, now, needs_evidence=needs_evidence)
-    told_of = by_device(one for one in lapses if one.reservation.namespace in named)
-    return DevicesSnapshot(nodes, rivals, holders, vanished, if_free, kept, told_of)
+    reservations = tuple(ledger.reservations())  # before the first await, so that all data is of one moment
+    first_nodes, duplicates = await find_nodes_of_devices(nodes)
+    visible = await filter_namespaces(
+        {one.namespace for one in (*reservations, *(lapse.reservation for lapse in lapses))}
+    )
+    holders = await find_holders(reservations, visible)
+    vanished = [uuid async for piece in in_slices(holders.first) for uuid in piece if uuid not in first_nodes]
+    if_free = await find_states_of_free_devices(nodes, evidence, now, needs_evidence=needs_evidence)
+    visible_lapses = by_device(one for one in lapses if one.reservation.namespace in visible)
+    return DevicesSnapshot(nodes, duplicates, holders, vanished, if_free, kept, visible_lapses)
 
 
-async def find_kept_back(
+async def find_states_of_free_devices(
     nodes: Sequence[Node], evidence: Sequence[Evidence | None], now: datetime, *, needs_evidence: bool
 ) -> dict[str, DeviceState]:
-    """The nodes whose free devices no pod could be given, and why."""
+    """The state of the free devices of each node, if it is not `available`."""
     found: dict[str, DeviceState] = {}
-    async for piece in unhurried(zip(nodes, evidence, strict=True)):
-        for node, word in piece:
+    async for piece in in_slices(zip(nodes, evidence, strict=True)):
+        for node, node_evidence in piece:
             state = free_device_state(
                 is_ready=node.is_ready,
                 is_cordoned=node.is_cordoned,
-                evidence=state_of(word, now),
+                evidence=state_of(node_evidence, now),
                 needs_evidence=needs_evidence,
             )
             if state is not DeviceState.AVAILABLE:
@@ -165,39 +168,41 @@ async def find_kept_back(
     return found
 
 
-async def find_homes(nodes: Sequence[Node]) -> tuple[dict[DeviceUuid, str], dict[DeviceUuid, tuple[str, ...]]]:
-    """The first node of each UUID; and all nodes of those that have several."""
-    homes: dict[DeviceUuid, str] = {}
-    rivals: dict[DeviceUuid, tuple[str, ...]] = {}
-    async for piece in unhurried((device.uuid, node.name) for node in nodes for device in node.devices):
+async def find_nodes_of_devices(
+    nodes: Sequence[Node],
+) -> tuple[dict[DeviceUuid, str], dict[DeviceUuid, tuple[str, ...]]]:
+    """The first node of each UUID, and all nodes of each UUID that is on several."""
+    first_nodes: dict[DeviceUuid, str] = {}
+    duplicates: dict[DeviceUuid, tuple[str, ...]] = {}
+    async for piece in in_slices((device.uuid, node.name) for node in nodes for device in node.devices):
         for uuid, name in piece:
-            home = homes.setdefault(uuid, name)
-            if home != name:
-                rivals[uuid] = (*rivals.get(uuid, (home,)), name)
-    return homes, rivals
+            first = first_nodes.setdefault(uuid, name)
+            if first != name:
+                duplicates[uuid] = (*duplicates.get(uuid, (first,)), name)
+    return first_nodes, duplicates
 
 
-async def find_holders(reservations: Sequence[Reservation], told: Collection[str]) -> Holders:
-    """One look at the ledger is quicker than 100,000 questions."""
+async def find_holders(reservations: Sequence[Reservation], visible: Collection[str]) -> Holders:
+    """The holders of all devices. One pass over the reservations is faster than 100,000 lookups in the ledger."""
     holders = Holders()
-    async for piece in unhurried(reservations):
+    async for piece in in_slices(reservations):
         for reservation in piece:
-            holders.add(reservation if reservation.namespace in told else unnamed(reservation))
+            holders.add(reservation if reservation.namespace in visible else redact(reservation))
     return holders
 
 
-def unnamed(reservation: Reservation) -> Reservation:
-    """What anybody may know of it."""
-    return evolve(reservation, id=UNNAMED, namespace="", claim_digest="", pod_name=None, uid=None, name_prefix=None)
+def redact(reservation: Reservation) -> Reservation:
+    """The reservation without names, as all callers may see it."""
+    return evolve(reservation, id=REDACTED, namespace="", claim_digest="", pod_name=None, uid=None, name_prefix=None)
 
 
-def sightings(snapshot: DevicesSnapshot, now: datetime) -> Iterator[DevicesView]:
-    """Every device once: node by node, the vanished ones last."""
+def device_views(snapshot: DevicesSnapshot, now: datetime) -> Iterator[DevicesView]:
+    """All devices, each once: by node, with the vanished ones last."""
     for node in snapshot.nodes:
-        home = (node.name,)
+        only_this_node = (node.name,)
         if_free = snapshot.if_free.get(node.name, DeviceState.AVAILABLE)
         for device in node.devices:
-            nodes = snapshot.rivals.get(device.uuid, home)
+            nodes = snapshot.duplicates.get(device.uuid, only_this_node)
             if nodes[0] == node.name:
                 holders = snapshot.holders.of(device.uuid)
                 is_quarantined = len(nodes) > 1 or not device.is_healthy
@@ -210,7 +215,7 @@ def sightings(snapshot: DevicesSnapshot, now: datetime) -> Iterator[DevicesView]
 
 
 def evidence_of(fleet: Fleet, name: str, now: datetime) -> EvidenceState:
-    """By the clock, not by when the fleet was last told the time."""
+    """The evidence state of the node at `now`, which may be later than the fleet's last update."""
     indexed = fleet.indexed_nodes.get(name)
     return state_of(indexed.evidence if indexed else None, now)
 
@@ -218,48 +223,48 @@ def evidence_of(fleet: Fleet, name: str, now: datetime) -> EvidenceState:
 # As JSON.
 
 
-def described(seen: DevicesView, now: datetime, evidence: EvidenceState, *, shows_pending_ids: bool = True) -> Raw:
-    """One device: the members that S4's users read first, our own beside them."""
+def device_json(seen: DevicesView, now: datetime, evidence: EvidenceState, *, shows_pending_ids: bool = True) -> Raw:
+    """One device as JSON: the members of S4 first, then our own."""
     device = seen.device
-    told: Raw = {"node": seen.nodes[0], "labels": sorted(device.labels)}
+    content: Raw = {"node": seen.nodes[0], "labels": sorted(device.labels)}
     if seen.holders:
-        told["assignment"] = assignment(foremost(seen.holders, now), shows_pending_ids=shows_pending_ids)
-    told["state"] = seen.state
+        content["assignment"] = assignment_json(busiest_holder(seen.holders, now), shows_pending_ids=shows_pending_ids)
+    content["state"] = seen.state
     if len(seen.nodes) > 1:
-        told["nodes"] = list(seen.nodes)
+        content["nodes"] = list(seen.nodes)
     properties = {"index": device.index, "model": device.model, "memory": device.memory, "serial": device.serial}
-    told.update((name, value) for name, value in properties.items() if value not in (None, ""))
+    content.update((name, value) for name, value in properties.items() if value not in (None, ""))
     if device.is_shared:
-        told["shares"] = device.shares
+        content["shares"] = device.shares
     if device.is_shared or len(seen.holders) > 1:
-        told["reservations"] = [assignment(one, shows_pending_ids=shows_pending_ids) for one in seen.holders]
-    told["evidence"] = evidence
-    return told
+        content["reservations"] = [assignment_json(one, shows_pending_ids=shows_pending_ids) for one in seen.holders]
+    content["evidence"] = evidence
+    return content
 
 
-def assignment(reservation: Reservation, *, shows_pending_ids: bool = True) -> Raw:
-    """S4's `assignment`. A name without a uid is only what a review said, and no pod need ever bear it."""
-    told: Raw = {"exists?": reservation.phase is Phase.FINALIZED}
-    if reservation.id == UNNAMED:
-        return told | {"state": state_told(reservation)}
-    told |= {"namespace": reservation.namespace, "uid": reservation.uid}
+def assignment_json(reservation: Reservation, *, shows_pending_ids: bool = True) -> Raw:
+    """`assignment` as in S4. A name without a uid comes from a review only, so there may be no pod with this name."""
+    content: Raw = {"exists?": reservation.phase is Phase.FINALIZED}
+    if reservation.id == REDACTED:
+        return content | {"state": assignment_state(reservation)}
+    content |= {"namespace": reservation.namespace, "uid": reservation.uid}
     if reservation.uid and reservation.pod_name:
-        told["name"] = reservation.pod_name
+        content["name"] = reservation.pod_name
     if shows_pending_ids or has_pod(reservation):
-        told["reservation-id"] = reservation.id
-    told["state"] = state_told(reservation)
-    return told
+        content["reservation-id"] = reservation.id
+    content["state"] = assignment_state(reservation)
+    return content
 
 
-def lapsed(lapse: Lapse, *, tells_id: bool) -> Raw:
-    """A reservation that ended a short while ago, and why."""
+def lapse_json(lapse: Lapse, *, shows_id: bool) -> Raw:
+    """A reservation that expired recently, and why."""
     one = lapse.reservation
-    told: Raw = {"namespace": one.namespace}
+    content: Raw = {"namespace": one.namespace}
     if one.pod_name:
-        told["name"] = one.pod_name
-    if tells_id:
-        told["reservation-id"] = one.id
-    return {**told, "at": lapse.at, "reason": Reason.RESERVATION_EXPIRED, "message": lapse.why}
+        content["name"] = one.pod_name
+    if shows_id:
+        content["reservation-id"] = one.id
+    return {**content, "at": lapse.at, "reason": Reason.RESERVATION_EXPIRED, "message": lapse.why}
 
 
 def by_device(lapses: Iterable[Lapse]) -> LapsesByDevice:
@@ -270,33 +275,33 @@ def by_device(lapses: Iterable[Lapse]) -> LapsesByDevice:
     return found
 
 
-def quotable(text: str) -> str:
-    """As it can stand between quotes in a header."""
+def quoted_header_text(text: str) -> str:
+    """The text in a form that is valid between quotes in a header."""
     return plain(text).encode("ascii", "replace").decode().replace("\\", "/").replace('"', "'")
 
 
-def state_told(reservation: Reservation) -> str:
+def assignment_state(reservation: Reservation) -> str:
     return "proposal" if reservation.phase is Phase.PENDING else "active"
 
 
 def has_pod(reservation: Reservation) -> bool:
-    """Whether the API server has had a pod for it: nobody else can be named for it any more."""
+    """Whether the reservation belongs to an existing pod, so that no other pod can be named for it."""
     return reservation.uid is not None and reservation.phase is not Phase.PENDING
 
 
-def foremost(holders: Sequence[Reservation], now: datetime) -> Reservation:
-    """The holder that the state of a shared device speaks of."""
+def busiest_holder(holders: Sequence[Reservation], now: datetime) -> Reservation:
+    """The holder that determines the state of a shared device."""
     busiest = device_state(holders, now, is_quarantined=False)
     return next(one for one in holders if reservation_state(one, now) is busiest)
 
 
 def prefers_html(accept: str) -> bool:
-    """Whether HTML is asked for, as browsers do; who does not mind gets JSON."""
-    weights = dict(map(weighed, accept.lower().split(",")))
+    """Whether the client prefers HTML, as browsers do. Without a preference the answer is JSON."""
+    weights = dict(map(parse_media_range, accept.lower().split(",")))
     return quality(weights, "text", "html") > quality(weights, "application", "json")
 
 
-def weighed(media_range: str) -> tuple[str, float]:
+def parse_media_range(media_range: str) -> tuple[str, float]:
     name, *parameters = (part.strip() for part in media_range.split(";"))
     weight = next((part.removeprefix("q=") for part in parameters if part.startswith("q=")), "1")
     try:
@@ -306,16 +311,16 @@ def weighed(media_range: str) -> tuple[str, float]:
 
 
 def quality(weights: Mapping[str, float], kind: str, form: str) -> float:
-    """The most exact range that covers the media type decides."""
+    """The weight of the most specific media range that covers the media type."""
     covering = (f"{kind}/{form}", f"{kind}/*", "*/*")
     return next((weights[name] for name in covering if name in weights), 0.0)
 
 
-# As a page.
+# As an HTML page.
 
 
 class UnreadableQueryError(GpuwardenError):
-    """The page was asked for in a way that cannot be read; every mistake is named."""
+    """The query of the page is invalid. All mistakes are named."""
 
     def __init__(self, *mistakes: str) -> None:
         super().__init__("; ".join(mistakes))
@@ -324,7 +329,7 @@ class UnreadableQueryError(GpuwardenError):
 
 @frozen
 class Query:
-    """Which devices the page shall show."""
+    """The filter and the number of the page."""
 
     state: DeviceState | None = None
     node: str = ""
@@ -337,9 +342,9 @@ class Query:
         raw_state, raw_page = raw_query.get("state", ""), raw_query.get("page") or "1"
         mistakes = []
         if raw_state and raw_state not in tuple(DeviceState):
-            mistakes.append(f"state: {raw_state!r} is none of {', '.join(DeviceState)}")
+            mistakes.append(f"state: {raw_state!r} is not one of {', '.join(DeviceState)}")
         if not (raw_page.isascii() and raw_page.isdecimal() and len(raw_page) < 10 and int(raw_page)):
-            mistakes.append(f"page: {raw_page!r} is no page number, 1 being the first")
+            mistakes.append(f"page: {raw_page!r} is not a page number; the first page is 1")
         if mistakes:
             raise UnreadableQueryError(*mistakes)
         return cls(
@@ -358,16 +363,16 @@ class Query:
         return bool(self.state or self.node or self.text)
 
     def is_about(self, seen: DevicesView) -> bool:
-        """Whether node and text fit; the state does not count, so that the page can say what other states hold."""
+        """Whether node and text match. The state is ignored, because the page counts the devices in all states."""
         return (not self.node or self.node in seen.nodes) and (not self.text or self._is_in(seen))
 
     def _is_in(self, seen: DevicesView) -> bool:
         device = seen.device
-        words = [device.uuid, device.model, device.serial, *seen.nodes, *device.labels]
-        for holder in (one for one in seen.holders if one.id != UNNAMED):
-            is_told = self.finds_pending_ids or has_pod(holder)
-            words += (pod_of(holder), holder.id if is_told else "", holder.uid or "")
-        return self.text.casefold() in "\n".join(words).casefold()
+        texts = [device.uuid, device.model, device.serial, *seen.nodes, *device.labels]
+        for holder in (one for one in seen.holders if one.id != REDACTED):
+            shows_id = self.finds_pending_ids or has_pod(holder)
+            texts += (pod_of(holder), holder.id if shows_id else "", holder.uid or "")
+        return self.text.casefold() in "\n".join(texts).casefold()
 
     def with_state(self, state: DeviceState | None) -> str:
         return evolve(self, state=state, page=1).link()
@@ -376,17 +381,22 @@ class Query:
         return evolve(self, page=page).link()
 
     def link(self) -> str:
-        """Relative, because the page has more than one address."""
-        asked = {"state": self.state, "node": self.node, "text": self.text, "page": self.page if self.page > 1 else ""}
-        return "?" + urlencode({name: value for name, value in asked.items() if value})
+        """A relative link, because the page has several paths."""
+        parameters = {
+            "state": self.state,
+            "node": self.node,
+            "text": self.text,
+            "page": self.page if self.page > 1 else "",
+        }
+        return "?" + urlencode({name: value for name, value in parameters.items() if value})
 
 
 @define
 class Findings:
-    """What a page shows of the fleet."""
+    """The rows and counts of a page."""
 
     query: Query
-    counts: Counter[DeviceState] = field(factory=Counter)  # whatever state is asked for
+    counts: Counter[DeviceState] = field(factory=Counter)  # of all states, not only the filtered one
     found: int = 0
     rows: list[DevicesView] = field(factory=list)
 
@@ -405,7 +415,7 @@ class Findings:
 
 
 def pod_of(reservation: Reservation) -> str:
-    if reservation.id == UNNAMED:
+    if reservation.id == REDACTED:
         return "a pod of another namespace"
     return f"{reservation.namespace}/{reservation.pod_name or reservation.uid or ''}"
 
@@ -428,7 +438,7 @@ def make_templates() -> jinja2.Environment:
 
 
 def page_headers(css: str) -> dict[str, str]:
-    """The page may do nothing but be read: its one style sheet is named by its hash, scripts there are none."""
+    """Headers that forbid everything the page does not need: it has no scripts, and one style sheet with this hash."""
     digest = base64.b64encode(hashlib.sha256(css.encode()).digest()).decode()
     policy = (
         "default-src 'none'",
@@ -445,7 +455,7 @@ def page_headers(css: str) -> dict[str, str]:
     }
 
 
-ELSEWHERE = "Every GPU, and for whoever may list its pod that pod: / and /devices at the TLS listener, with a token.\n"
+SUMMARY_HINT = "All GPUs, with the pods that you may list: / and /devices on the TLS listener, with a token.\n"
 COMMON_HEADERS = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
 
 
@@ -467,8 +477,8 @@ class Devices:
         gate: CallerGate | None = None,
         count: CountsSource = FleetCounts,
     ) -> None:
-        """`tells_pending_ids`: whoever knows the id of a pending reservation can name a pod for it, where anybody may
-        post a review. `needs_evidence`: all claims need a proven node."""
+        """`shows_pending_ids`: if reviewers are not authenticated, a caller that knows the id of a pending reservation
+        can name a pod for it. `needs_evidence`: all claims need a proven node."""
         self._needs_evidence = needs_evidence
         self._is_starting = is_starting
         self._outdated = outdated
@@ -477,7 +487,7 @@ class Devices:
         self._ledger = ledger
         self._clock = clock
         self._notes = notes
-        self._tells_pending_ids = shows_pending_ids
+        self._shows_pending_ids = shows_pending_ids
         self._gate = gate or CallerGate(clock)
         self._count = count
         self._template = make_templates().get_template("devices.html")
@@ -485,16 +495,16 @@ class Devices:
         self._page_headers = COMMON_HEADERS | page_headers(self._css)
 
     async def listing(self, request: Request) -> Response:
-        """JSON, unless HTML is asked for."""
+        """JSON, or HTML if the client prefers it."""
         if request.query_params.get("format") != "json" and prefers_html(request.headers.get("accept", "")):
             response = await self.page(request)
         else:
-            response = await self._streamed(request)
+            response = await self._json_response(request)
         response.headers["Vary"] = "Accept"
         return response
 
     async def summary(self, request: Request) -> Response:
-        """Numbers, and no names of anything: for everybody."""
+        """Counts without any names, for all callers."""
         if problem := self._problem:
             return error(503, problem)
         return JSONResponse(
@@ -505,22 +515,22 @@ class Devices:
         if problem := self._problem:
             return error(503, problem)
         numbers = "".join(f"{state}: {count}\n" for state, count in self._numbers().items())
-        return PlainTextResponse(f"GPUs by state\n\n{numbers}\n{ELSEWHERE}", headers=COMMON_HEADERS)
+        return PlainTextResponse(f"GPUs by state\n\n{numbers}\n{SUMMARY_HINT}", headers=COMMON_HEADERS)
 
     def _numbers(self) -> dict[str, int]:
-        """By state. They are counted without a look at every device."""
+        """The number of devices by state, without iterating over all devices."""
         counted = self._count().devices
         return {state.value: counted.get(state, 0) for state in DeviceState}
 
     @property
     def _problem(self) -> str:
-        """Why an answer would be a guess: before the first readings, and while changes are missed."""
+        """Why there is no reliable answer: the first data is missing, or the watch has missed changes."""
         if self._is_starting():
             return STARTING
         outdated = self._outdated()
         return outdated.why if outdated is not None and outdated.is_blind else ""
 
-    async def _streamed(self, request: Request) -> Response:
+    async def _json_response(self, request: Request) -> Response:
         if problem := self._problem:
             return error(503, problem)
         outdated = self._outdated()
@@ -529,72 +539,72 @@ class Devices:
         except CallersUnavailableError:
             return error(503, CALLERS_UNAVAILABLE)
         if outdated is not None:
-            response.headers["Warning"] = f'110 gpuwarden "{quotable(outdated.why)}"'
+            response.headers["Warning"] = f'110 gpuwarden "{quoted_header_text(outdated.why)}"'
         return response
 
     async def _as_json(self, request: Request) -> Response:
         if request.method == "HEAD":
             response = Response(media_type="application/json", headers=COMMON_HEADERS)
-            del response.headers["Content-Length"]  # the length of GET's answer is not known before it is told
+            del response.headers["Content-Length"]  # the length of the answer to GET is not known before it is sent
             return response
         now = self._clock()
-        snapshot = await self._seen_by(caller_of(request), now)
+        snapshot = await self._snapshot_for(caller_of(request), now)
         return StreamingResponse(self._json(snapshot, now), media_type="application/json", headers=COMMON_HEADERS)
 
     async def _json(self, snapshot: DevicesSnapshot, now: datetime) -> AsyncIterator[bytes]:
         opening = b"{"
-        async for piece in unhurried(sightings(snapshot, now)):
-            devices = {seen.device.uuid: self._described(seen, now, snapshot.lapses) for seen in piece}
+        async for piece in in_slices(device_views(snapshot, now)):
+            devices = {seen.device.uuid: self._device_json(seen, now, snapshot.lapses) for seen in piece}
             yield opening + msgspec.json.encode(devices)[1:-1]
             opening = b","
         yield b"{}" if opening == b"{" else b"}"
 
-    async def _seen_by(self, caller: Caller, now: datetime) -> DevicesSnapshot:
-        told = partial(self._told, caller)
+    async def _snapshot_for(self, caller: Caller, now: datetime) -> DevicesSnapshot:
+        visible = partial(self._visible_namespaces, caller)
         lapses = self._lapses.since(now)
         return await take_snapshot(
-            self._fleet, self._ledger, now, told, needs_evidence=self._needs_evidence, lapses=lapses
+            self._fleet, self._ledger, now, visible, needs_evidence=self._needs_evidence, lapses=lapses
         )
 
-    async def _told(self, caller: Caller, namespaces: Collection[str]) -> Collection[str]:
-        """Those whose pods the caller may list."""
+    async def _visible_namespaces(self, caller: Caller, namespaces: Collection[str]) -> Collection[str]:
+        """Those of the namespaces whose pods the caller may list."""
         if await self._gate.may(caller, list_pods("")):
             return namespaces
-        places = asyncio.Semaphore(AT_ONCE)
+        checks = asyncio.Semaphore(MAX_CONCURRENT_CHECKS)
 
         async def may(namespace: str) -> bool:
-            async with places:
+            async with checks:
                 return bool(namespace) and await self._gate.may(caller, list_pods(namespace))
 
-        asked = sorted(namespaces)[:MOST_NAMESPACES]
-        answers = await asyncio.gather(*map(may, asked))
-        return {namespace for namespace, is_told in zip(asked, answers, strict=True) if is_told}
+        checked = sorted(namespaces)[:MAX_NAMESPACES]
+        answers = await asyncio.gather(*map(may, checked))
+        return {namespace for namespace, is_visible in zip(checked, answers, strict=True) if is_visible}
 
-    def _described(self, seen: DevicesView, now: datetime, lapses: LapsesByDevice) -> Raw:
+    def _device_json(self, seen: DevicesView, now: datetime, lapses: LapsesByDevice) -> Raw:
         evidence = evidence_of(self._fleet, seen.nodes[0], now)
-        told = described(seen, now, evidence, shows_pending_ids=self._tells_pending_ids)
+        content = device_json(seen, now, evidence, shows_pending_ids=self._shows_pending_ids)
         if expired := lapses.get(seen.device.uuid):
-            told["expired"] = [lapsed(one, tells_id=self._tells_pending_ids) for one in expired]
+            content["expired"] = [lapse_json(one, shows_id=self._shows_pending_ids) for one in expired]
         indexed = self._fleet.indexed_nodes.get(seen.nodes[0])
         if indexed is not None and not indexed.node.is_ready:
-            told["node-ready"] = False
+            content["node-ready"] = False
         if indexed is not None and indexed.node.is_cordoned:
-            told["cordoned"] = True
-        return told
+            content["cordoned"] = True
+        return content
 
     async def page(self, request: Request) -> Response:
-        """A table for people; it needs no script and nothing from elsewhere."""
+        """The HTML page. It needs no scripts and no external resources."""
         now = self._clock()
         if self._is_starting():
             return self._html(request, 503, Findings(Query()), now, banner=STARTING)
         outdated = self._outdated()
-        banner = "" if outdated is None else f"This may not be what there is: {outdated.why}."
+        banner = "" if outdated is None else f"This page may be out of date: {outdated.why}."
         try:
-            query = evolve(Query.parse(request.query_params), finds_pending_ids=self._tells_pending_ids)
+            query = evolve(Query.parse(request.query_params), finds_pending_ids=self._shows_pending_ids)
         except UnreadableQueryError as exc:
             return self._html(request, 400, Findings(Query()), now, exc.mistakes)
         try:
-            snapshot = await self._seen_by(caller_of(request), now)
+            snapshot = await self._snapshot_for(caller_of(request), now)
         except CallersUnavailableError:
             return error(503, CALLERS_UNAVAILABLE)
         findings = await self._find(snapshot, query, now)
@@ -602,7 +612,7 @@ class Devices:
 
     async def _find(self, snapshot: DevicesSnapshot, query: Query, now: datetime) -> Findings:
         findings = Findings(query)
-        async for piece in unhurried(sightings(snapshot, now)):
+        async for piece in in_slices(device_views(snapshot, now)):
             findings.add_all(piece)
         return findings
 
@@ -630,5 +640,5 @@ class Devices:
         )
         response = HTMLResponse(html, status, headers=self._page_headers)
         if request.method == "HEAD":
-            response.body = b""  # the headers, the length included, stay those of the page
+            response.body = b""  # the headers, including the length, are those of GET
         return response

@@ -55,18 +55,18 @@ class ExtenderRoutes:
         self._gate = gate or CallerGate(utc_now)
 
     async def filter(self, request: Request) -> Response:
-        return await self._answered(request, "filter", self._filtered)
+        return await self._handle(request, "filter", self._filter)
 
     async def prioritize(self, request: Request) -> Response:
-        return await self._answered(request, "prioritize", self._prioritized)
+        return await self._handle(request, "prioritize", self._prioritize)
 
     async def preempt(self, request: Request) -> Response:
-        return await self._answered(request, "preempt", self._preempted)
+        return await self._handle(request, "preempt", self._preempt)
 
     async def bind(self, request: Request) -> Response:
-        return await self._answered(request, "bind", self._bound)
+        return await self._handle(request, "bind", self._bind)
 
-    async def _answered(self, request: Request, verb: str, answer: Answer) -> Response:
+    async def _handle(self, request: Request, verb: str, answer: Answer) -> Response:
         started = time.perf_counter()
         if not self._health.is_serving:
             return refusal(503, f"the server is {self._health.stage}")
@@ -91,33 +91,33 @@ class ExtenderRoutes:
         self._metrics.observe_extender(verb, outcome, time.perf_counter() - started)
         return json_response(body)
 
-    async def _filtered(self, caller: Caller, body: bytes) -> tuple[bytes, str]:
+    async def _filter(self, caller: Caller, body: bytes) -> tuple[bytes, str]:
         args = ExtenderArgs.parse(body)
-        await self._check(caller, args.pod.meta.namespace or "")
+        await self._check_may_bind(caller, args.pod.meta.namespace or "")
         result = await self._extender.filter(args)
         self._metrics.count_extender_nodes(len(result.passed), count_rejections(result))
         outcome = "passed" if result.passed or not args.offer.names else "refused"
         return filter_result(args.offer, result), outcome
 
-    async def _prioritized(self, caller: Caller, body: bytes) -> tuple[bytes, str]:
+    async def _prioritize(self, caller: Caller, body: bytes) -> tuple[bytes, str]:
         args = ExtenderArgs.parse(body)
-        await self._check(caller, args.pod.meta.namespace or "")
+        await self._check_may_bind(caller, args.pod.meta.namespace or "")
         return priorities(await self._extender.scores(args)), "passed"
 
-    async def _preempted(self, caller: Caller, body: bytes) -> tuple[bytes, str]:
+    async def _preempt(self, caller: Caller, body: bytes) -> tuple[bytes, str]:
         args = PreemptArgs.parse(body)
-        await self._check(caller, args.pod.meta.namespace or "")
-        left = await self._extender.filter_victims(args)
-        return preempt_result(left), "passed" if left or not args.victims else "refused"
+        await self._check_may_bind(caller, args.pod.meta.namespace or "")
+        victims = await self._extender.filter_victims(args)
+        return preempt_result(victims), "passed" if victims or not args.victims else "refused"
 
-    async def _bound(self, caller: Caller, body: bytes) -> tuple[bytes, str]:
+    async def _bind(self, caller: Caller, body: bytes) -> tuple[bytes, str]:
         args = BindArgs.parse(body)
         if not await self._gate.may(caller, bind_pods(args.pod.namespace)):
             return error_answer(NOT_ALLOWED), "refused"
         problem = await self._extender.bind(args)
         return error_answer(problem), "refused" if problem else "passed"
 
-    async def _check(self, caller: Caller, namespace: str) -> None:
+    async def _check_may_bind(self, caller: Caller, namespace: str) -> None:
         """A caller must not use the extender's right to bind. Also, answers reveal the requirements of a namespace."""
         if not await self._gate.may(caller, bind_pods(namespace)):
             raise NotAllowedError

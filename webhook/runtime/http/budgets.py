@@ -205,8 +205,8 @@ class Budgets:
         found = min(ranks, key=lambda pair: pair[0], default=None)
         if found is None:
             return False
-        (worst, _), first = found
-        if worst > 0 and any(
+        (group, _), first = found
+        if group > 0 and any(
             not one.has_completed_request and now - one.began < READ_GRACE for one in self.connections
         ):
             return False  # a new connection is evicted instead, after its request has been read
