@@ -100,7 +100,7 @@ NAMED = ["--cluster", "C", "--node", "N"]
             "export: the file 'nowhere' cannot be read: No such file or directory\n",
         ),
         (["--smi-file", "", *NAMED], 1, "export: the file '' cannot be read: Is a directory\n"),
-        (["--smi-file", "bad.xml", "--cluster", "C", "--node", "N"], 1, "it ends in the middle"),
+        (["--smi-file", "bad.xml", "--cluster", "C", "--node", "N"], 1, "it is truncated"),
         (["--smi-file", "bad.xml", "--node", "N"], 2, "CLUSTER_NAME"),
         (["--smi-file", "bad.xml", "--cluster", "C"], 2, "--node"),
         (["--cluster", "C", "--node", "N"], 2, "only with --smi-file"),
