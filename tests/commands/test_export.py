@@ -107,7 +107,7 @@ NAMED = ["--cluster", "C", "--node", "N"]
         (["--cluster", "C"], 2, "this process is not in a Pod"),
     ],
 )
-def test_what_cannot_be_done_is_said_and_nothing_is_printed(
+def test_export_of_a_file_reports_mistakes_and_prints_nothing(
     tmp_path: Path, flags: list[str], code: int, text: str
 ) -> None:
     (tmp_path / "bad.xml").write_bytes(document(gb200_tray())[:5000])
