@@ -49,7 +49,7 @@ def loaded(values: Raw, tmp_path: Path) -> dict[str, Settings | export_settings.
 ALL: Raw = {"bind.enabled": True, "score.enabled": True, "export.enabled": True, "export.settings.clusterName": "prod"}
 
 
-def test_every_default_that_is_shown_may_be_said_and_changes_nothing(tmp_path: Path) -> None:
+def test_setting_every_shown_default_changes_nothing(tmp_path: Path) -> None:
     for name in ("said", "unsaid"):
         (tmp_path / name).mkdir()
     found = loaded({**ALL, **{one.path: shown(one) for one in SAID}}, tmp_path / "said")
@@ -84,7 +84,7 @@ NUMBERS: Raw = {
 }
 
 
-def test_a_number_of_seven_digits_is_the_number(tmp_path: Path) -> None:
+def test_number_of_seven_digits_is_not_rendered_with_exponent(tmp_path: Path) -> None:
     found = loaded({**ALL, **NUMBERS}, tmp_path)
     for component in ("serve", "reconcile", "bind", "certs"):
         chosen = found[component]
@@ -99,7 +99,7 @@ def test_a_number_of_seven_digits_is_the_number(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("said", [True, False, "true", "no"])
-def test_a_switch_of_an_older_system_is_a_truth_or_its_word(said: object, tmp_path: Path) -> None:
+def test_switch_of_gpuid_may_be_a_boolean_or_a_word(said: object, tmp_path: Path) -> None:
     found = loaded({**ALL, "export.settings.postgresAutoMigrate": said}, tmp_path)["export"]
     assert isinstance(found, export_settings.ExportSettings)
     assert found.postgres_auto_migrate is (said in (True, "true"))
@@ -168,7 +168,7 @@ def fits(form: Schema, text: str) -> bool:
 
 
 @pytest.mark.parametrize("name", SAMPLES)
-def test_what_the_command_takes_is_let_pass_and_what_it_refuses_is_not(name: str) -> None:
+def test_schema_accepts_what_the_command_accepts(name: str) -> None:
     kind, good, bad = SAMPLES[name]
     assert kind.schema is not None
     form = kind.schema
@@ -214,12 +214,12 @@ BAD: Raw = {
 }
 
 
-def test_bad_values_are_all_named_at_once() -> None:
+def test_helm_names_all_bad_values_at_once() -> None:
     said = refusal(BAD)
     assert [path for path in BAD if f" {path}" not in said] == []
 
 
-def test_good_values_pass_helm_too() -> None:
+def test_helm_accepts_good_values() -> None:
     forms = {
         "settings.schedulerName": "a,b",
         "settings.spireHashSelector": "spiffe://{trust_domain}/spire/agent/x/{node}/{hash}",

@@ -150,7 +150,7 @@ REFUSED: dict[str, tuple[Raw, str]] = {
 
 @pytest.mark.defect("S1-17")
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_work_is_refused_in_a_sentence(name: str) -> None:
+def test_unusable_values_are_refused_with_a_message(name: str) -> None:
     values, sentence = REFUSED[name]
     said = refusal(values)
     assert sentence in said
@@ -173,7 +173,7 @@ TAKEN: dict[str, Raw] = {
 
 
 @pytest.mark.parametrize("name", TAKEN)
-def test_what_works_is_taken(name: str) -> None:
+def test_usable_values_are_accepted(name: str) -> None:
     assert rendered(TAKEN[name])
 
 
@@ -202,7 +202,7 @@ RULES: dict[str, str] = {
 }
 
 
-def test_every_rule_between_settings_is_answered_for() -> None:
+def test_every_rule_between_settings_has_a_check_in_the_chart() -> None:
     """A rule that is new in a process wants a sentence of the chart too."""
     found = [
         inspect.getsource(method)
@@ -217,7 +217,7 @@ def test_every_rule_between_settings_is_answered_for() -> None:
     assert [name for name in RULES.values() if " " not in name and name not in REFUSED] == []
 
 
-def test_a_namespace_that_is_never_reviewed_is_no_place_for_it() -> None:
+def test_installation_into_kube_system_is_refused() -> None:
     assert "install into a namespace of its own" in refusal({}, namespace="kube-system")
 
 
@@ -230,20 +230,20 @@ def test_a_namespace_that_is_never_reviewed_is_no_place_for_it() -> None:
     ],
     ids=["cert-manager", "service-monitor", "prometheus-rule"],
 )
-def test_what_the_cluster_does_not_have_is_said(values: Raw, missing: str) -> None:
+def test_missing_api_of_the_cluster_is_named(values: Raw, missing: str) -> None:
     said = refusal(values, apis=[api for api in APIS if api != missing])
     assert "this cluster has no" in said
     assert f"--api-versions {missing}" in said
     assert rendered(values)
 
 
-def test_an_older_kubernetes_has_no_policy_that_strips_and_is_asked_for_none() -> None:
+def test_strip_policy_requires_kubernetes_1_36() -> None:
     found = rendered({}, kubernetes="1.33.0")
     assert not [one for one in found if one["kind"].startswith("MutatingAdmissionPolicy")]
     assert "set policies.strip=auto" in refusal({"policies.strip": "true"}, kubernetes="1.33.0")
 
 
-def test_an_older_kubernetes_has_no_policy_that_blinds_and_the_webhook_may() -> None:
+def test_blind_policy_requires_kubernetes_1_36_and_the_webhook_does_not() -> None:
     assert "set policies.blind=webhook" in refusal({"policies.blind": "policy"}, kubernetes="1.33.0")
     (mutating,) = [
         one
@@ -257,17 +257,17 @@ def test_an_older_kubernetes_has_no_policy_that_blinds_and_the_webhook_may() -> 
 
 
 @pytest.mark.parametrize("path", ["/var", "/var/lib/kubelet/pods", "/opt", "/var/openebs/local"])
-def test_no_dangerous_place_of_a_node_is_opened_to_pods(path: str) -> None:
+def test_dangerous_host_path_is_refused(path: str) -> None:
     assert f"policies.hostPaths names {path}, and " in refusal({"policies.hostPaths": ["/data", path]})
 
 
 @pytest.mark.parametrize("path", ["/", "data", "/data/", "//data", "/data/../dev", "/./data", "/a'b", ""])
-def test_path_that_is_not_absolute_and_clean_is_refused(path: str) -> None:
+def test_host_path_that_is_not_absolute_and_clean_is_refused(path: str) -> None:
     assert "hostPaths" in refusal({"policies.hostPaths": [path]})
 
 
 @pytest.mark.parametrize("blind", ["policy", "webhook"])
-def test_in_cuda_mode_nobody_is_blinded(blind: str) -> None:
+def test_blinding_is_refused_in_cuda_mode(blind: str) -> None:
     said = refusal({"settings.injection": "cuda", "policies.blind": blind})
     assert "set policies.blind=nobody" in said
     found = rendered({"settings.injection": "cuda"})
