@@ -149,7 +149,7 @@ def test_the_names_are_those_of_the_service_and_what_is_asked_for() -> None:
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_times_and_names_that_cannot_be_are_refused(flags: dict[str, str], said: str) -> None:
+def test_invalid_lifetimes_and_names_are_refused(flags: dict[str, str], said: str) -> None:
     with pytest.raises(SettingsError) as refused:
         load(flags, {})
     assert said in str(refused.value)

@@ -47,9 +47,7 @@ def run(*words: str) -> int:
 
 @pytest.mark.parametrize("words", COMMANDS.values(), ids=COMMANDS.keys())
 @pytest.mark.defect("S4-21")
-def test_whatever_is_wrong_with_the_options_is_said_with_the_usage(
-    words: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_mistake_in_options_is_printed_with_the_usage(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     # Of `explain` 1 is a denial.
     assert run(*words) == (2 if words[:1] == ["explain"] else 1)
     out, err = capsys.readouterr()
@@ -59,12 +57,12 @@ def test_whatever_is_wrong_with_the_options_is_said_with_the_usage(
 
 
 @pytest.mark.parametrize("words", [["--help"], ["serve", "-h"], ["certs", "dev", "--help"]], ids=" ".join)
-def test_help_is_no_failure(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_exits_with_0(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert run(*words) == 0
     assert capsys.readouterr().out.startswith("usage: gpuwarden")
 
 
-def test_options_nobody_knows_are_named_with_the_other_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_options_are_reported_with_the_other_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("serve", "--frob", "--port", "x", "-l", "loud", "--ledger", "cluster") == 1
     assert [line for line in capsys.readouterr().err.splitlines() if line.startswith("gpuwarden serve: ")] == [
         "gpuwarden serve: there is no option --frob",
@@ -136,7 +134,7 @@ def test_config_check_names_every_mistake(
         assert named in err
 
 
-def test_config_check_is_content_with_the_default(capsys: pytest.CaptureFixture[str]) -> None:
+def test_config_check_accepts_the_defaults(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("config", "check") == 0
     assert capsys.readouterr() == ("The settings are valid.\n", "")
 
@@ -178,7 +176,7 @@ def test_manifests_are_printed_for_an_installation(tmp_path: Path, capsys: pytes
     assert "namespace: gpuwarden\n" in capsys.readouterr().out
 
 
-def test_every_mistake_in_an_installation_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_manifests_reports_every_mistake_in_its_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bundle = tmp_path / "ca.crt"
     bundle.write_text("no certificate")
     flags = ["--namespace", "A.b", "--service", "", "--url", "http://h", "--ca-bundle", str(bundle)]
@@ -199,7 +197,7 @@ def test_every_mistake_in_an_installation_is_named(tmp_path: Path, capsys: pytes
         assert name in err
 
 
-def test_a_ca_that_is_not_there_is_a_mistake_like_the_others(capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_ca_file_is_reported_with_the_other_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("manifests", "--ca-bundle", "nope", "--url", "http://h") == 1
     out, err = capsys.readouterr()
     assert out == ""
@@ -209,7 +207,7 @@ def test_a_ca_that_is_not_there_is_a_mistake_like_the_others(capsys: pytest.Capt
 
 
 @pytest.mark.parametrize("command", [["config", "check"], ["serve"]], ids=" ".join)
-def test_a_mistake_is_not_lost_in_the_usage(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_long_usage_is_shortened_above_a_mistake(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert run(*command, "--port", "x") == 1
     prog = " ".join(["gpuwarden", *command])
     assert capsys.readouterr().err.splitlines() == [
@@ -226,7 +224,9 @@ def test_certs_dev_prints_where_the_files_are(tmp_path: Path, capsys: pytest.Cap
     assert err == ""
 
 
-def test_certs_dev_that_cannot_write_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_certs_dev_reports_an_unwritable_directory_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "file").write_text("")
     assert run("certs", "dev", "--dir", str(tmp_path / "file" / "dir")) == 1
     out, err = capsys.readouterr()
@@ -235,7 +235,7 @@ def test_certs_dev_that_cannot_write_is_one_line(tmp_path: Path, capsys: pytest.
     assert err.count("\n") == 1
 
 
-def test_hints_are_not_advertised(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_of_serve_does_not_list_hints(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("serve", "--help") == 0
     assert "--hints" not in capsys.readouterr().out
 
@@ -287,7 +287,7 @@ def test_a_bug_keeps_its_traceback(bug: Exception) -> None:
     assert caught.value is bug
 
 
-def test_ctrl_c_is_told_apart_from_failure() -> None:
+def test_ctrl_c_has_its_own_exit_code() -> None:
     assert cli.exit_code(cli.make_parser(), raising(KeyboardInterrupt())) == 130
 
 

@@ -100,14 +100,14 @@ NAMED = ["--cluster", "C", "--node", "N"]
             "export: the file 'nowhere' cannot be read: No such file or directory\n",
         ),
         (["--smi-file", "", *NAMED], 1, "export: the file '' cannot be read: Is a directory\n"),
-        (["--smi-file", "bad.xml", "--cluster", "C", "--node", "N"], 1, "it ends in the middle"),
+        (["--smi-file", "bad.xml", "--cluster", "C", "--node", "N"], 1, "it is truncated"),
         (["--smi-file", "bad.xml", "--node", "N"], 2, "CLUSTER_NAME"),
         (["--smi-file", "bad.xml", "--cluster", "C"], 2, "--node"),
         (["--cluster", "C", "--node", "N"], 2, "only with --smi-file"),
         (["--cluster", "C"], 2, "this process is not in a Pod"),
     ],
 )
-def test_what_cannot_be_done_is_said_and_nothing_is_printed(
+def test_export_of_a_file_reports_mistakes_and_prints_nothing(
     tmp_path: Path, flags: list[str], code: int, text: str
 ) -> None:
     (tmp_path / "bad.xml").write_bytes(document(gb200_tray())[:5000])

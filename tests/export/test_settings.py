@@ -65,7 +65,7 @@ def mistakes(environ: dict[str, str], **flags: str) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("variable", GPUID_VARIABLES)
-def test_a_variable_of_s2_has_its_default_and_is_read(variable: str) -> None:
+def test_variable_of_gpuid_has_its_default_and_is_read(variable: str) -> None:
     name, default, text, value = GPUID_VARIABLES[variable]
     assert load(NEEDED).cluster_name == "prod"
     assert getattr(load(NEEDED), name) == default
@@ -73,7 +73,7 @@ def test_a_variable_of_s2_has_its_default_and_is_read(variable: str) -> None:
 
 
 @pytest.mark.parametrize("variable", GPUID_VARIABLES)
-def test_our_own_name_wins_over_that_of_s2(variable: str) -> None:
+def test_prefixed_variable_takes_precedence_over_gpuids(variable: str) -> None:
     name, _, text, value = GPUID_VARIABLES[variable]
     own = f"GPUWARDEN_EXPORT_{name.upper()}"
     found = load({**NEEDED, variable: "nonsense \0 of no form", own: text} if text else {**NEEDED, variable: text})
@@ -112,17 +112,17 @@ def test_our_own_name_wins_over_that_of_s2(variable: str) -> None:
         ("LEASE_RETRY_PERIOD", "10s"),
     ],
 )
-def test_a_value_of_a_wrong_form_is_a_mistake(variable: str, text: str) -> None:
+def test_malformed_value_is_a_mistake(variable: str, text: str) -> None:
     assert any(variable in mistake for mistake in mistakes({**NEEDED, variable: text}))
 
 
-def test_all_mistakes_are_named_at_once() -> None:
+def test_all_mistakes_are_reported_at_once() -> None:
     found = mistakes({"WORKERS": "x", "TIMEOUT": "30", "EXPORTER_TYPE": "http,postgres"})
     assert len(found) == 2 + 1 + 1 + 4
     assert all("allowed" in mistake for mistake in found)
 
 
-def test_what_s2_passes_over_in_silence_is_passed_over_and_told() -> None:
+def test_values_that_gpuid_ignores_are_ignored_and_noted() -> None:
     found = load({**NEEDED, "HTTP_TIMEOUT": "30", "POSTGRES_PORT": "x", "HTTP_ENDPOINT": ""})
     assert (found.http_timeout, found.postgres_port, found.http_endpoint) == (timedelta(seconds=30), 5432, None)
     assert [note.split(":")[1].strip() for note in found.notes] == ["variable HTTP_TIMEOUT", "variable POSTGRES_PORT"]
@@ -148,26 +148,26 @@ class TestWhichCluster:
         (directory / "token").write_text("t")
         return directory
 
-    def test_in_a_pod_it_is_its_own(self, kubeconfig: str, mounted: Path) -> None:
+    def test_pod_uses_its_own_cluster(self, kubeconfig: str, mounted: Path) -> None:
         for environ in (IN_POD, {**IN_POD, "KUBECONFIG": kubeconfig}):
             found = load(environ).connection(mounted)
             assert (found.in_cluster, found.kubeconfig) == (True, None)
             assert found.api_server_of_pod == "https://10.0.0.1:443"
 
-    def test_outside_it_is_that_of_the_variable(self, kubeconfig: str, mounted: Path, tmp_path: Path) -> None:
+    def test_kubeconfig_variable_applies_outside_a_pod(self, kubeconfig: str, mounted: Path, tmp_path: Path) -> None:
         found = load({**NEEDED, "KUBECONFIG": kubeconfig}).connection(mounted)
         assert (found.in_cluster, str(found.kubeconfig)) == (False, kubeconfig)
         found = load({**IN_POD, "KUBECONFIG": kubeconfig}).connection(tmp_path / "nothing-mounted")
         assert str(found.kubeconfig) == kubeconfig
 
-    def test_who_names_one_by_our_own_words_means_it(self, kubeconfig: str, mounted: Path) -> None:
+    def test_our_kubeconfig_setting_applies_in_a_pod(self, kubeconfig: str, mounted: Path) -> None:
         for found in (
             load(IN_POD, kubeconfig=kubeconfig),
             load({**IN_POD, "GPUWARDEN_EXPORT_KUBECONFIG": kubeconfig}),
         ):
             assert str(found.connection(mounted).kubeconfig) == kubeconfig
 
-    def test_in_a_pod_a_variable_that_leads_nowhere_is_passed_over_and_told(self, mounted: Path) -> None:
+    def test_kubeconfig_variable_without_file_is_ignored_and_noted_in_a_pod(self, mounted: Path) -> None:
         found = load({**IN_POD, "KUBECONFIG": "/nowhere/config"})
         assert found.connection(mounted).in_cluster
         assert [note.split(":")[1].strip() for note in found.notes] == ["variable KUBECONFIG"]
@@ -186,7 +186,7 @@ class TestWhichCluster:
         pytest.param("S3_PARTITION_PATTERN", "dt=%Y-%m-%d/%q/100%", id="other-percent-sign"),
     ],
 )
-def test_what_s2_takes_is_taken(variable: str, text: str) -> None:
+def test_values_accepted_by_gpuid_are_accepted(variable: str, text: str) -> None:
     assert getattr(load({**NEEDED, variable: text}), variable.lower()) == text
 
 
@@ -200,7 +200,7 @@ def test_an_endpoint_is_a_url(text: str) -> None:
 OTHERS_WORDS = {"TIMEOUT": "30", "WORKERS": "0", "BURST": "1", "SERVER_PORT": "0", "KUBECONFIG": "/nowhere", "QPS": "x"}
 
 
-def test_a_command_that_does_not_export_judges_what_it_looks_at_alone() -> None:
+def test_other_commands_check_only_the_settings_they_use() -> None:
     found = settings.load({}, {**NEEDED, **OTHERS_WORDS}, part=ONE_READING)
     assert (found.cluster_name, found.workers) == ("prod", 16)
     database = {"POSTGRES_HOST": "db", "POSTGRES_DB": "d", "POSTGRES_USER": "u", "POSTGRES_PASSWORD": "p"}
@@ -211,7 +211,7 @@ def test_a_command_that_does_not_export_judges_what_it_looks_at_alone() -> None:
         settings.load({}, {**NEEDED, "GPUWARDEN_EXPORT_WORKER": "3"}, part=ONE_READING)
 
 
-def test_an_election_needs_a_name_to_stand_under() -> None:
+def test_leader_election_requires_pod_name() -> None:
     assert "POD_NAME" in mistakes({**NEEDED, "LEADER_ELECTION": "T"})[0]
     assert load({**NEEDED, "LEADER_ELECTION": "T", "POD_NAME": "p"}).leader_election
 
@@ -240,7 +240,7 @@ def test_each_store_gets_what_it_needs(tmp_path: Path) -> None:
         ("http://[::1]:8080", False),
     ],
 )
-def test_a_token_goes_by_plain_http_to_this_machine_alone(tmp_path: Path, endpoint: str, is_refused: bool) -> None:
+def test_token_is_sent_by_plain_http_only_to_this_machine(tmp_path: Path, endpoint: str, is_refused: bool) -> None:
     (tmp_path / "token").write_text("example-token\n")
     given = {**NEEDED, "EXPORTER_TYPE": "http", "HTTP_ENDPOINT": endpoint}
     file = {"http_auth_token_file": str(tmp_path / "token")}
@@ -258,7 +258,7 @@ def test_a_token_goes_by_plain_http_to_this_machine_alone(tmp_path: Path, endpoi
         assert load(given, **file).http.token == "example-token"
 
 
-def test_a_token_for_an_exporter_that_is_not_chosen_goes_nowhere() -> None:
+def test_token_of_an_exporter_not_in_use_is_not_checked() -> None:
     assert load({**NEEDED, "HTTP_ENDPOINT": "http://h/x", "HTTP_AUTH_TOKEN": "t"}).exporter_type == ("stdout",)
 
 
@@ -294,7 +294,7 @@ def test_the_reference_is_up_to_date() -> None:
     assert (ROOT / "docs" / "reference" / "settings-export.md").read_text() == settings.reference()
 
 
-def test_what_cannot_be_used_ends_with_2(tmp_path: Path) -> None:
+def test_unusable_settings_exit_with_2(tmp_path: Path) -> None:
     done = refusing(tmp_path, "export", "--workers", "0", "--kubeconfig", "nowhere")
     assert done.returncode == 2
     assert [line for line in done.stderr.splitlines() if "--workers" in line and "1 to 100" in line]
@@ -323,16 +323,16 @@ def test_label_selectors(text: str, is_one: bool) -> None:
 
 
 @pytest.mark.parametrize("word", ["trace", "fatal", "report", "verbose"])
-def test_no_word_that_s2_does_not_know_hides_errors(word: str) -> None:
+def test_unknown_log_level_never_hides_errors(word: str) -> None:
     assert load({**NEEDED, "LOG_LEVEL": word}).log_level == "info"
 
 
-def test_a_month_between_readings_is_a_choice() -> None:
+def test_resync_may_be_a_month() -> None:
     assert load({**NEEDED, "RESYNC": "720h"}).resync == timedelta(days=30)
 
 
 @pytest.mark.parametrize("words", [("export", "--smi-file"), ("history", "--pod")])
-def test_a_flag_without_its_value_ends_with_2(tmp_path: Path, words: Sequence[str]) -> None:
+def test_flag_without_value_exits_with_2(tmp_path: Path, words: Sequence[str]) -> None:
     done = refusing(tmp_path, *words)
     assert done.returncode == 2
     assert "expected one argument" in done.stderr

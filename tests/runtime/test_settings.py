@@ -376,7 +376,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("name", "text", "mistake"), WRONG, ids=[f"{name}={text}" for name, text, _ in WRONG])
-def test_a_value_that_is_not_allowed_is_named(name: str, text: str, mistake: str) -> None:
+def test_invalid_value_is_reported_with_the_rule(name: str, text: str, mistake: str) -> None:
     assert mistakes({name: text}) == (f"flag --{name.replace('_', '-')}: {mistake}",)
 
 
@@ -623,7 +623,7 @@ def test_with_a_cluster_nothing_is_embedded(name: str, there: Path) -> None:
     assert found.inventory_file is None
 
 
-def test_the_words_are_those_of_the_core() -> None:
+def test_defaults_are_those_of_the_core() -> None:
     assert tuple(setting_kinds.INJECTION.allowed.split(", ")) == tuple(Injection)
     assert Settings().gpu_resource == ClaimRules().resource == DressRules().resource
     assert (Settings().required_hash_alias,) == ClaimRules().hash_aliases
