@@ -210,9 +210,9 @@ async def test_invalid_annotation_is_reported_on_its_node_and_affects_no_other_n
 async def test_unreadable_gpunode_affects_no_other_node_and_recovers_when_repaired(harness: Harness) -> None:
     """No reservation is lost, and other nodes are served without delay."""
     await harness.node(A, said("GPU-a", "GPU-a2"))
-    had = await harness.has_gpu(A, "first")
-    (left,) = {"GPU-a", "GPU-a2"} - {had}
-    await harness.is_held(A, had)
+    first_gpu = await harness.has_gpu(A, "first")
+    (left,) = {"GPU-a", "GPU-a2"} - {first_gpu}
+    await harness.is_held(A, first_gpu)
     await harness.node(B, said("GPU-b"))
     await harness.is_answered(harness.asking(B), "GPU-b")
     entry = {"reservation": "x", "phase": "pending", "namespace": harness.namespace, "digest": "d"}
@@ -228,14 +228,14 @@ async def test_unreadable_gpunode_affects_no_other_node_and_recovers_when_repair
     affinity = {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": terms}}
     second = await harness.kube.create(PODS, pod("second", 1, affinity=affinity), harness.namespace)
     assert second["metadata"]["annotations"]["gpuwarden.io/gpu-uuid"] == "GPU-b"
-    assert await harness.phase(A, had) == "finalized"
+    assert await harness.phase(A, first_gpu) == "finalized"
     await harness.kube.patch(
         GPU_NODES, A, {"status": {"held": {"GPU-x/0": {"phase": "releasing"}}}}, subresource="status"
     )
     await harness.kube.patch(GPU_NODES, A, {"status": {"held": {"GPU-x/0": None}}}, subresource="status")
     await harness.is_answered(harness.asking(A), left)
     await harness.kube.delete(PODS, "first", harness.namespace)
-    await wait_until(lambda: harness.phase(A, had), lambda phase: phase is None)
+    await wait_until(lambda: harness.phase(A, first_gpu), lambda phase: phase is None)
 
 
 async def test_a_gpu_that_changes_its_uuid_while_held_is_quarantined_until_its_pod_ends(harness: Harness) -> None:

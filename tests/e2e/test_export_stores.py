@@ -649,7 +649,7 @@ def child(postgres: Postgres, table: str, outbox: Path, first: int, count: int) 
         name: getattr(target_of(postgres, table), name)
         for name in ("host", "port", "db", "user", "password", "sslmode", "table", "auto_migrate")
     }
-    told = {"target": target, "outbox": str(outbox), "first": first, "count": count}
+    arguments = {"target": target, "outbox": str(outbox), "first": first, "count": count}
     with subprocess.Popen(
         [sys.executable, "-m", "tests.e2e.export_child"],
         cwd=ROOT,
@@ -659,7 +659,7 @@ def child(postgres: Postgres, table: str, outbox: Path, first: int, count: int) 
         text=True,
     ) as process:
         assert process.stdin is not None
-        process.stdin.write(json.dumps(told))
+        process.stdin.write(json.dumps(arguments))
         process.stdin.close()
         process.stdin = None
         try:

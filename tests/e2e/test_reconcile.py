@@ -156,11 +156,11 @@ async def test_late_pod_gets_its_reservation_back_or_an_event(
     await kube.create(PODS, second, namespace)
     await wait_until(lambda: reasons(kube, namespace), lambda found: "ReservationRestored" in found)
 
-    async def told() -> set[str]:
+    async def event_reasons() -> set[str]:
         reconciling.now += LOST_AFTER
         return await reasons(kube, namespace)
 
-    await wait_until(told, lambda found: "ReservationLost" in found)
+    await wait_until(event_reasons, lambda found: "ReservationLost" in found)
     assert (await reconciling.held())["GPU-a0/0"]["reservation"] == "r1"
 
 
@@ -212,8 +212,13 @@ async def test_garbage_collector_deletes_no_reservation(reconciling: ApiBench, k
     await wait_until(lambda: is_in_phase(reconciling, "finalized"))
     # It is created later and has an owner that does not exist: once it is collected, the collector has considered the
     # earlier objects.
-    nobody = {"apiVersion": "v1", "kind": "ConfigMap", "name": "nobody", "uid": "00000000-0000-0000-0000-000000000000"}
-    await kube.create(CONFIG_MAPS, {"metadata": {"name": "orphan", "ownerReferences": [nobody]}}, namespace)
+    missing_owner = {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "name": "nobody",
+        "uid": "00000000-0000-0000-0000-000000000000",
+    }
+    await kube.create(CONFIG_MAPS, {"metadata": {"name": "orphan", "ownerReferences": [missing_owner]}}, namespace)
     await gone(kube, CONFIG_MAPS, "orphan", namespace)
     raw = await kube.get(GPU_NODES, "node-a")
     assert "ownerReferences" not in raw["metadata"]

@@ -41,7 +41,7 @@ from tests.e2e.test_bind import OURS, binding
 from tests.e2e.test_extender import NODE_EVIDENCES
 from tests.e2e.test_ledger import GPU_NODES
 from tests.e2e.test_maps import KEEPS
-from tests.e2e.test_queue import gates, told
+from tests.e2e.test_queue import gates, wait_for_event
 from tests.running import Running, challenging
 from webhook.core import keys
 from webhook.core.evidence import Evidence
@@ -222,7 +222,7 @@ class Harness:
 
         raw = await wait_until(look, lambda found: found and gates(found) == ["gpuwarden.io/queue"], seconds)
         assert raw is not None
-        await told(self.kube, raw, reason, words)
+        await wait_for_event(self.kube, raw, reason, words)
         after = await self.get(ordinal, name)
         assert gates(after) == ["gpuwarden.io/queue"]
         assert keys.GPU_UUID.name not in after["metadata"]["annotations"]
@@ -285,7 +285,7 @@ async def discovered(kube: Kube) -> None:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def company(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Harness]:
+async def processes(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Harness]:
     """All processes, for the whole module."""
     directory = tmp_path_factory.mktemp("sets")
     async with (
@@ -313,16 +313,16 @@ async def company(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def harness(company: Harness) -> AsyncIterator[Harness]:
+async def harness(processes: Harness) -> AsyncIterator[Harness]:
     """The harness, with everything cleaned up and repaired before and after each test."""
     try:
-        yield company
-        company.here.checker.assert_no_violations()
+        yield processes
+        processes.here.checker.assert_no_violations()
     finally:
-        await emptied(company)
-        await healed(company)
-        await company.here.wait_until_offered()
-    company.here.checker.assert_no_violations()
+        await emptied(processes)
+        await healed(processes)
+        await processes.here.wait_until_offered()
+    processes.here.checker.assert_no_violations()
 
 
 async def emptied(harness: Harness) -> None:
@@ -546,7 +546,7 @@ async def test_next_binder_binds_every_pod_of_a_killed_binder(harness: Harness, 
     await harness.runs(0)
     waits = await wait_until(lambda: harness.find(1))
     assert waits is not None
-    await told(harness.kube, waits, "FailedScheduling", "are on node sets-1, which is with too little cpu")
+    await wait_for_event(harness.kube, waits, "FailedScheduling", "are on node sets-1, which is with too little cpu")
     harness.binder.process.kill()
     harness.binder.process.wait()
     await harness.kube.delete(PODS, "hog", harness.namespace, grace=0)

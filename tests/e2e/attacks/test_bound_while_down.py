@@ -89,7 +89,7 @@ class Harness:
         return {**spec.get("nodes", {}), **spec.get("namespaces", {}), **spec.get("pods", {})}
 
     async def kept(self, *names: str) -> None:
-        """Waits until each of these nodes, pods or namespaces has an end time that is not in the past."""
+        """Waits until each of these nodes, pods or namespaces has an end time after 1971."""
         await wait_until(self.ends, lambda data: all(data.get(name, "1970") > "1971" for name in names))
 
     async def create_gated_pod(self, name: str, node: str, gpus: int = 1) -> Raw:

@@ -97,9 +97,9 @@ async def test_deeply_nested_json_is_refused_immediately(running: Running) -> No
 
 
 async def test_finalize_does_not_echo_its_input(running: Running) -> None:
-    told = {"namespace": "a", "name": "b", "uid": "c", "reservation-id": "d", "gpu-uuid": "x" * 16_385}
+    body = {"namespace": "a", "name": "b", "uid": "c", "reservation-id": "d", "gpu-uuid": "x" * 16_385}
     async with running.client() as client:
-        reply = await client.post("/finalize", json=told)
+        reply = await client.post("/finalize", json=body)
     assert (reply.status_code, len(reply.content) < 1000) == (400, True)
 
 

@@ -122,8 +122,8 @@ async def test_gpu_is_released_soon_after_its_containers_have_ended_and_not_befo
         ("stays-0",),
         ("stays-1",),
     ]
-    told = await wait_until(lambda: whys(here), lambda found: len(found) >= 2)
-    assert all("its node reports that nothing uses it" in why for why in told), told
+    reasons = await wait_until(lambda: end_reasons(here), lambda found: len(found) >= 2)
+    assert all("its node reports that nothing uses it" in why for why in reasons), reasons
 
 
 async def test_gpus_stay_reserved_while_the_kubelet_is_dead(
@@ -158,7 +158,7 @@ async def test_gpus_stay_reserved_while_the_kubelet_is_dead(
     assert overlaps(found) == []
 
 
-async def whys(here: Site) -> list[str]:
+async def end_reasons(here: Site) -> list[str]:
     """The reasons why orphans of this test's pods were released."""
     found = await here.kube.list(EVENTS, "default", fieldSelector=f"involvedObject.name={NODE},reason=OrphanEnded")
     return [one["message"] for one in found if f" of pod {here.namespace}/" in one["message"]]
