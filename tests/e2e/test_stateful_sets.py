@@ -1,8 +1,6 @@
-"""The map and the binder together: a StatefulSet of mapped pods behind the webhook, under a scheduler of ours.
-
-Three nodes that the map knows by their logical names, two replicas of the webhook, a reconciler and a binder. Each
-ordinal runs with the GPUs of its line and no others, whatever becomes of its pods, its node and the processes.
-"""
+"""StatefulSets with a placement map: mapped pods behind the webhook, with the scheduler of gpuwarden. There are three
+nodes with logical names, two replicas, a reconciler and a binder. Each ordinal runs with the GPUs of its map line, also
+after its pods, its node or the processes are replaced."""
 
 import asyncio
 import json
