@@ -192,7 +192,7 @@ async def test_reviews_need_a_token_of_the_audience_and_of_an_allowed_caller(
     cluster: Cluster, kube: Kube, namespace: str, identity: Identity, tmp_path: Path
 ) -> None:
     tokens = {
-        "nobody's": "",
+        "no token": "",
         "another's of the audience": cluster.service_account_token(namespace, "default", audience=AUDIENCE),
         "the caller's for the API server": cluster.service_account_token(*CALLER),
         "the caller's for another audience": cluster.service_account_token(*CALLER, audience="another"),
@@ -241,9 +241,9 @@ async def test_reviews_need_a_certificate_of_the_client_ca(
 # The permissions.
 
 Use = tuple[str, str, str]
-POLICIES_ASK = "the policies ask the authorizer for it; it is in no request"
-PROOFS_ONLY = "only where nodes are challenged, which is not here but in the tests of proofs"
-READ_AGAIN = "read again where another writer was faster, which is chance here"
+POLICIES_ASK = "policies check it with the authorizer; no request uses it"
+PROOFS_ONLY = "only with challenges, which the tests of proofs use"
+READ_AGAIN = "read again after a write conflict, which happens by chance here"
 # Granted, and not always used in this test.
 SPARE: dict[str, dict[Use, str]] = {
     "gpuwarden": {
@@ -258,27 +258,27 @@ SPARE: dict[str, dict[Use, str]] = {
         ("", "nodes", "get"): PROOFS_ONLY,
         ("scheduling.k8s.io", "priorityclasses", "list"): "with --scorer",
         ("scheduling.k8s.io", "priorityclasses", "watch"): "with --scorer",
-        ("", "namespaces", "get"): "one that came with its first pods is looked up, which is chance here",
+        ("", "namespaces", "get"): "a namespace created together with its pods is read, which happens by chance here",
     },
     "gpuwarden-reconcile": {
         ("gpuwarden.io", "reservations", "manage"): POLICIES_ASK,
-        ("gpuwarden.io", "bindingends", "create"): "where no replica of serve has made it, as the one here has",
+        ("gpuwarden.io", "bindingends", "create"): "only if no replica of serve has created it",
         ("gpuwarden.io", "gpunodes", "get"): READ_AGAIN,
         ("gpuwarden.io", "nodeevidences", "get"): READ_AGAIN,
         (
             "gpuwarden.io",
             "nodeevidences",
             "delete",
-        ): "with a Node that goes, which none does here",
+        ): "when a Node is deleted, which none is here",
         ("", "nodes", "patch"): "with --on-evidence-lost taint",
         ("", "pods/eviction", "create"): "with --on-evidence-lost evict",
-        ("", "pods", "get"): "one pod is looked at where its watch has not shown it in time, which is chance here",
+        ("", "pods", "get"): "a pod that the watch has not shown in time is read, which happens by chance here",
     },
     "gpuwarden-bind": {
         ("gpuwarden.io", "reservations", "manage"): POLICIES_ASK,
-        ("gpuwarden.io", "gpunodes/status", "update"): "where nobody else has learnt yet whose a reservation is",
-        ("", "namespaces", "get"): "one that came with its first pods is looked up, which is chance here",
-        ("", "pods", "get"): "one pod is looked at where a Binding was not answered, which is chance here",
+        ("gpuwarden.io", "gpunodes/status", "update"): "if no other process has bound the reservation to its pod yet",
+        ("", "namespaces", "get"): "a namespace created together with its pods is read, which happens by chance here",
+        ("", "pods", "get"): "a pod is read after an unanswered Binding, which happens by chance here",
         ("", "persistentvolumeclaims", "get"): "of a pod that names a claim, as in the tests of the binder",
         ("", "persistentvolumes", "get"): "of a pod whose claim is bound, as in the tests of the binder",
         ("", "persistentvolumeclaims", "patch"): "of a pod whose volume is made for its node, as below",

@@ -308,8 +308,8 @@ async def test_secret_of_another_type_is_not_changed(cluster: Cluster, kube: Kub
 
 
 async def test_missing_permission_is_named(cluster: Cluster, tmp_path: Path) -> None:
-    nobody = cluster.service_account_kubeconfig(OURS, "default")
-    command = [GPUWARDEN, "certs", "ensure", "--kubeconfig", str(nobody)]
+    unprivileged = cluster.service_account_kubeconfig(OURS, "default")
+    command = [GPUWARDEN, "certs", "ensure", "--kubeconfig", str(unprivileged)]
     done = await asyncio.to_thread(subprocess.run, command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 1
     assert 'cannot get resource "mutatingwebhookconfigurations"' in done.stderr

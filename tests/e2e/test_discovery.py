@@ -389,9 +389,9 @@ def sources(entry: Raw | None, source: str = "jwt-svid") -> Raw:
         pytest.param({"nonceDigest": "n1", "since": "2026-03-02T11:59:59.999999Z"}, "jwt-svid", id="issued before"),
         pytest.param({"nonceDigest": None, "since": "2026-03-02T12:30:00Z"}, "jwt-svid", id="without a nonce"),
         pytest.param({"hash": OTHER_HASH}, "jwt-svid", id="another hash"),
-        pytest.param({"until": "2026-03-02T14:00:00Z"}, "jwt-svid", id="made to last longer"),
+        pytest.param({"until": "2026-03-02T14:00:00Z"}, "jwt-svid", id="longer validity"),
         pytest.param({"nonceDigest": None, "challenged": SINCE}, "jwt-svid", id="challenged without a nonce"),
-        pytest.param({"banned": None}, "jwt-svid", id="not said whether banned"),
+        pytest.param({"banned": None}, "jwt-svid", id="without banned"),
         pytest.param({"hash": HASH, "banned": False, "conflict": False}, "spire-server", id="without an end"),
         pytest.param({"banned": False, "conflict": False}, "static", id="without a hash"),
     ],
@@ -430,11 +430,11 @@ async def answered(proven: Kube) -> Kube:
 @pytest.mark.parametrize(
     "changes",
     [
-        pytest.param({**AGAIN, "challenged": CHALLENGED}, id="at the same moment"),
-        pytest.param({**AGAIN, "challenged": "2026-03-02T11:59:59.499Z"}, id="before"),
-        pytest.param({**AGAIN, "challenged": None}, id="nobody knows when"),
-        pytest.param({"challenged": None}, id="forgotten"),
-        pytest.param({"challenged": "2026-03-02T12:00:00Z"}, id="the same nonce, written as issued later, and again"),
+        pytest.param({**AGAIN, "challenged": CHALLENGED}, id="same time"),
+        pytest.param({**AGAIN, "challenged": "2026-03-02T11:59:59.499Z"}, id="earlier"),
+        pytest.param({**AGAIN, "challenged": None}, id="unknown time"),
+        pytest.param({"challenged": None}, id="time removed"),
+        pytest.param({"challenged": "2026-03-02T12:00:00Z"}, id="same nonce again"),
     ],
 )
 async def test_api_server_refuses_an_answer_to_an_older_challenge(answered: Kube, changes: Raw) -> None:

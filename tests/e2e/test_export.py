@@ -270,11 +270,11 @@ async def test_failure_is_logged_with_its_reason_counted_once_and_retried(
     fake_nvidia_smi.runs_shell('echo "NVIDIA-SMI has failed"; exit 9')
     with exporting(account, tmp_path / "export") as running:
         await kube.create(PODS, plugin_pod("plugin-a"), PLUGINS)
-        told = await wait_for(lambda: running.logged("node not read"), running)
+        entries = await wait_for(lambda: running.logged("node not read"), running)
         # These kubelets report the exit code in the message only.
-        assert told[0]["reason"] == "unavailable"
-        assert "exit status 9" in told[0]["problem"]
-        assert told[0]["problem"].endswith("NVIDIA-SMI has failed")
+        assert entries[0]["reason"] == "unavailable"
+        assert "exit status 9" in entries[0]["problem"]
+        assert entries[0]["problem"].endswith("NVIDIA-SMI has failed")
         await wait_for(lambda: len(running.logged("node not read")) > 1, running)
         counted = await running.count('gpuid_export_failure_total{exporter="",reason="unavailable"}')
         assert 2 <= counted <= len(running.logged("node not read"))
@@ -293,9 +293,9 @@ async def test_truncated_output_is_a_failure_and_stderr_output_is_not(
     fake_nvidia_smi.runs_shell('head -c 20000 "$STANDIN/content.xml"')
     with exporting(account, tmp_path / "export") as running:
         await kube.create(PODS, plugin_pod("plugin-a"), PLUGINS)
-        told = await wait_for(lambda: running.logged("node not read"), running)
-        assert told[0]["reason"] == "unreadable"
-        assert "ends in the middle" in told[0]["problem"]
+        entries = await wait_for(lambda: running.logged("node not read"), running)
+        assert entries[0]["reason"] == "unreadable"
+        assert "ends in the middle" in entries[0]["problem"]
         fake_nvidia_smi.runs_shell("head -c 30000000 /dev/zero")
         await wait_for(lambda: "too_large" in {one["reason"] for one in running.logged("node not read")}, running)
         fake_nvidia_smi.runs_shell('echo "a warning" >&2; cat "$STANDIN/content.xml"')
@@ -315,9 +315,9 @@ async def test_exec_is_allowed_in_the_watched_namespace_only(
     reads_only = cluster.service_account_kubeconfig(OURS, "reads-only")
     with exporting(reads_only, tmp_path / "export", "--history", "false") as running:
         await kube.create(PODS, plugin_pod("plugin-a"), PLUGINS)
-        told = await wait_for(lambda: running.logged("node not read"), running)
-        assert told[0]["reason"] == "forbidden"
-        assert "403" in told[0]["problem"]
+        entries = await wait_for(lambda: running.logged("node not read"), running)
+        assert entries[0]["reason"] == "forbidden"
+        assert "403" in entries[0]["problem"]
         assert await running.count('gpuid_export_failure_total{exporter="",reason="forbidden"}') >= 1
     async with Kube(account) as own:
         for namespace, is_allowed in ((PLUGINS, True), ("default", False), ("kube-system", False)):
@@ -415,8 +415,8 @@ async def test_second_exporter_takes_over_when_the_leader_stops(
                 await wait_until(lambda: answers(client, f"{url}/readyz"))
             assert second.records() == []
             assert first.stop() == 0
-            told = [line["event"] for line in first.log()]
-            assert told.index("drained") < told.index("the Lease is released")
+            entries = [line["event"] for line in first.log()]
+            assert entries.index("drained") < entries.index("the Lease is released")
             found = await wait_for(second.records, second, lambda found: len(found) == 4)
             assert [kept(one) for one in found] == [kept(one) for one in own]
             assert fake_nvidia_smi.calls - before == 1
@@ -522,9 +522,9 @@ async def test_gpu_uses_are_exported_with_start_and_end_across_a_kill(
         with exporting(account, tmp_path / "second", *keeping) as running:
             await wait_for(lambda: [one for one in uses(running) if one["until"]], running)
             assert running.stop() == 0
-        told = uses(running)
-        assert {one["until"] for one in told} - {None} == {told[-1]["until"]}
-        assert {one["since"] for one in told} == {begun["since"]}
+        entries = uses(running)
+        assert {one["until"] for one in entries} - {None} == {entries[-1]["until"]}
+        assert {one["since"] for one in entries} == {begun["since"]}
     finally:
         await kube.delete(PODS, "user", "default", grace=0)
         await kube.delete(GPU_NODES, NODE_NAMES[0])
@@ -545,8 +545,8 @@ async def test_one_reading_gives_gpu_node_index_uuid_and_serial(
     with reconciling(tmp_path / "reconcile", lease), exporting(account, tmp_path / "export"):
         found = await wait_until(lambda: kube.find(GPU_NODES, NODE_NAMES[0]))
         assert found is not None
-        told = {(one["index"], one["uuid"], one["serial"]) for one in found["spec"]["devices"]}
-        assert told == {(card.number, card.uuid, card.serial) for card in gb200_tray()}
+        entries = {(one["index"], one["uuid"], one["serial"]) for one in found["spec"]["devices"]}
+        assert entries == {(card.number, card.uuid, card.serial) for card in gb200_tray()}
 
 
 @pytest.mark.defect("S2-15")

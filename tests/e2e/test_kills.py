@@ -59,15 +59,15 @@ DROP: Phases = []
 OF_A_REPLICA = (
     Step("before the reservation is written", RESERVE, carried_out=False),
     Step("reserved, not answered", RESERVE, carried_out=True),
-    Step("answered, before the uid is written", NAME, carried_out=False),
-    Step("the uid written, not created", NAME, carried_out=True),
+    Step("answered, before the UID is written", NAME, carried_out=False),
+    Step("UID written, not created", NAME, carried_out=True),
 )
 OF_A_RECONCILER = (
     Step("created, before it is confirmed", CONFIRM, carried_out=False),
-    Step("confirmed, not told", CONFIRM, carried_out=True),
+    Step("confirmed, not reported", CONFIRM, carried_out=True),
 )
 OF_A_RELEASE = (
-    Step("marked releasing, not told", MARK, carried_out=True),
+    Step("marked releasing, not reported", MARK, carried_out=True),
     Step("before the slot is dropped", DROP, carried_out=False),
 )
 SOME = pytest.mark.parametrize("rounds", [1, pytest.param(20, marks=pytest.mark.long)])

@@ -189,7 +189,7 @@ async def test_pod_without_a_proven_node_waits_in_the_queue(cluster: Cluster, ku
         assert (await queue.get("proven-only"))["spec"]["nodeName"] == "queue-0"
 
 
-@pytest.mark.long  # a Lease has to end twice
+@pytest.mark.long  # two Leases must expire
 async def test_interrupted_reconciler_serves_no_queued_pod_twice(cluster: Cluster, kube: Kube, tmp_path: Path) -> None:
     """The moment of the kill is random; tests/admission/queue/test_queue.py covers every step."""
     async with queue_harness(cluster, kube, tmp_path, gpus=1, acts=False) as queue:

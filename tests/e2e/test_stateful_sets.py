@@ -489,7 +489,9 @@ async def test_ordinal_waits_for_its_node_until_it_is_ready(harness: Harness) ->
     assert (await harness.get(1))["metadata"]["uid"] == lost["metadata"]["uid"]
 
 
-@pytest.mark.parametrize("is_forced", [True, pytest.param(False, marks=pytest.mark.long)], ids=["by-hand", "collected"])
+@pytest.mark.parametrize(
+    "is_forced", [True, pytest.param(False, marks=pytest.mark.long)], ids=["deleted-by-force", "garbage-collected"]
+)
 async def test_ordinal_waits_for_its_deleted_node_to_return(harness: Harness, *, is_forced: bool) -> None:
     """The pod is deleted by force, or the pod garbage collector deletes it after a minute."""
     await harness.create(mapped_set())

@@ -39,7 +39,7 @@ INVENTORY = {
         {"name": "node-2", "evidence": {"hash": "sha256:bb22"}, "devices": [{"uuid": f"GPU-2-{n}"} for n in range(8)]},
     ]
 }
-# Nobody reads the log while a test runs, and a pipe holds 64 KiB.
+# The log is a pipe of 64 KiB that is not read while a test runs.
 QUIET = ("--log-level", "warn")
 
 
@@ -136,8 +136,8 @@ async def test_denial_message_reaches_the_client_unchanged(
 async def test_denied_pod_of_a_controller_is_reported_in_an_event(kube: Kube, reviewed_namespace: str) -> None:
     unavailable = {"gpuwarden.io/required-hash": "sha256:cc33"}
     await kube.create(DEPLOYMENTS, deployment("infer", 1, gpus=1, annotations=unavailable), reviewed_namespace)
-    told = await wait_until(lambda: kube.list(EVENTS, reviewed_namespace, fieldSelector="reason=FailedCreate"))
-    assert "denied the request" in told[0]["message"]
+    events = await wait_until(lambda: kube.list(EVENTS, reviewed_namespace, fieldSelector="reason=FailedCreate"))
+    assert "denied the request" in events[0]["message"]
     assert await kube.list(PODS, reviewed_namespace) == []
 
 

@@ -336,7 +336,7 @@ async def test_deletion_with_a_longer_grace_period_than_the_pods_is_denied(
 async def test_pod_with_a_grace_period_above_a_lowered_limit_can_be_deleted_and_evicted(
     cluster: Cluster, kube: Kube, tmp_path: Path
 ) -> None:
-    """A deletion that names no grace period asks for the pod's own."""
+    """A deletion without a grace period uses the pod's own."""
     own = 7200
     flags = ("--orphan-margin", f"{MARGIN}s", "--max-grace", "3h")
     async with (

@@ -212,8 +212,8 @@ async def test_installation_objects_cannot_be_deleted_as_a_collection(users: Clu
     "change",
     [
         pytest.param(failing_open(0), id="failing open"),
-        pytest.param([{"op": "remove", "path": "/webhooks/0/matchConditions"}], id="a member taken away"),
-        pytest.param([{"op": "remove", "path": "/webhooks/0"}], id="a hook taken away"),
+        pytest.param([{"op": "remove", "path": "/webhooks/0/matchConditions"}], id="match conditions removed"),
+        pytest.param([{"op": "remove", "path": "/webhooks/0"}], id="webhook removed"),
         pytest.param([{"op": "replace", "path": "/webhooks/0/name", "value": "x.gpuwarden.io"}], id="another name"),
         pytest.param([{"op": "replace", "path": "/webhooks/0/rules/0/operations", "value": ["UPDATE"]}], id="rules"),
         pytest.param(

@@ -151,7 +151,7 @@ class Churn:
         pytest.param([Life("a", 1, 3, "x"), Life("a", 2, 4, "y")], 1, id="the second starts before the first ends"),
         pytest.param([Life("a", 1, 9, "x"), Life("a", 2, 3, "y"), Life("a", 4, 5, "z")], 2, id="two within one"),
         pytest.param([Life("a", 1, 2, "x"), Life("a", 1.5, 3, "x")], 1, id="two containers of one pod"),
-        pytest.param([Life("a", 1, 2, "x"), Life("a", 2, 3, "y")], 1, id="in the same hundredth of a second"),
+        pytest.param([Life("a", 1, 2, "x"), Life("a", 2, 3, "y")], 1, id="same hundredth of a second"),
     ],
 )
 def test_overlapping_gpu_use_is_detected(lives: list[Life], count: int) -> None:
