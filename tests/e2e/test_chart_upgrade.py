@@ -214,8 +214,8 @@ async def test_upgrade_and_rollback_lose_no_review(
         assert harness.kubelet.violations == []
         assert {*first, *second} <= {*harness.kubelet.stopped_pods}
         harness.checker.assert_no_violations()
-        await wait_until(lambda: judged(harness), lambda seen: seen >= len(harness.real))
+        await wait_until(lambda: seen_pods(harness), lambda seen: seen >= len(harness.real))
 
 
-async def judged(harness: Harness) -> int:
+async def seen_pods(harness: Harness) -> int:
     return len(harness.checker.seen)

@@ -22,7 +22,7 @@ from tests.e2e.kube import (
     Kube,
     Raw,
     Resource,
-    forced_away,
+    delete_without_finalizers,
     gone,
     pod,
     pod_in_phase,
@@ -178,7 +178,7 @@ async def cleared(kube: Kube, namespace: str) -> None:
     for of in (NODES, GPU_NODES, NODE_EVIDENCES):
         for one in await kube.list(of):
             if one["metadata"]["name"].startswith("disco-"):
-                await forced_away(kube, of, one["metadata"]["name"])
+                await delete_without_finalizers(kube, of, one["metadata"]["name"])
     for one in await kube.list(EVENTS, "default"):
         if one["involvedObject"]["name"] in NAMES:
             with suppress(ApiError):

@@ -46,22 +46,22 @@ PODS_OF = pytest.mark.parametrize("pods", [40, pytest.param(400, marks=pytest.ma
 
 
 @frozen
-class Kind:
+class FaultCase:
     match: Match
     fault: Fault
     share: float = 0.2
 
 
-KINDS = {
-    "409": Kind(is_reservation_write, answering(409)),
-    "422": Kind(is_reservation_write, answering(422)),
-    "429": Kind(is_ledger_call, answering(429)),
-    "500": Kind(is_ledger_call, answering(500)),
-    "503": Kind(is_ledger_call, answering(503)),
-    "answer lost": Kind(is_reservation_write, drop_response),
-    "connection cut": Kind(is_ledger_call, cut),
-    "answer swallowed": Kind(is_reservation_write, never_answer, 0.1),
-    "answer late": Kind(is_ledger_call, delayed(0.5)),
+FAULTS = {
+    "409": FaultCase(is_reservation_write, answering(409)),
+    "422": FaultCase(is_reservation_write, answering(422)),
+    "429": FaultCase(is_ledger_call, answering(429)),
+    "500": FaultCase(is_ledger_call, answering(500)),
+    "503": FaultCase(is_ledger_call, answering(503)),
+    "answer lost": FaultCase(is_reservation_write, drop_response),
+    "connection cut": FaultCase(is_ledger_call, cut),
+    "answer swallowed": FaultCase(is_reservation_write, never_answer, 0.1),
+    "answer late": FaultCase(is_ledger_call, delayed(0.5)),
 }
 
 
@@ -91,11 +91,11 @@ SHORT = ("409", "500", "answer lost", "answer swallowed")
 
 
 @PODS_OF
-@pytest.mark.parametrize("kind", [one if one in SHORT else pytest.param(one, marks=pytest.mark.long) for one in KINDS])
+@pytest.mark.parametrize("kind", [one if one in SHORT else pytest.param(one, marks=pytest.mark.long) for one in FAULTS])
 async def test_a_creation_is_denied_clearly_or_succeeds(
     cluster: Cluster, kube: Kube, tmp_path: Path, request: pytest.FixtureRequest, kind: str, pods: int
 ) -> None:
-    chosen = KINDS[kind]
+    chosen = FAULTS[kind]
     async with site(cluster, kube, tmp_path, **SHAPE) as here, Proxy(cluster) as proxy:
         through = proxy.kubeconfig(tmp_path)
         for _ in range(2):

@@ -12,7 +12,7 @@ import pytest
 from attrs import frozen
 
 from scripts.controlplane.cluster import Cluster
-from tests.e2e.attacks.test_bound_while_down import Harness, near, running_harness
+from tests.e2e.attacks.test_bound_while_down import Harness, ends_soon, running_harness
 from tests.e2e.attacks.test_gpu_variables import HOSTILE, hostile_pod, seen
 from tests.e2e.faults import Breakpoint, Exchange, Proxy, is_reservation_write
 from tests.e2e.kube import PODS, ApiError, Kube, Raw, pod, wait_until
@@ -182,7 +182,7 @@ async def test_all_replicas_killed_during_creations_leave_no_reservation_after_t
         creating = asyncio.create_task(storm.create(200, any_pod))
         reaping = asyncio.create_task(storm.reap(0.5))
         await harness.prove(ending, ENDS_AFTER)
-        await wait_until(harness.ends, lambda data: near(data[ending]))
+        await wait_until(harness.ends, lambda data: ends_soon(data[ending]))
         await wait_until(lambda: evaluated(lambda: len(storm.tally.made) >= 50), seconds=MANY)
         await asyncio.gather(*(one.kill() for one in here.replicas))
         died = time.monotonic()
@@ -198,8 +198,8 @@ async def test_all_replicas_killed_during_creations_leave_no_reservation_after_t
         await wait_until(harness.ends, lambda data: data[ending] <= stamp(utc_now()))
         for name in ("late", "lasting"):
             await harness.open_gate(name)
-        assert await harness.bound("lasting") == lasting
-        await harness.refused("late", f"the evidence of node {ending} ended")
+        assert await harness.wait_until_bound("lasting") == lasting
+        await harness.wait_until_refused("late", f"the evidence of node {ending} ended")
         reaping = asyncio.create_task(storm.reap(0.5))
         # Only pods with a claim are still retried.
         stuck = len(storm.tally.made)
@@ -223,7 +223,7 @@ async def test_all_replicas_killed_during_creations_leave_no_reservation_after_t
         assert len(storm.tally.made) == 200
         assert len(left) > len(HOSTILE)
         assert {shown for one in left for shown in seen(one).values()} == {"void"}
-        await asyncio.gather(*(harness.bound(one["metadata"]["name"]) for one in left))
+        await asyncio.gather(*(harness.wait_until_bound(one["metadata"]["name"]) for one in left))
         here.checker.assert_no_violations()
 
 
@@ -252,7 +252,7 @@ async def plain_pod_is_bound(harness: Harness, kind: str, node: str) -> None:
     content["spec"]["nodeSelector"] = {"kubernetes.io/hostname": node}
     made = await harness.kube.create(PODS, content, harness.namespace)
     assert set(seen(made).values()) == {"void"}, kind
-    assert await harness.bound(made["metadata"]["name"]) == node
+    assert await harness.wait_until_bound(made["metadata"]["name"]) == node
 
 
 async def unseen_reservations(here: Site) -> frozenset[str]:

@@ -9,7 +9,17 @@ from datetime import timedelta
 import pytest
 
 from scripts.controlplane.cluster import Cluster
-from tests.e2e.kube import PODS, ApiError, Kube, Raw, Resource, forced_away, gone, pod_in_phase, wait_until
+from tests.e2e.kube import (
+    PODS,
+    ApiError,
+    Kube,
+    Raw,
+    Resource,
+    delete_without_finalizers,
+    gone,
+    pod_in_phase,
+    wait_until,
+)
 from tests.e2e.test_ledger import GPU_NODES, NODE_A, ApiBench, bench  # noqa: F401 - the fixture
 from tests.ledger.contract import on
 from webhook.admission.cluster_fleet import ClusterFleet, GpuNodesListener
@@ -186,7 +196,7 @@ async def test_recreated_gpunode_is_rebuilt_from_the_pods(reconciling: ApiBench,
     await reserved(reconciling, namespace)
     created = await kube.create(PODS, dressed_pod("r1"), namespace)
     await wait_until(lambda: is_in_phase(reconciling, "finalized"))
-    await forced_away(kube, GPU_NODES, "node-a")
+    await delete_without_finalizers(kube, GPU_NODES, "node-a")
     await kube.create(GPU_NODES, copy.deepcopy(NODE_A))
     await wait_until(lambda: is_in_phase(reconciling, "finalized"))
     assert (await reconciling.held())["GPU-a0/0"]["uid"] == created["metadata"]["uid"]

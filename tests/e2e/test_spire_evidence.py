@@ -12,7 +12,7 @@ from attrs import frozen
 from scripts.controlplane.cluster import Cluster
 from scripts.controlplane.cluster import gpu_node as node_object
 from tests import builders
-from tests.e2e.kube import NODES, Kube, Raw, Resource, forced_away, gone, pod, wait_until
+from tests.e2e.kube import NODES, Kube, Raw, Resource, delete_without_finalizers, gone, pod, wait_until
 from tests.e2e.test_ledger import GPU_NODES, installed
 from tests.e2e.test_shutdown import LEASES
 from tests.evidence.certificates import Authority
@@ -212,7 +212,7 @@ async def served(harness: Harness, tmp_path: Path) -> AsyncIterator[Served]:
 
 async def removed(kube: Kube, of: Resource) -> None:
     if await kube.find(of, NODE) is not None:
-        await forced_away(kube, of, NODE)
+        await delete_without_finalizers(kube, of, NODE)
 
 
 async def test_recreated_node_must_be_attested_again(served: Served) -> None:

@@ -28,7 +28,7 @@ from tests.e2e.kube import (
     Kube,
     NotInTimeError,
     Raw,
-    forced_away,
+    delete_without_finalizers,
     gone,
     pod,
     wait_until,
@@ -259,11 +259,11 @@ class Harness:
 def raw_node(name: str) -> Raw:
     """A Node as its kubelet registers it, with the data that `gpuwarden export` has read there."""
     raw = node_object(name, GPUS, **{keys.LOGICAL_NODE_LABEL: LOGICAL[name]})
-    raw["metadata"]["annotations"] = read_there(gpus_of(name, *range(GPUS)))
+    raw["metadata"]["annotations"] = exported_data(gpus_of(name, *range(GPUS)))
     return raw
 
 
-def read_there(uuids: Sequence[str]) -> dict[str, str]:
+def exported_data(uuids: Sequence[str]) -> dict[str, str]:
     gpus = [{"index": index, "uuid": uuid} for index, uuid in enumerate(uuids)]
     return {keys.NODE_GPUS: json.dumps({"time": "2026-01-01T00:00:00Z", "gpus": gpus})}
 
@@ -317,13 +317,13 @@ async def harness(processes: Harness) -> AsyncIterator[Harness]:
         yield processes
         processes.here.checker.assert_no_violations()
     finally:
-        await emptied(processes)
-        await healed(processes)
+        await delete_all(processes)
+        await repair(processes)
         await processes.here.wait_until_offered()
     processes.here.checker.assert_no_violations()
 
 
-async def emptied(harness: Harness) -> None:
+async def delete_all(harness: Harness) -> None:
     """Deletes sets, pods and reservations."""
     for one in await harness.kube.list(STATEFUL_SETS, harness.namespace):
         await harness.kube.delete(STATEFUL_SETS, one["metadata"]["name"], harness.namespace)
@@ -332,7 +332,7 @@ async def emptied(harness: Harness) -> None:
     await wait_until(harness.here.held, lambda held: not held)
 
 
-async def healed(harness: Harness) -> None:
+async def repair(harness: Harness) -> None:
     """Undoes what a test did to nodes and processes."""
     lost = [raw_node(name) for name in NAMES if not await harness.is_node(name)]
     await asyncio.to_thread(harness.cluster.add_nodes, lost)
@@ -438,7 +438,7 @@ async def test_ordinal_waits_for_evidence_of_its_node(harness: Harness, request:
     await harness.runs(0, 1, 2, without={old})
     report_figures(request, proven_later=took)
     for node in NAMES:
-        await forced_away(harness.kube, NODE_EVIDENCES, node)
+        await delete_without_finalizers(harness.kube, NODE_EVIDENCES, node)
 
 
 @pytest.mark.defect("S1-3")
@@ -525,7 +525,7 @@ async def replaced(harness: Harness, uuids: Sequence[str]) -> None:
         found = (await harness.kube.get(GPU_NODES, "sets-1"))["spec"]["devices"]
         return {one["uuid"]: one.get("healthy", True) for one in found}
 
-    await harness.kube.patch(NODES, "sets-1", {"metadata": {"annotations": read_there(uuids)}})
+    await harness.kube.patch(NODES, "sets-1", {"metadata": {"annotations": exported_data(uuids)}})
     seen = await wait_until(devices, lambda found: found.get(uuids[2]))
     assert sorted(seen.values()) == [False, True, True, True, True]
     await harness.delete(1)
@@ -579,10 +579,10 @@ async def test_each_ordinal_runs_with_its_own_gpus_after_random_failures(
     await harness.is_older()
     await harness.create(mapped_set("rival", 2, "0=node1:1,2\n1=node2:2,3\n"))
     while time.monotonic() < until:
-        happening = chance.sample(HAPPENINGS, k=chance.randint(1, 3))
+        happening = chance.sample(CHANGES, k=chance.randint(1, 3))
         log = [one.__name__ for one in happening]
         await asyncio.gather(*(one(harness, chance) for one in happening))
-        await healed(harness)
+        await repair(harness)
         started = time.monotonic()
         try:
             await harness.runs(0, 1, 2, seconds=180)
@@ -644,7 +644,7 @@ async def the_reconciler_is_killed(harness: Harness, chance: random.Random) -> N
     await harness.here.reconciler()
 
 
-HAPPENINGS = (
+CHANGES = (
     pods_are_deleted,
     the_set_is_scaled,
     the_template_changes,

@@ -43,9 +43,6 @@ from tests.e2e.webhook_calls import (
 from tests.running import Running, serving
 from webhook.kube.install.policies import Installation
 
-# The log is a pipe of 64 KiB that is not read while a test runs.
-
-
 # The fixtures of this module and the event loop of their connections live as long as the module.
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -10,7 +10,7 @@ import pytest
 
 from scripts.controlplane.cluster import Cluster
 from tests.e2e.cluster_users import GPU_NODES
-from tests.e2e.kube import ApiError, Kube, forced_away
+from tests.e2e.kube import ApiError, Kube, delete_without_finalizers
 from tests.e2e.test_ledger import NODE_A, NODE_B, ApiBench, installed
 from tests.ledger.contract import ask, on, pod
 from webhook.core.reservation import PodProof, ReservationId
@@ -26,7 +26,7 @@ async def bench(cluster: Cluster, kube: Kube) -> AsyncIterator[ApiBench]:
     async with await connect(Settings(kubeconfig=cluster.kubeconfig)) as api:
         yield ApiBench(api, kube)
     for raw in (NODE_A, NODE_B):
-        await forced_away(kube, GPU_NODES, raw["metadata"]["name"])
+        await delete_without_finalizers(kube, GPU_NODES, raw["metadata"]["name"])
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from tests.e2e.kube import (
     ApiError,
     Kube,
     Raw,
-    forced_away,
+    delete_without_finalizers,
     gone,
     pod,
     wait_until,
@@ -532,7 +532,7 @@ async def bound_volume(kube: Kube, stack: AsyncExitStack, namespace: str, name: 
     reference = {"namespace": namespace, "name": name}
     meta, spec = {"name": f"{namespace}-{name}"}, {**volume["spec"], "claimRef": reference}
     await kube.create(VOLUMES, {"metadata": meta, "spec": spec})
-    stack.push_async_callback(forced_away, kube, VOLUMES, meta["name"])
+    stack.push_async_callback(delete_without_finalizers, kube, VOLUMES, meta["name"])
     asked = {"storageClassName": "local", "volumeName": meta["name"], "accessModes": ["ReadWriteOnce"]}
     claim = {"metadata": {"name": name}, "spec": {**asked, "resources": {"requests": {"storage": "1Gi"}}}}
     await kube.create(CLAIMS, claim, namespace)
