@@ -51,7 +51,7 @@ async def test_nodes_are_ready_with_their_gpus(kube: Kube) -> None:
         assert "taints" not in nodes[name]["spec"]
 
 
-async def test_the_version_is_the_pinned_one(kube: Kube) -> None:
+async def test_version_is_the_pinned_one(kube: Kube) -> None:
     assert (await kube.call("GET", "/version"))["gitVersion"].startswith("v1.36.")
 
 
