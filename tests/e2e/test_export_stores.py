@@ -210,7 +210,9 @@ class TestPostgres:
         assert sorted(refused) == ["GPU-1", "GPU-2"]
 
     @pytest.mark.defect("S2-9")
-    async def test_namespace_and_pod_of_maximum_length_are_stored_completely(self, postgres: Postgres, table: str) -> None:
+    async def test_namespace_and_pod_of_maximum_length_are_stored_completely(
+        self, postgres: Postgres, table: str
+    ) -> None:
         source = f"{'n' * 63}/{'p' * 253}"
         async with exporting(target_of(postgres, table)) as exporter:
             await exporter.export(batch(source=source))
