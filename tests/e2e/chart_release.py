@@ -22,7 +22,7 @@ from tests.e2e.kube import CONFIG_MAPS, DEPLOYMENTS, Kube, Raw, Resource, wait_u
 from tests.running import GPUWARDEN
 
 SECRETS = Resource("api/v1", "secrets")
-# The machine may be busy with other things.
+# For a busy machine.
 START_TIMEOUT = 60.0
 HELM_TIMEOUT = 180.0
 MOUNTED_AT = "/etc/gpuwarden"
@@ -85,7 +85,7 @@ class Process:
 
 @frozen(eq=False)
 class Release:
-    """One release of the chart on the rig."""
+    """A release of the chart on the test cluster."""
 
     cluster: Cluster
     kube: Kube

@@ -15,7 +15,7 @@ __all__ = ["pytest_runtest_makereport", "pytest_terminal_summary"]
 
 NODES = ("node-0", "node-1", "node-2")
 GPUS = 8
-# What `python -m scripts.controlplane` ends with too.
+# Also the exit status of `python -m scripts.controlplane`.
 TOOL_MISSING = 3
 
 

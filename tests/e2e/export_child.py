@@ -28,12 +28,12 @@ def numbered(number: int) -> Batch:
     return batch(f"batch-{number}", GPUS, (begun,), node=f"node-{number % 7}", time=later(number))
 
 
-async def run(told: dict[str, Any]) -> None:
+async def run(arguments: dict[str, Any]) -> None:
     backoff = Backoff(timedelta(milliseconds=20), timedelta(milliseconds=200))
-    exporter = PostgresExporter(PostgresTarget(**told["target"]))
-    delivery = Delivery([exporter], opener(Path(told["outbox"])), utc_now, backoff=backoff)
+    exporter = PostgresExporter(PostgresTarget(**arguments["target"]))
+    delivery = Delivery([exporter], opener(Path(arguments["outbox"])), utc_now, backoff=backoff)
     running = asyncio.create_task(delivery.run())
-    for number in range(told["first"], told["count"]):
+    for number in range(arguments["first"], arguments["count"]):
         await delivery.take(numbered(number))
         print(number, flush=True)  # noqa: T201 - its parent reads it
     left = await delivery.drain(timedelta(seconds=60))

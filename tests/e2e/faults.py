@@ -287,6 +287,6 @@ class Proxy:
 
     def _call(self, one: Exchange) -> dict[str, Any]:
         headers = {name: value for name, value in one.request.headers.items() if name.lower() not in HOP}
-        headers["Accept-Encoding"] = "identity"  # long lists would come packed
+        headers["Accept-Encoding"] = "identity"  # otherwise long lists would be compressed
         url = URL(self._upstream + one.request.path_qs, encoded=True)
         return {"method": one.method, "url": url, "data": one.body or None, "headers": headers}

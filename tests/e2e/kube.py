@@ -214,7 +214,7 @@ async def gone(kube: Kube, of: Resource, name: str, namespace: str | None = None
     await wait_until(lambda: kube.find(of, name, namespace), lambda found: found is None, seconds)
 
 
-async def forced_away(kube: Kube, of: Resource, name: str) -> None:
+async def delete_without_finalizers(kube: Kube, of: Resource, name: str) -> None:
     """Deletes the object and removes its finalizers: no finalizer is added to an object that is being deleted."""
     await kube.delete(of, name)
     with suppress(ApiError):

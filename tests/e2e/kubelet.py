@@ -188,7 +188,7 @@ class Kubelet:
             async with asyncio.timeout(left):
                 code = await process.process.wait()
         except TimeoutError:
-            self.violations.append(f"{one.name}: killed, {left} s after it was told to stop")
+            self.violations.append(f"{one.name}: killed, {left} s after SIGTERM")
         else:
             if code:
                 self.violations.append(f"{one.name}: exit code {code}: {process.log.read_text()[-2000:]}")

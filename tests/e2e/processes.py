@@ -37,7 +37,7 @@ from tests.ledger.fake_store import gpu_node as gpu_node_object
 from tests.running import GPUWARDEN, WITHOUT_EVIDENCE, taken_by
 from webhook.kube.install.policies import Installation, policies, webhooks, while_down
 
-# The machine may be busy with other things.
+# For a busy machine.
 START_TIMEOUT = 60.0
 REGISTRATION = "apis/admissionregistration.k8s.io/v1"
 KINDS = {

@@ -14,14 +14,14 @@ def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> None:
     error = call.excinfo.value if call.excinfo is not None else None
     if error is None or error.__cause__ is not None:
         return
-    error.__cause__ = next((one for one in before(error) if is_found_wrong(one)), None)
+    error.__cause__ = next((one for one in contexts_of(error) if is_test_failure(one)), None)
 
 
-def before(error: BaseException) -> Iterator[BaseException]:
+def contexts_of(error: BaseException) -> Iterator[BaseException]:
     while error.__context__ is not None:
         error = error.__context__
         yield error
 
 
-def is_found_wrong(error: BaseException) -> bool:
+def is_test_failure(error: BaseException) -> bool:
     return isinstance(error, AssertionError | pytest.fail.Exception) and not isinstance(error, NotInTimeError)

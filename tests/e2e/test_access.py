@@ -192,7 +192,7 @@ async def test_reviews_need_a_token_of_the_audience_and_of_an_allowed_caller(
     cluster: Cluster, kube: Kube, namespace: str, identity: Identity, tmp_path: Path
 ) -> None:
     tokens = {
-        "nobody's": "",
+        "no token": "",
         "another's of the audience": cluster.service_account_token(namespace, "default", audience=AUDIENCE),
         "the caller's for the API server": cluster.service_account_token(*CALLER),
         "the caller's for another audience": cluster.service_account_token(*CALLER, audience="another"),
@@ -241,9 +241,9 @@ async def test_reviews_need_a_certificate_of_the_client_ca(
 # The permissions.
 
 Use = tuple[str, str, str]
-POLICIES_ASK = "the policies ask the authorizer for it; it is in no request"
-PROOFS_ONLY = "only where nodes are challenged, which is not here but in the tests of proofs"
-READ_AGAIN = "read again where another writer was faster, which is chance here"
+POLICIES_ASK = "policies check it with the authorizer; no request uses it"
+PROOFS_ONLY = "only with challenges, which the tests of proofs use"
+READ_AGAIN = "read again after a write conflict, which happens by chance here"
 # Granted, and not always used in this test.
 SPARE: dict[str, dict[Use, str]] = {
     "gpuwarden": {
@@ -258,27 +258,27 @@ SPARE: dict[str, dict[Use, str]] = {
         ("", "nodes", "get"): PROOFS_ONLY,
         ("scheduling.k8s.io", "priorityclasses", "list"): "with --scorer",
         ("scheduling.k8s.io", "priorityclasses", "watch"): "with --scorer",
-        ("", "namespaces", "get"): "one that came with its first pods is looked up, which is chance here",
+        ("", "namespaces", "get"): "a namespace created together with its pods is read, which happens by chance here",
     },
     "gpuwarden-reconcile": {
         ("gpuwarden.io", "reservations", "manage"): POLICIES_ASK,
-        ("gpuwarden.io", "bindingends", "create"): "where no replica of serve has made it, as the one here has",
+        ("gpuwarden.io", "bindingends", "create"): "only if no replica of serve has created it",
         ("gpuwarden.io", "gpunodes", "get"): READ_AGAIN,
         ("gpuwarden.io", "nodeevidences", "get"): READ_AGAIN,
         (
             "gpuwarden.io",
             "nodeevidences",
             "delete",
-        ): "with a Node that goes, which none does here",
+        ): "when a Node is deleted, which none is here",
         ("", "nodes", "patch"): "with --on-evidence-lost taint",
         ("", "pods/eviction", "create"): "with --on-evidence-lost evict",
-        ("", "pods", "get"): "one pod is looked at where its watch has not shown it in time, which is chance here",
+        ("", "pods", "get"): "a pod that the watch has not shown in time is read, which happens by chance here",
     },
     "gpuwarden-bind": {
         ("gpuwarden.io", "reservations", "manage"): POLICIES_ASK,
-        ("gpuwarden.io", "gpunodes/status", "update"): "where nobody else has learnt yet whose a reservation is",
-        ("", "namespaces", "get"): "one that came with its first pods is looked up, which is chance here",
-        ("", "pods", "get"): "one pod is looked at where a Binding was not answered, which is chance here",
+        ("gpuwarden.io", "gpunodes/status", "update"): "if no other process has bound the reservation to its pod yet",
+        ("", "namespaces", "get"): "a namespace created together with its pods is read, which happens by chance here",
+        ("", "pods", "get"): "a pod is read after an unanswered Binding, which happens by chance here",
         ("", "persistentvolumeclaims", "get"): "of a pod that names a claim, as in the tests of the binder",
         ("", "persistentvolumes", "get"): "of a pod whose claim is bound, as in the tests of the binder",
         ("", "persistentvolumeclaims", "patch"): "of a pod whose volume is made for its node, as below",
@@ -332,17 +332,17 @@ async def test_each_service_account_has_exactly_the_permissions_it_uses(
         await kube.create(PODS, pod("first", gpus=1, terminationGracePeriodSeconds=1), namespace)
         other = stack.enter_context(reconciling(tmp_path / "reconcile", [*lease, *soon]))
         await kube.delete(PODS, "first", namespace)
-        await pods_come_run_and_go(kube, namespace, running, cluster)
+        await pods_are_created_and_deleted(kube, namespace, running, cluster)
         await a_pod_waits_and_is_served(kube, namespace)
         binder = str(cluster.service_account_kubeconfig(OURS, "gpuwarden-bind"))
         (tmp_path / "bind").mkdir()
         bind = ["--lease-namespace", OURS, "--kubeconfig", binder]
         third = stack.enter_context(reconciling(tmp_path / "bind", bind, command="bind"))
-        await pods_are_bound_or_told_why(kube, namespace)
+        await pods_are_bound_or_get_a_condition(kube, namespace)
         await pods_that_cannot_run_are_removed(kube, namespace)
-        await nodes_come_change_and_go(kube, cluster)
-        await callers_are_asked(running, cluster, namespace)
-        await probes_are_not_asked(running, other, third)
+        await nodes_are_created_changed_and_deleted(kube, cluster)
+        await callers_are_authenticated(running, cluster, namespace)
+        await probes_need_no_authentication(running, other, third)
     seen = requests(directory / "audit.log")
     assert [one for one in seen if one[2] in (401, 403)] == []
     for name, uses in granted().items():
@@ -398,13 +398,13 @@ def bearer(cluster: Cluster, namespace: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {cluster.service_account_token(namespace, 'default')}"}
 
 
-async def pods_come_run_and_go(kube: Kube, namespace: str, running: Running, cluster: Cluster) -> None:
+async def pods_are_created_and_deleted(kube: Kube, namespace: str, running: Running, cluster: Cluster) -> None:
     for number in range(2):
         ends = {"kubelet.test/runs-for": "1s", "kubelet.test/ends": "Succeeded"} if number else {}
         made = await kube.create(PODS, pod(f"p{number}", gpus=1, annotations=ends, restartPolicy="Never"), namespace)
         notes = made["metadata"]["annotations"]
         assert notes["gpuwarden.io/gpu-uuid"].startswith("GPU-node-")
-        told = {
+        body = {
             "name": made["metadata"]["name"],
             "namespace": namespace,
             "uid": made["metadata"]["uid"],
@@ -412,11 +412,11 @@ async def pods_come_run_and_go(kube: Kube, namespace: str, running: Running, clu
             "reservation-id": notes["gpuwarden.io/reservation-id"],
         }
         async with httpx.AsyncClient(base_url=running.urls["https"], verify=running.trust, trust_env=False) as client:
-            assert (await client.post("/finalize", json=told)).status_code == 401
-            refused = await client.post("/finalize", json=told, headers=bearer(cluster, namespace))
+            assert (await client.post("/finalize", json=body)).status_code == 401
+            refused = await client.post("/finalize", json=body, headers=bearer(cluster, namespace))
             assert refused.status_code == 403
             admin = {"Authorization": f"Bearer {cluster.admin_token}"}
-            got = await client.post("/finalize", json=told, headers=admin)
+            got = await client.post("/finalize", json=body, headers=admin)
             assert (got.status_code, got.json()) == (200, {"status": "ok"})
     await pod_in_phase(kube, namespace, "p0", "Running")
     await pod_in_phase(kube, namespace, "p1", "Succeeded")
@@ -441,7 +441,7 @@ async def a_pod_waits_and_is_served(kube: Kube, namespace: str) -> None:
     await gone(kube, PODS, "waits", namespace)
 
 
-async def pods_are_bound_or_told_why(kube: Kube, namespace: str) -> None:
+async def pods_are_bound_or_get_a_condition(kube: Kube, namespace: str) -> None:
     await kube.create(PODS, pod("told", schedulerName="gpu-scheduler", nodeSelector={"no": "node"}), namespace)
 
     async def condition() -> str:
@@ -467,7 +467,7 @@ async def pods_that_cannot_run_are_removed(kube: Kube, namespace: str) -> None:
     await wait_until(lambda: held(kube), lambda found: found == {})
 
 
-async def nodes_come_change_and_go(kube: Kube, cluster: Cluster) -> None:
+async def nodes_are_created_changed_and_deleted(kube: Kube, cluster: Cluster) -> None:
     def note(*uuids: str) -> Raw:
         text = base64.b64encode(json.dumps({uuid: [] for uuid in uuids}).encode()).decode()
         return {"fudo.org/gpu.device.labels": text}
@@ -486,7 +486,7 @@ async def nodes_come_change_and_go(kube: Kube, cluster: Cluster) -> None:
     await gone(kube, GPU_NODES, "node-new")
 
 
-async def callers_are_asked(running: Running, cluster: Cluster, namespace: str) -> None:
+async def callers_are_authenticated(running: Running, cluster: Cluster, namespace: str) -> None:
     """Routes that show tenants' pods or change something need a caller that the API server knows."""
     known = bearer(cluster, namespace)
     async with httpx.AsyncClient(base_url=running.urls["https"], verify=running.trust, trust_env=False) as client:
@@ -498,7 +498,7 @@ async def callers_are_asked(running: Running, cluster: Cluster, namespace: str) 
             assert (await client.post(path, json={})).status_code == 401
 
 
-async def probes_are_not_asked(*processes: Running) -> None:
+async def probes_need_no_authentication(*processes: Running) -> None:
     for one in processes:
         async with httpx.AsyncClient(base_url=one.urls["http"], trust_env=False) as client:
             for path in ("/healthz", "/health", "/readyz", "/ready", "/metrics"):

@@ -127,13 +127,13 @@ async def test_audit_finds_objects_that_bypassed_the_webhooks_and_changes_nothin
         await kube.create(STATEFUL_SETS, mapped, namespace)
         _, found, _ = await auditor.audit()
         apart = {"GpuTwice", "UnknownReservation", "NodeWithoutEvidence"}
-        assert {kind for kind, _ in ours(found, namespace)} <= apart, "nobody has asked for us here"
+        assert {kind for kind, _ in ours(found, namespace)} <= apart, "no finding before the namespace opts in"
 
         await kube.patch(NAMESPACES, namespace, {"metadata": {"labels": dict(OPT_IN)}})
         versions = await here.versions()
         status, found, said = await auditor.audit("--require-evidence", "asked")
         assert status == 1
-        assert said.count("pods judged without their PersistentVolumes") == 1, "nobody has let the auditor list them"
+        assert said.count("pods judged without their PersistentVolumes") == 1, "the auditor may not list them"
         assert ours(found, namespace) >= {
             ("GpuWithoutReservation", f"pod {namespace}/resource"),
             ("GpuWithoutReservation", f"pod {namespace}/variable"),

@@ -101,7 +101,7 @@ def test_failed_build_leaves_no_binary(tmp_path: Path) -> None:
         ("go version go1.25.9 linux/amd64", 0),
         ("go: go.mod requires go >= 1.26.0 (running go 1.22.2; GOTOOLCHAIN=local)", 1),
     ],
-    ids=["older", "told not to fetch a newer one"],
+    ids=["older", "without toolchain downloads"],
 )
 def test_too_old_go_is_reported_with_the_version_to_install(tmp_path: Path, version: str, status: int) -> None:
     done = FakeGo(tmp_path, version, status).build()

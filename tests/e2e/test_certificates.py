@@ -57,7 +57,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 @contextmanager
-def keeping(cluster: Cluster, directory: Path, *flags: str) -> Iterator[subprocess.Popen[str]]:
+def certs_keep(cluster: Cluster, directory: Path, *flags: str) -> Iterator[subprocess.Popen[str]]:
     """Runs `gpuwarden certs keep` with its own account; killed at the end."""
     account = str(cluster.service_account_kubeconfig(OURS, "gpuwarden-certs"))
     where = ["--kubeconfig", account, "--ui-port", "0", "--log-level", "debug"]
@@ -88,13 +88,13 @@ class Load:
 
     async def run(self, workers: int) -> None:
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._hear_of_bundles())
+            tasks.create_task(self._watch_ca_bundles())
             await self._has_trust.wait()
             for number in range(workers):
                 tasks.create_task(self._create(number))
             tasks.create_task(self._call())
 
-    async def _hear_of_bundles(self) -> None:
+    async def _watch_ca_bundles(self) -> None:
         known = ""
         while True:
             found = await self.kube.get(MUTATING, "gpuwarden")
@@ -142,7 +142,7 @@ class Load:
 
 
 @asynccontextmanager
-async def loaded(load: Load, workers: int = 4) -> AsyncIterator[None]:
+async def under_load(load: Load, workers: int = 4) -> AsyncIterator[None]:
     task = asyncio.ensure_future(load.run(workers))
     try:
         yield
@@ -154,7 +154,7 @@ async def loaded(load: Load, workers: int = 4) -> AsyncIterator[None]:
 
 
 @asynccontextmanager
-async def behind_the_service(kube: Kube, running: Running, annotations: Raw) -> AsyncIterator[str]:
+async def webhooks_behind_service(kube: Kube, running: Running, annotations: Raw) -> AsyncIterator[str]:
     """The shipped configurations without a CA bundle; yields an enabled namespace once its pods are reviewed."""
     kinds = {"MutatingWebhookConfiguration": MUTATING, "ValidatingWebhookConfiguration": VALIDATING}
     async with AsyncExitStack() as stack:
@@ -175,13 +175,13 @@ def served(directory: Path, files: Path) -> Any:
     return serving(directory, INVENTORY, [*flags, "--log-level", "warn"])
 
 
-async def leaf_in(kube: Kube, secret: str) -> int:
+async def leaf_certificate(kube: Kube, secret: str) -> int:
     found = await kube.find(SECRETS, secret, OURS)
     pem = base64.b64decode((found or {}).get("data", {}).get("tls.crt", ""))
     return x509.load_pem_x509_certificate(pem).serial_number if pem else 0
 
 
-async def rotated(load: Load, times: int, seconds: float) -> None:
+async def wait_for_rotations(load: Load, times: int, seconds: float) -> None:
     """Waits until handshakes have shown `times` further certificates."""
 
     async def seen() -> int:
@@ -197,13 +197,15 @@ async def test_no_review_is_lost_while_own_certificates_change_under_load(
 ) -> None:
     files = tmp_path / "files"
     with ExitStack() as processes:
-        first = processes.enter_context(keeping(cluster, tmp_path / "keep", *QUICK, *OFTEN, "--certs-dir", str(files)))
+        first = processes.enter_context(
+            certs_keep(cluster, tmp_path / "keep", *QUICK, *OFTEN, "--certs-dir", str(files))
+        )
         ready_line(first, tmp_path / "keep" / "log")
         running = processes.enter_context(served(tmp_path / "serve", files))
-        async with behind_the_service(kube, running, {}) as namespace:
+        async with webhooks_behind_service(kube, running, {}) as namespace:
             load, begin = Load(kube, namespace, running.port), time.monotonic()
-            async with loaded(load):
-                await rotated(load, times, SLOW * 3)
+            async with under_load(load):
+                await wait_for_rotations(load, times, SLOW * 3)
             took = time.monotonic() - begin
     report_figures(
         request,
@@ -226,22 +228,24 @@ async def test_no_review_is_lost_when_a_certificate_keeper_is_killed(
     """Two processes keep the certificates; one is killed repeatedly at random moments."""
     files, log = tmp_path / "files", tmp_path / "other" / "log"
     with ExitStack() as processes:
-        writer = processes.enter_context(keeping(cluster, tmp_path / "keep", *QUICK, *OFTEN, "--certs-dir", str(files)))
+        writer = processes.enter_context(
+            certs_keep(cluster, tmp_path / "keep", *QUICK, *OFTEN, "--certs-dir", str(files))
+        )
         ready_line(writer, tmp_path / "keep" / "log")
         running = processes.enter_context(served(tmp_path / "serve", files))
-        async with behind_the_service(kube, running, {}) as namespace:
+        async with webhooks_behind_service(kube, running, {}) as namespace:
             load = Load(kube, namespace, running.port)
-            async with loaded(load, workers=1):
+            async with under_load(load, workers=1):
                 for turn in range(3):
-                    with keeping(cluster, tmp_path / "other", *QUICK, *OFTEN) as other:
-                        await acted(log, turn)
+                    with certs_keep(cluster, tmp_path / "other", *QUICK, *OFTEN) as other:
+                        await wait_for_steps(log, turn)
                         other.kill()
-                    await rotated(load, 1 + turn, SLOW)
+                    await wait_for_rotations(load, 1 + turn, SLOW)
     assert load.failed == []
     await forgotten(kube)
 
 
-async def acted(log: Path, more: int) -> None:
+async def wait_for_steps(log: Path, more: int) -> None:
     """Waits until the process has taken further steps, or was too late for one."""
 
     async def steps() -> int:
@@ -304,8 +308,8 @@ async def test_secret_of_another_type_is_not_changed(cluster: Cluster, kube: Kub
 
 
 async def test_missing_permission_is_named(cluster: Cluster, tmp_path: Path) -> None:
-    nobody = cluster.service_account_kubeconfig(OURS, "default")
-    command = [GPUWARDEN, "certs", "ensure", "--kubeconfig", str(nobody)]
+    unprivileged = cluster.service_account_kubeconfig(OURS, "default")
+    command = [GPUWARDEN, "certs", "ensure", "--kubeconfig", str(unprivileged)]
     done = await asyncio.to_thread(subprocess.run, command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 1
     assert 'cannot get resource "mutatingwebhookconfigurations"' in done.stderr
@@ -344,9 +348,9 @@ async def shown(kube: Kube, files: Path) -> None:
         await asyncio.sleep(0.1)
 
 
-async def renewed(kube: Kube) -> None:
+async def renew_with_cert_manager(kube: Kube) -> None:
     """Requests a renewal as `cmctl renew` does, and waits for the new certificate."""
-    before = await leaf_in(kube, "gpuwarden-tls")
+    before = await leaf_certificate(kube, "gpuwarden-tls")
     now = datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")  # noqa: TID251 - the API server's time
     condition = {"type": "Issuing", "status": "True", "reason": "ManuallyTriggered", "lastTransitionTime": now}
 
@@ -363,7 +367,7 @@ async def renewed(kube: Kube) -> None:
         return False
 
     await wait_until(asked)
-    await wait_until(lambda: leaf_in(kube, "gpuwarden-tls"), lambda leaf: leaf not in (0, before), SLOW)
+    await wait_until(lambda: leaf_certificate(kube, "gpuwarden-tls"), lambda leaf: leaf not in (0, before), SLOW)
 
 
 @pytest.mark.parametrize("times", [5, pytest.param(LONG, marks=pytest.mark.long)])
@@ -380,12 +384,12 @@ async def test_no_review_is_lost_while_cert_manager_certificates_change_under_lo
         await wait_until(lambda: asyncio.to_thread((files / "tls.crt").exists), seconds=SLOW)
         with served(tmp_path / "serve", files) as running:
             injected = {"cert-manager.io/inject-ca-from": "gpuwarden/gpuwarden-tls"}
-            async with behind_the_service(kube, running, injected) as namespace:
+            async with webhooks_behind_service(kube, running, injected) as namespace:
                 load, begin = Load(kube, namespace, running.port), time.monotonic()
-                async with loaded(load):
+                async with under_load(load):
                     for turn in range(times):
-                        await renewed(kube)
-                        await rotated(load, turn + 1, SLOW)
+                        await renew_with_cert_manager(kube)
+                        await wait_for_rotations(load, turn + 1, SLOW)
                 took = time.monotonic() - begin
     finally:
         kubelet.cancel()

@@ -79,10 +79,10 @@ async def release(cluster: Cluster, kube: Kube, tmp_path: Path) -> AsyncIterator
     finally:
         await one.end()
         one.helm("uninstall", one.name, "--ignore-not-found", "--wait")
-        await everything_away(cluster, kube)
+        await delete_everything(cluster, kube)
 
 
-async def everything_away(cluster: Cluster, kube: Kube) -> None:
+async def delete_everything(cluster: Cluster, kube: Kube) -> None:
     """Deletes what docs/how-to/install.md names after `helm uninstall`."""
     for each in await found(kube, GPU_NODES):
         await kube.patch(GPU_NODES, each["metadata"]["name"], {"metadata": {"finalizers": None}})
@@ -240,7 +240,7 @@ async def schemas(kube: Kube, target: Path, kinds: set[tuple[str, str]]) -> None
                 (target / f"{kind['kind'].lower()}-{group}-{kind['version']}.json").write_text(json.dumps(content))
 
 
-async def judged(kube: Kube, place: Path, manifests: list[Raw]) -> tuple[int, Raw]:
+async def kubeconform_report(kube: Kube, place: Path, manifests: list[Raw]) -> tuple[int, Raw]:
     """kubeconform's report on these objects."""
     tool = await asyncio.to_thread(binaries, ROOT / "scripts/kubeconform")
     await schemas(kube, place, {(one["apiVersion"], one["kind"]) for one in manifests})
@@ -258,7 +258,7 @@ async def judged(kube: Kube, place: Path, manifests: list[Raw]) -> tuple[int, Ra
 
 
 async def test_rendered_chart_is_accepted_by_kubeconform(kube: Kube, tmp_path: Path, manifests: list[Raw]) -> None:
-    code, said = await judged(kube, tmp_path, manifests)
+    code, said = await kubeconform_report(kube, tmp_path, manifests)
     assert code == 0, sorted({f"{one['kind']}: {one['msg']}" for one in said["resources"]})[:9]
     assert said["summary"]["valid"] > 100
     assert (said["summary"]["invalid"], said["summary"]["errors"]) == (0, 0)
@@ -269,7 +269,7 @@ async def test_kubeconform_rejects_an_unknown_field(kube: Kube, tmp_path: Path) 
     (deployment,) = [one for one in rendered({}) if one["kind"] == "Deployment" and one["metadata"]["name"] == OURS]
     wrong = json.loads(json.dumps(deployment))
     wrong["spec"]["template"]["spec"]["containers"][0]["imagePolicy"] = "Always"
-    code, said = await judged(kube, tmp_path, [wrong])
+    code, said = await kubeconform_report(kube, tmp_path, [wrong])
     assert code != 0
     assert "imagePolicy" in json.dumps(said["resources"])
 
@@ -316,10 +316,10 @@ async def test_from_install_to_uninstall(
 ) -> None:
     # The namespace of the exporter's exec permission; a GPU operator creates it.
     async with named_namespace(kube, "gpu-operator"):
-        await life(cluster, kube, release, directory, tmp_path, request)
+        await life_of_release(cluster, kube, release, directory, tmp_path, request)
 
 
-async def life(
+async def life_of_release(
     cluster: Cluster, kube: Kube, release: Release, directory: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     begun = time.monotonic()
@@ -336,7 +336,7 @@ async def life(
         memory = {name: f"{one.memory_mib():.0f}" for name, one in release.running.items()}
         report_figures(request, helm_install_s=installed, to_first_admitted_pod_s=first, MiB=memory)
         assert first < FIRST_POD_WITHIN
-        await serve_idles(serve, request)
+        await measure_idle_serve(serve, request)
         await wait_until(lambda: own_pods(kube), lambda seen: seen == EXPECTED)
         await asyncio.gather(*(release.start(component) for component in ("bind", "score", "export")))
         await wait_until(lambda: kube.find(LEASES, "gpuid-leader", OURS))
@@ -350,7 +350,7 @@ async def life(
     await nothing_is_left(cluster, kube, release)
 
 
-async def serve_idles(serve: Process, request: pytest.FixtureRequest) -> None:
+async def measure_idle_serve(serve: Process, request: pytest.FixtureRequest) -> None:
     """Measures `serve` under probes and scrapes only. Its memory does not depend on the machine."""
     async with httpx.AsyncClient(base_url=serve.urls["http"], trust_env=False) as client:
         begun, before = time.monotonic(), serve.cpu_seconds()
@@ -468,7 +468,7 @@ async def nothing_is_left(cluster: Cluster, kube: Kube, release: Release) -> Non
     # No webhook of gpuwarden blocks anything any more.
     async with new_namespace(kube, ENABLED) as namespace:
         await wait_until(lambda: is_taken(kube, namespace))
-    await everything_away(cluster, kube)
+    await delete_everything(cluster, kube)
     assert ours(cluster) == []
     assert not [one for one in await found(kube, CRDS) if one["spec"]["group"] == "gpuwarden.io"]
 
@@ -536,7 +536,7 @@ async def test_cluster_features_are_detected(kube: Kube, others: None, release: 
 # Change from cert-manager's certificate to gpuwarden's.
 
 
-def as_issued(ca: KeyPair) -> Raw:
+def cert_manager_secret(ca: KeyPair) -> Raw:
     """The Secret that cert-manager would have created."""
     now = utc_now()
     names = tuple(f"{OURS}{rest}" for rest in ("", f".{OURS}", f".{OURS}.svc"))
@@ -553,7 +553,7 @@ async def test_change_from_cert_manager_trusts_both_cas_before_the_own_ca_signs(
     base = {"settings.requireEvidence": "asked", "settings.certsSettle": "2s", "settings.certsLookInterval": "200ms"}
     await release.install({**base, "tls.mode": "certManager"})
     ca = new_ca("theirs", (utc_now() - BACKDATED, utc_now() + timedelta(days=3650)))
-    theirs = as_issued(ca)
+    theirs = cert_manager_secret(ca)
     await kube.create(SECRETS, theirs, OURS)
     for of in (MUTATING, VALIDATING):
         found = await kube.get(of, OURS)

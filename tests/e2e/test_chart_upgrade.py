@@ -19,7 +19,7 @@ from tests.e2e.gpu_checker import GpuChecker, checking_gpus
 from tests.e2e.kube import DEPLOYMENTS, MUTATING, PODS, ApiError, Kube, Raw, pod, wait_until
 from tests.e2e.kubelet import POLL_INTERVAL, Kubelet, Proxy
 from tests.e2e.measurements import report_figures
-from tests.e2e.test_chart import OURS, everything_away, is_dressed, newer, note, served
+from tests.e2e.test_chart import OURS, delete_everything, is_dressed, newer, note, served
 from tests.e2e.webhook_configurations import ENABLED
 
 NODE_NAMES, GPUS = ("node-0", "node-1"), 64
@@ -127,7 +127,7 @@ def is_rolled_out(deployment: Raw) -> bool:
 @asynccontextmanager
 async def installed(cluster: Cluster, kube: Kube, directory: Path, values: Mapping[str, Any]) -> AsyncIterator[Harness]:
     async with AsyncExitStack() as stack:
-        stack.push_async_callback(everything_away, cluster, kube)
+        stack.push_async_callback(delete_everything, cluster, kube)
         balancer = await stack.enter_async_context(Proxy())
         release = Release(cluster, kube, directory, port=balancer.port)
         kubelet = await stack.enter_async_context(Kubelet(release, balancer, KUBELET).working())
@@ -214,8 +214,8 @@ async def test_upgrade_and_rollback_lose_no_review(
         assert harness.kubelet.violations == []
         assert {*first, *second} <= {*harness.kubelet.stopped_pods}
         harness.checker.assert_no_violations()
-        await wait_until(lambda: judged(harness), lambda seen: seen >= len(harness.real))
+        await wait_until(lambda: seen_pods(harness), lambda seen: seen >= len(harness.real))
 
 
-async def judged(harness: Harness) -> int:
+async def seen_pods(harness: Harness) -> int:
     return len(harness.checker.seen)

@@ -51,7 +51,7 @@ async def test_nodes_are_ready_with_their_gpus(kube: Kube) -> None:
         assert "taints" not in nodes[name]["spec"]
 
 
-async def test_the_version_is_the_pinned_one(kube: Kube) -> None:
+async def test_version_is_the_pinned_one(kube: Kube) -> None:
     assert (await kube.call("GET", "/version"))["gitVersion"].startswith("v1.36.")
 
 
@@ -72,8 +72,8 @@ async def test_a_pod_that_fits_nowhere_waits(kube: Kube, namespace: str) -> None
 
 @pytest.mark.parametrize("phase", ["Succeeded", "Failed"])
 async def test_pod_ends_in_the_requested_phase(kube: Kube, namespace: str, phase: str) -> None:
-    told = {"kubelet.test/ends": phase, "kubelet.test/runs-for": "1s"}
-    await kube.create(PODS, pod("a", annotations=told, restartPolicy="Never"), namespace)
+    annotations = {"kubelet.test/ends": phase, "kubelet.test/runs-for": "1s"}
+    await kube.create(PODS, pod("a", annotations=annotations, restartPolicy="Never"), namespace)
     await pod_in_phase(kube, namespace, "a", "Running")
     await pod_in_phase(kube, namespace, "a", phase)
 
@@ -145,10 +145,10 @@ async def test_a_stateful_set_replaces_its_pod_under_the_same_name(kube: Kube, n
 
 
 async def test_a_watch_shows_the_life_of_a_pod(kube: Kube, namespace: str) -> None:
-    told = {"kubelet.test/ends": "Succeeded"}
+    annotations = {"kubelet.test/ends": "Succeeded"}
     phases: list[str] = []
     async with asyncio.timeout(30):
-        await kube.create(PODS, pod("a", annotations=told, restartPolicy="Never"), namespace)
+        await kube.create(PODS, pod("a", annotations=annotations, restartPolicy="Never"), namespace)
         async for event in kube.watch(PODS, namespace, fieldSelector="metadata.name=a"):
             phase = event["object"]["status"]["phase"]
             if event["type"] == "DELETED":

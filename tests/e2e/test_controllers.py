@@ -86,7 +86,7 @@ async def each_has_its_own(here: Site, pods: list[Raw]) -> None:
     await wait_until(lambda: holders(here), lambda found: found == expected)
 
 
-async def test_pods_that_are_named_by_the_api_server(here: Site) -> None:
+async def test_pods_with_generated_names_each_get_a_gpu(here: Site) -> None:
     await asyncio.gather(*(here.kube.create(PODS, pod(None, gpus=2), here.namespace) for _ in range(4)))
     await each_has_its_own(here, await pods_in_phase(here.kube, here.namespace, 4, "Running"))
 

@@ -22,7 +22,7 @@ from tests.e2e.kube import (
     Kube,
     Raw,
     Resource,
-    forced_away,
+    delete_without_finalizers,
     gone,
     pod,
     pod_in_phase,
@@ -178,7 +178,7 @@ async def cleared(kube: Kube, namespace: str) -> None:
     for of in (NODES, GPU_NODES, NODE_EVIDENCES):
         for one in await kube.list(of):
             if one["metadata"]["name"].startswith("disco-"):
-                await forced_away(kube, of, one["metadata"]["name"])
+                await delete_without_finalizers(kube, of, one["metadata"]["name"])
     for one in await kube.list(EVENTS, "default"):
         if one["involvedObject"]["name"] in NAMES:
             with suppress(ApiError):
@@ -210,9 +210,9 @@ async def test_invalid_annotation_is_reported_on_its_node_and_affects_no_other_n
 async def test_unreadable_gpunode_affects_no_other_node_and_recovers_when_repaired(harness: Harness) -> None:
     """No reservation is lost, and other nodes are served without delay."""
     await harness.node(A, said("GPU-a", "GPU-a2"))
-    had = await harness.has_gpu(A, "first")
-    (left,) = {"GPU-a", "GPU-a2"} - {had}
-    await harness.is_held(A, had)
+    first_gpu = await harness.has_gpu(A, "first")
+    (left,) = {"GPU-a", "GPU-a2"} - {first_gpu}
+    await harness.is_held(A, first_gpu)
     await harness.node(B, said("GPU-b"))
     await harness.is_answered(harness.asking(B), "GPU-b")
     entry = {"reservation": "x", "phase": "pending", "namespace": harness.namespace, "digest": "d"}
@@ -228,14 +228,14 @@ async def test_unreadable_gpunode_affects_no_other_node_and_recovers_when_repair
     affinity = {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": terms}}
     second = await harness.kube.create(PODS, pod("second", 1, affinity=affinity), harness.namespace)
     assert second["metadata"]["annotations"]["gpuwarden.io/gpu-uuid"] == "GPU-b"
-    assert await harness.phase(A, had) == "finalized"
+    assert await harness.phase(A, first_gpu) == "finalized"
     await harness.kube.patch(
         GPU_NODES, A, {"status": {"held": {"GPU-x/0": {"phase": "releasing"}}}}, subresource="status"
     )
     await harness.kube.patch(GPU_NODES, A, {"status": {"held": {"GPU-x/0": None}}}, subresource="status")
     await harness.is_answered(harness.asking(A), left)
     await harness.kube.delete(PODS, "first", harness.namespace)
-    await wait_until(lambda: harness.phase(A, had), lambda phase: phase is None)
+    await wait_until(lambda: harness.phase(A, first_gpu), lambda phase: phase is None)
 
 
 async def test_a_gpu_that_changes_its_uuid_while_held_is_quarantined_until_its_pod_ends(harness: Harness) -> None:
@@ -389,9 +389,9 @@ def sources(entry: Raw | None, source: str = "jwt-svid") -> Raw:
         pytest.param({"nonceDigest": "n1", "since": "2026-03-02T11:59:59.999999Z"}, "jwt-svid", id="issued before"),
         pytest.param({"nonceDigest": None, "since": "2026-03-02T12:30:00Z"}, "jwt-svid", id="without a nonce"),
         pytest.param({"hash": OTHER_HASH}, "jwt-svid", id="another hash"),
-        pytest.param({"until": "2026-03-02T14:00:00Z"}, "jwt-svid", id="made to last longer"),
+        pytest.param({"until": "2026-03-02T14:00:00Z"}, "jwt-svid", id="longer validity"),
         pytest.param({"nonceDigest": None, "challenged": SINCE}, "jwt-svid", id="challenged without a nonce"),
-        pytest.param({"banned": None}, "jwt-svid", id="not said whether banned"),
+        pytest.param({"banned": None}, "jwt-svid", id="without banned"),
         pytest.param({"hash": HASH, "banned": False, "conflict": False}, "spire-server", id="without an end"),
         pytest.param({"banned": False, "conflict": False}, "static", id="without a hash"),
     ],
@@ -430,11 +430,11 @@ async def answered(proven: Kube) -> Kube:
 @pytest.mark.parametrize(
     "changes",
     [
-        pytest.param({**AGAIN, "challenged": CHALLENGED}, id="at the same moment"),
-        pytest.param({**AGAIN, "challenged": "2026-03-02T11:59:59.499Z"}, id="before"),
-        pytest.param({**AGAIN, "challenged": None}, id="nobody knows when"),
-        pytest.param({"challenged": None}, id="forgotten"),
-        pytest.param({"challenged": "2026-03-02T12:00:00Z"}, id="the same nonce, written as issued later, and again"),
+        pytest.param({**AGAIN, "challenged": CHALLENGED}, id="same time"),
+        pytest.param({**AGAIN, "challenged": "2026-03-02T11:59:59.499Z"}, id="earlier"),
+        pytest.param({**AGAIN, "challenged": None}, id="unknown time"),
+        pytest.param({"challenged": None}, id="time removed"),
+        pytest.param({"challenged": "2026-03-02T12:00:00Z"}, id="same nonce again"),
     ],
 )
 async def test_api_server_refuses_an_answer_to_an_older_challenge(answered: Kube, changes: Raw) -> None:

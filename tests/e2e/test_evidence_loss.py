@@ -21,8 +21,8 @@ from tests.e2e.kube import (
     Kube,
     Raw,
     Resource,
+    delete_without_finalizers,
     deployment,
-    forced_away,
     gone,
     pod,
     pod_in_phase,
@@ -145,7 +145,7 @@ async def cleared(kube: Kube, namespace: str) -> None:
             await kube.delete(PODS, one["metadata"]["name"], namespace, grace=0)
     for of in (NODES, GPU_NODES, NODE_EVIDENCES):
         if await kube.find(of, NODE) is not None:
-            await forced_away(kube, of, NODE)
+            await delete_without_finalizers(kube, of, NODE)
     for event in await kube.list(EVENTS, "default"):
         if event["involvedObject"]["name"] == NODE:
             with suppress(ApiError):

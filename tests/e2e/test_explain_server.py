@@ -291,10 +291,10 @@ async def test_explain_shows_the_pod_as_the_api_server_would_store_it(harness: H
     raw = pod("train", gpus=2, annotations={"gpuwarden.io/required-hash": HASH})
     shown = await harness.explain("-", "-n", here.namespace, "--show", "pod", *harness.to_server, stdin=json.dumps(raw))
     stored = await kube.create(PODS, raw, here.namespace, dryRun="All")
-    told = yaml.safe_load(shown.out)
+    printed = yaml.safe_load(shown.out)
     ours = {"gpuwarden.io/gpu-uuid", "gpuwarden.io/node", "gpuwarden.io/claim"}
-    assert {key: told["metadata"]["annotations"][key] for key in ours} == {
+    assert {key: printed["metadata"]["annotations"][key] for key in ours} == {
         key: stored["metadata"]["annotations"][key] for key in ours
     }
-    assert told["spec"]["containers"][0].get("env") == stored["spec"]["containers"][0].get("env")
-    assert told["spec"]["affinity"] == stored["spec"]["affinity"]
+    assert printed["spec"]["containers"][0].get("env") == stored["spec"]["containers"][0].get("env")
+    assert printed["spec"]["affinity"] == stored["spec"]["affinity"]

@@ -168,7 +168,7 @@ class Exporting:
         return [line for line in self.log() if line["event"] == event]
 
     async def url(self) -> str:
-        found = await eventually(lambda: self.logged("listening"), self)
+        found = await wait_for(lambda: self.logged("listening"), self)
         return str(found[0]["http"])
 
     async def metrics(self) -> str:
@@ -185,7 +185,7 @@ class Exporting:
         return self.process.wait(30)
 
 
-async def eventually(look: Callable[[], Any], running: Exporting, is_right: Callable[[Any], object] = bool) -> Any:
+async def wait_for(look: Callable[[], Any], running: Exporting, is_right: Callable[[Any], object] = bool) -> Any:
     async def once() -> Any:
         return look()
 
@@ -230,7 +230,7 @@ async def test_nvidia_smi_output_is_exported_and_labels_the_node(
 ) -> None:
     with exporting(account, tmp_path / "export") as running:
         await kube.create(PODS, plugin_pod("plugin-a"), PLUGINS)
-        records = await eventually(running.records, running, lambda found: len(found) == 4)
+        records = await wait_for(running.records, running, lambda found: len(found) == 4)
         node = await kube.get(NODES, NODE_NAMES[0])
         assert (await running.count("gpuid_export_success_total")) == 1
         assert running.stop() == 0
@@ -256,9 +256,9 @@ async def test_nvidia_smi_output_is_exported_and_labels_the_node(
 async def test_a_node_without_a_provider_is_exported_once(kube: Kube, account: Path, tmp_path: Path) -> None:
     with exporting(account, tmp_path / "export") as running:
         await kube.create(PODS, plugin_pod("plugin-b", NODE_NAMES[1]), PLUGINS)
-        records = await eventually(running.records, running, lambda found: len(found) == 4)
+        records = await wait_for(running.records, running, lambda found: len(found) == 4)
         assert {one["machine"] for one in records} == {"na"}
-        await eventually(lambda: running.logged("node labelled"), running)
+        await wait_for(lambda: running.logged("node labelled"), running)
         assert await running.count("gpuid_export_failure_total") == 0
         assert running.stop() == 0
     assert len(running.records()) == 4
@@ -270,16 +270,16 @@ async def test_failure_is_logged_with_its_reason_counted_once_and_retried(
     fake_nvidia_smi.runs_shell('echo "NVIDIA-SMI has failed"; exit 9')
     with exporting(account, tmp_path / "export") as running:
         await kube.create(PODS, plugin_pod("plugin-a"), PLUGINS)
-        told = await eventually(lambda: running.logged("node not read"), running)
+        entries = await wait_for(lambda: running.logged("node not read"), running)
         # These kubelets report the exit code in the message only.
-        assert told[0]["reason"] == "unavailable"
-        assert "exit status 9" in told[0]["problem"]
-        assert told[0]["problem"].endswith("NVIDIA-SMI has failed")
-        await eventually(lambda: len(running.logged("node not read")) > 1, running)
+        assert entries[0]["reason"] == "unavailable"
+        assert "exit status 9" in entries[0]["problem"]
+        assert entries[0]["problem"].endswith("NVIDIA-SMI has failed")
+        await wait_for(lambda: len(running.logged("node not read")) > 1, running)
         counted = await running.count('gpuid_export_failure_total{exporter="",reason="unavailable"}')
         assert 2 <= counted <= len(running.logged("node not read"))
         fake_nvidia_smi.prints(document([*h100_host()[:7], dead(h100_host()[7])]))
-        records = await eventually(running.records, running, lambda found: len(found) == 7)
+        records = await wait_for(running.records, running, lambda found: len(found) == 7)
         assert await running.count("gpuid_export_success_total") == 1
         assert running.stop() == 0
     assert {one["chassis"] for one in records} == {"unknown"}
@@ -293,13 +293,13 @@ async def test_truncated_output_is_a_failure_and_stderr_output_is_not(
     fake_nvidia_smi.runs_shell('head -c 20000 "$STANDIN/content.xml"')
     with exporting(account, tmp_path / "export") as running:
         await kube.create(PODS, plugin_pod("plugin-a"), PLUGINS)
-        told = await eventually(lambda: running.logged("node not read"), running)
-        assert told[0]["reason"] == "unreadable"
-        assert "ends in the middle" in told[0]["problem"]
+        entries = await wait_for(lambda: running.logged("node not read"), running)
+        assert entries[0]["reason"] == "unreadable"
+        assert "ends in the middle" in entries[0]["problem"]
         fake_nvidia_smi.runs_shell("head -c 30000000 /dev/zero")
-        await eventually(lambda: "too_large" in {one["reason"] for one in running.logged("node not read")}, running)
+        await wait_for(lambda: "too_large" in {one["reason"] for one in running.logged("node not read")}, running)
         fake_nvidia_smi.runs_shell('echo "a warning" >&2; cat "$STANDIN/content.xml"')
-        await eventually(running.records, running, lambda found: len(found) == 4)
+        await wait_for(running.records, running, lambda found: len(found) == 4)
 
 
 @pytest.mark.defect("S2-20")
@@ -315,9 +315,9 @@ async def test_exec_is_allowed_in_the_watched_namespace_only(
     reads_only = cluster.service_account_kubeconfig(OURS, "reads-only")
     with exporting(reads_only, tmp_path / "export", "--history", "false") as running:
         await kube.create(PODS, plugin_pod("plugin-a"), PLUGINS)
-        told = await eventually(lambda: running.logged("node not read"), running)
-        assert told[0]["reason"] == "forbidden"
-        assert "403" in told[0]["problem"]
+        entries = await wait_for(lambda: running.logged("node not read"), running)
+        assert entries[0]["reason"] == "forbidden"
+        assert "403" in entries[0]["problem"]
         assert await running.count('gpuid_export_failure_total{exporter="",reason="forbidden"}') >= 1
     async with Kube(account) as own:
         for namespace, is_allowed in ((PLUGINS, True), ("default", False), ("kube-system", False)):
@@ -334,10 +334,10 @@ async def test_killed_exporter_repeats_the_same_records_and_no_others(
     before = fake_nvidia_smi.calls
     with exporting(account, tmp_path / "first") as running:
         await kube.create(PODS, plugin_pod("plugin-a"), PLUGINS)
-        first = await eventually(running.records, running, lambda found: len(found) == 4)
+        first = await wait_for(running.records, running, lambda found: len(found) == 4)
         running.stop(signal.SIGKILL)
     with exporting(account, tmp_path / "second") as running:
-        second = await eventually(running.records, running, lambda found: len(found) == 4)
+        second = await wait_for(running.records, running, lambda found: len(found) == 4)
     assert [kept(one) for one in second] == [kept(one) for one in first]
     assert fake_nvidia_smi.calls - before == 1
 
@@ -354,12 +354,12 @@ async def test_reading_from_a_pod_that_was_replaced_is_dropped(
     fake_nvidia_smi.runs_shell('while [ ! -e "$STANDIN/go" ]; do sleep 0.1; done; cat "$STANDIN/content.xml"')
     with exporting(account, tmp_path / "export") as running:
         await kube.create(PODS, plugin_pod("plugin-a"), PLUGINS)
-        await eventually(lambda: fake_nvidia_smi.calls - before, running, lambda calls: calls == 1)
+        await wait_for(lambda: fake_nvidia_smi.calls - before, running, lambda calls: calls == 1)
         await kube.delete(PODS, "plugin-a", PLUGINS, grace=0)
         await gone(kube, PODS, "plugin-a", PLUGINS)
         made = await kube.create(PODS, plugin_pod("plugin-a"), PLUGINS)
         (fake_nvidia_smi.directory / "go").touch()
-        await eventually(running.records, running, lambda found: len(found) == 4)
+        await wait_for(running.records, running, lambda found: len(found) == 4)
         assert running.stop() == 0
     (fake_nvidia_smi.directory / "go").unlink()
     node = await kube.get(NODES, NODE_NAMES[0])
@@ -380,11 +380,11 @@ async def test_watch_lasts_two_minutes(kube: Kube, account: Path, tmp_path: Path
 
 async def held_for(seconds: float, kube: Kube, account: Path, tmp_path: Path) -> None:
     with exporting(account, tmp_path / "export", environ={"TIMEOUT": "1s"}) as running:
-        await eventually(lambda: running.logged("exporting"), running)
+        await wait_for(lambda: running.logged("exporting"), running)
         until = time.monotonic() + seconds
         await wait_until(lambda: past(until), seconds=seconds + 10)
         await kube.create(PODS, plugin_pod("plugin-a"), PLUGINS)
-        await eventually(running.records, running, lambda found: len(found) == 4)
+        await wait_for(running.records, running, lambda found: len(found) == 4)
         assert running.logged("watch interrupted") == []
 
 
@@ -408,16 +408,16 @@ async def test_second_exporter_takes_over_when_the_leader_stops(
     before = fake_nvidia_smi.calls
     await kube.create(PODS, plugin_pod("plugin-a"), PLUGINS)
     with exporting(account, tmp_path / "first", environ={**ELECTING, "POD_NAME": "first"}) as first:
-        own = await eventually(first.records, first, lambda found: len(found) == 4)
+        own = await wait_for(first.records, first, lambda found: len(found) == 4)
         with exporting(account, tmp_path / "second", environ={**ELECTING, "POD_NAME": "second"}) as second:
             url = await second.url()
             async with httpx.AsyncClient(trust_env=False) as client:
                 await wait_until(lambda: answers(client, f"{url}/readyz"))
             assert second.records() == []
             assert first.stop() == 0
-            told = [line["event"] for line in first.log()]
-            assert told.index("drained") < told.index("the Lease is released")
-            found = await eventually(second.records, second, lambda found: len(found) == 4)
+            entries = [line["event"] for line in first.log()]
+            assert entries.index("drained") < entries.index("the Lease is released")
+            found = await wait_for(second.records, second, lambda found: len(found) == 4)
             assert [kept(one) for one in found] == [kept(one) for one in own]
             assert fake_nvidia_smi.calls - before == 1
             lease = await kube.get(LEASES, "gpuid-leader", OURS)
@@ -429,11 +429,11 @@ async def test_second_exporter_takes_over_when_the_leader_stops(
 
 @pytest.mark.defect("S2-16")
 async def test_nothing_is_exported_after_the_lease_is_lost(kube: Kube, account: Path, tmp_path: Path) -> None:
-    with Hanging() as store:
+    with HangingStore() as store:
         environ = {**ELECTING, "POD_NAME": "first", "EXPORTER_TYPE": "http", "HTTP_ENDPOINT": store.url}
         with exporting(account, tmp_path / "export", environ=environ) as running:
             await kube.create(PODS, plugin_pod("plugin-a"), PLUGINS)
-            await eventually(lambda: store.begun, running, lambda begun: begun == 1)
+            await wait_for(lambda: store.begun, running, lambda begun: begun == 1)
             await kube.patch(LEASES, "gpuid-leader", {"spec": {"holderIdentity": "a thief"}}, OURS)
             assert running.process.wait(30) == 1
             assert running.logged("drained")
@@ -442,7 +442,7 @@ async def test_nothing_is_exported_after_the_lease_is_lost(kube: Kube, account: 
     await kube.delete(LEASES, "gpuid-leader", OURS)
 
 
-class Hanging:
+class HangingStore:
     """A store that accepts a request and answers only when the test allows it."""
 
     def __init__(self) -> None:
@@ -468,7 +468,7 @@ class Hanging:
     def url(self) -> str:
         return f"http://127.0.0.1:{self._server.server_address[1]}/data"
 
-    def __enter__(self) -> "Hanging":
+    def __enter__(self) -> "HangingStore":
         self._thread.start()
         return self
 
@@ -508,10 +508,10 @@ async def test_gpu_uses_are_exported_with_start_and_end_across_a_kill(
     keeping = ["--outbox", str(tmp_path / "outbox")]
     try:
         with exporting(account, tmp_path / "first", *keeping) as running:
-            await eventually(running.records, running, lambda found: len(found) == 4)
+            await wait_for(running.records, running, lambda found: len(found) == 4)
             made["status"] = {"held": {f"{uuid}/0": held}}
             made = await kube.replace(GPU_NODES, made, subresource="status")
-            (begun,) = await eventually(lambda: uses(running), running)
+            (begun,) = await wait_for(lambda: uses(running), running)
             assert (begun["reservation"], begun["gpu_uuid"], begun["until"]) == ("r-1", uuid, None)
             assert (begun["serial"], begun["chassis"]) == ("176000000001", "1820000000042")
             assert (begun["namespace"], begun["pod"], begun["pod_uid"]) == ("default", "user", held["uid"])
@@ -520,11 +520,11 @@ async def test_gpu_uses_are_exported_with_start_and_end_across_a_kill(
             made["status"] = {"held": left}
             made = await kube.replace(GPU_NODES, made, subresource="status")
         with exporting(account, tmp_path / "second", *keeping) as running:
-            await eventually(lambda: [one for one in uses(running) if one["until"]], running)
+            await wait_for(lambda: [one for one in uses(running) if one["until"]], running)
             assert running.stop() == 0
-        told = uses(running)
-        assert {one["until"] for one in told} - {None} == {told[-1]["until"]}
-        assert {one["since"] for one in told} == {begun["since"]}
+        entries = uses(running)
+        assert {one["until"] for one in entries} - {None} == {entries[-1]["until"]}
+        assert {one["since"] for one in entries} == {begun["since"]}
     finally:
         await kube.delete(PODS, "user", "default", grace=0)
         await kube.delete(GPU_NODES, NODE_NAMES[0])
@@ -545,8 +545,8 @@ async def test_one_reading_gives_gpu_node_index_uuid_and_serial(
     with reconciling(tmp_path / "reconcile", lease), exporting(account, tmp_path / "export"):
         found = await wait_until(lambda: kube.find(GPU_NODES, NODE_NAMES[0]))
         assert found is not None
-        told = {(one["index"], one["uuid"], one["serial"]) for one in found["spec"]["devices"]}
-        assert told == {(card.number, card.uuid, card.serial) for card in gb200_tray()}
+        entries = {(one["index"], one["uuid"], one["serial"]) for one in found["spec"]["devices"]}
+        assert entries == {(card.number, card.uuid, card.serial) for card in gb200_tray()}
 
 
 @pytest.mark.defect("S2-15")
@@ -579,8 +579,8 @@ async def test_each_record_is_stored_once_if_the_exporter_is_killed_during_a_dat
         await kube.create(PODS, plugin_pod(name, node), PLUGINS)
     postgres.stop()
     with exporting(account, tmp_path / "first", environ=environ) as running:
-        await eventually(lambda: running.logged("batches not stored"), running)
-        await eventually(lambda: len(running.logged("node labelled")) == 2, running)
+        await wait_for(lambda: running.logged("batches not stored"), running)
+        await wait_for(lambda: len(running.logged("node labelled")) == 2, running)
         async with httpx.AsyncClient(trust_env=False) as client:
             assert (await client.get(f"{await running.url()}/readyz", timeout=30)).status_code == 503
         assert await running.count("gpuid_export_success_total") == 0
@@ -608,8 +608,8 @@ async def test_exporter_account_has_exactly_the_permissions_it_uses(
 ) -> None:
     with exporting(account, tmp_path / "export", environ={**ELECTING, "POD_NAME": "first"}) as running:
         await kube.create(PODS, plugin_pod("plugin-a"), PLUGINS)
-        await eventually(running.records, running, lambda found: len(found) == 4)
-        await eventually(lambda: running.logged("node labelled"), running)
+        await wait_for(running.records, running, lambda found: len(found) == 4)
+        await wait_for(lambda: running.logged("node labelled"), running)
         assert running.stop() == 0
     await kube.delete(LEASES, "gpuid-leader", OURS)
     seen = requests(cluster.directory.parent / "audit.log")

@@ -52,7 +52,7 @@ QUICK = Backoff(timedelta(milliseconds=10), timedelta(milliseconds=200))
 PATIENCE = timedelta(seconds=120)
 
 # A table that the older exporter created.
-S2_TABLE = """
+OLDER_TABLE = """
 CREATE TABLE {name} (
     id BIGSERIAL PRIMARY KEY,
     cluster VARCHAR(255) NOT NULL, node VARCHAR(255) NOT NULL, machine VARCHAR(255) NOT NULL,
@@ -210,7 +210,9 @@ class TestPostgres:
         assert sorted(refused) == ["GPU-1", "GPU-2"]
 
     @pytest.mark.defect("S2-9")
-    async def test_a_namespace_and_a_pod_of_full_length_are_stored_whole(self, postgres: Postgres, table: str) -> None:
+    async def test_namespace_and_pod_of_maximum_length_are_stored_completely(
+        self, postgres: Postgres, table: str
+    ) -> None:
         source = f"{'n' * 63}/{'p' * 253}"
         async with exporting(target_of(postgres, table)) as exporter:
             await exporter.export(batch(source=source))
@@ -284,11 +286,11 @@ def holding(postgres: Postgres, statement: str) -> Iterator[None]:
         yield
 
 
-class TestATableOfS2:
+class TestTableOfTheOlderExporter:
     @pytest.fixture
     def name(self, postgres: Postgres, request: pytest.FixtureRequest) -> str:
         name = f"s2_{abs(hash(request.node.nodeid)):x}"
-        postgres.run_sql(S2_TABLE.format(name=name))
+        postgres.run_sql(OLDER_TABLE.format(name=name))
         return name
 
     @pytest.mark.defect("S2-9")
@@ -436,7 +438,7 @@ class TestHistory:
             ("job-1", later(50), later(150)),
             ("job-0", NOW, later(100)),
         ]
-        at = {second: asked_in_docs(postgres, table, later(second), later(second + 1)) for second in (10, 70, 120)}
+        at = {second: query_of_docs(postgres, table, later(second), later(second + 1)) for second in (10, 70, 120)}
         assert at == {10: {"job-0"}, 70: {"job-0", "job-1", "job-2"}, 120: {"job-1", "job-2"}}
 
     async def test_two_dies_with_one_serial_have_their_own_uses(self, postgres: Postgres, table: str) -> None:
@@ -496,7 +498,7 @@ class TestHistory:
         assert "say what to look for" in done.stderr
 
 
-def asked_in_docs(postgres: Postgres, table: str, after: datetime, before: datetime) -> set[str]:
+def query_of_docs(postgres: Postgres, table: str, after: datetime, before: datetime) -> set[str]:
     """The pods of a period, by the query in docs/how-to/history.md."""
     page = ROOT / "docs" / "how-to" / "history.md"
     (question,) = re.findall(r"^SELECT .*?;$", page.read_text(), re.DOTALL | re.MULTILINE)
@@ -526,7 +528,7 @@ def history(postgres: Postgres, table: str, *arguments: str) -> subprocess.Compl
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=60)
 
 
-class TestADatabaseThatGoesAway:
+class TestDatabaseOutage:
     async def away(self, postgres: Postgres, table: str, outbox: Path | None, seconds: float) -> None:
         """Delivers batches while the database crashes, stays down and returns."""
         exporter = PostgresExporter(target_of(postgres, table))
@@ -649,7 +651,7 @@ def child(postgres: Postgres, table: str, outbox: Path, first: int, count: int) 
         name: getattr(target_of(postgres, table), name)
         for name in ("host", "port", "db", "user", "password", "sslmode", "table", "auto_migrate")
     }
-    told = {"target": target, "outbox": str(outbox), "first": first, "count": count}
+    arguments = {"target": target, "outbox": str(outbox), "first": first, "count": count}
     with subprocess.Popen(
         [sys.executable, "-m", "tests.e2e.export_child"],
         cwd=ROOT,
@@ -659,7 +661,7 @@ def child(postgres: Postgres, table: str, outbox: Path, first: int, count: int) 
         text=True,
     ) as process:
         assert process.stdin is not None
-        process.stdin.write(json.dumps(told))
+        process.stdin.write(json.dumps(arguments))
         process.stdin.close()
         process.stdin = None
         try:

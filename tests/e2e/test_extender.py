@@ -95,7 +95,7 @@ class Harness:
         self.identity.issue_cert("scheduler").configure_cert(trust)
         return httpx.AsyncClient(base_url=self.running.urls["extender"], verify=trust, trust_env=False)
 
-    async def said_of(self, name: str) -> str:
+    async def refusal_for(self, name: str) -> str:
         """Why the extender refuses the node for a pod with the hash; empty if it passes."""
         content = pod("probe", annotations=ASKING)
         async with self.client() as client:
@@ -104,7 +104,7 @@ class Harness:
         return "" if found["NodeNames"] == [name] else str(found["FailedAndUnresolvableNodes"][name])
 
     async def is_known(self, name: str, *, proven: bool) -> None:
-        await wait_until(lambda: self.said_of(name), lambda said: (not said) is proven)
+        await wait_until(lambda: self.refusal_for(name), lambda said: (not said) is proven)
 
     async def create(self, name: str, annotations: Raw | None = None, **spec: Any) -> Raw:
         content = pod(name, annotations=annotations, schedulerName=SCHEDULER_NAME, **spec)
@@ -276,7 +276,7 @@ async def test_pod_with_a_required_hash_is_bound_to_proven_nodes_only(harness: H
 
 async def test_pod_waits_with_an_event_until_evidence_arrives(harness: Harness) -> None:
     await harness.prove("ext-0", OTHER_HASH)
-    await wait_until(lambda: harness.said_of("ext-0"), lambda said: said.endswith("differs from the required one"))
+    await wait_until(lambda: harness.refusal_for("ext-0"), lambda said: said.endswith("differs from the required one"))
     with harness.scheduler():
         await harness.create("secure", ASKING)
         said = await harness.waits("secure", "1 attestation hash differs", "no attestation evidence for this node")
@@ -421,11 +421,11 @@ async def placed(kube: Kube, namespace: str, name: str) -> None:
     await wait_until(node, lambda found: found is not None)
 
 
-class Meddler:
+class ActingExtender:
     """An extender that is called after gpuwarden's, performs an action in between, and accepts all nodes."""
 
-    def __init__(self, meddle: Callable[[], Awaitable[None]]) -> None:
-        self._meddle = meddle
+    def __init__(self, act: Callable[[], Awaitable[None]]) -> None:
+        self._meddle = act
         self.times = 0
 
     async def filter(self, request: Request) -> Response:
@@ -444,7 +444,7 @@ async def test_binding_is_denied_if_evidence_is_lost_between_filter_and_bind(har
 
     await harness.prove("ext-1", HASH)
     await harness.is_known("ext-1", proven=True)
-    meddler = Meddler(withdraw)
+    meddler = ActingExtender(withdraw)
     app = Starlette(routes=[Route("/filter", meddler.filter, methods=["POST"])])
     listener = Listener(app, host="127.0.0.1", port=0)
     await listener.start()
@@ -472,7 +472,7 @@ async def test_dressed_pod_is_bound_to_its_reserved_node_only_with_evidence(harn
         await harness.kube.create(GPU_NODES, gpu_node_object(name, f"GPU-{name}"))
     await harness.prove("ext-1", HASH)
     await harness.is_known("ext-1", proven=True)
-    meddler = Meddler(withdraw)
+    meddler = ActingExtender(withdraw)
     app = Starlette(routes=[Route("/filter", meddler.filter, methods=["POST"])])
     listener = Listener(app, host="127.0.0.1", port=0)
     async with AsyncExitStack() as stack:

@@ -32,7 +32,7 @@ from tests.e2e.kube import PODS, Kube, pod, wait_until
 from tests.e2e.measurements import percentile, report_figures
 from tests.e2e.processes import Site, site
 from tests.e2e.storm import Storm, plain
-from tests.e2e.test_watch import everybody_is_back
+from tests.e2e.test_watch import wait_for_components
 from webhook.core.reasons import Reason
 
 DEADLINE, SKEW = 4, 1
@@ -46,26 +46,26 @@ PODS_OF = pytest.mark.parametrize("pods", [40, pytest.param(400, marks=pytest.ma
 
 
 @frozen
-class Kind:
+class FaultCase:
     match: Match
     fault: Fault
     share: float = 0.2
 
 
-KINDS = {
-    "409": Kind(is_reservation_write, answering(409)),
-    "422": Kind(is_reservation_write, answering(422)),
-    "429": Kind(is_ledger_call, answering(429)),
-    "500": Kind(is_ledger_call, answering(500)),
-    "503": Kind(is_ledger_call, answering(503)),
-    "answer lost": Kind(is_reservation_write, drop_response),
-    "connection cut": Kind(is_ledger_call, cut),
-    "answer swallowed": Kind(is_reservation_write, never_answer, 0.1),
-    "answer late": Kind(is_ledger_call, delayed(0.5)),
+FAULTS = {
+    "409": FaultCase(is_reservation_write, answering(409)),
+    "422": FaultCase(is_reservation_write, answering(422)),
+    "429": FaultCase(is_ledger_call, answering(429)),
+    "500": FaultCase(is_ledger_call, answering(500)),
+    "503": FaultCase(is_ledger_call, answering(503)),
+    "answer lost": FaultCase(is_reservation_write, drop_response),
+    "connection cut": FaultCase(is_ledger_call, cut),
+    "answer swallowed": FaultCase(is_reservation_write, never_answer, 0.1),
+    "answer late": FaultCase(is_ledger_call, delayed(0.5)),
 }
 
 
-async def true(look: Callable[[], object]) -> bool:
+async def evaluated(look: Callable[[], object]) -> bool:
     return bool(look())
 
 
@@ -77,10 +77,10 @@ async def confirmed(here: Site) -> bool:
     } and {slot.partition("/")[0] for slot in held} == here.checker.gpus
 
 
-async def emptied(here: Site, seconds: float = LEAK_LIMIT) -> float:
+async def seconds_until_free(here: Site, seconds: float = LEAK_LIMIT) -> float:
     """Seconds from the end of the last pod until no reservation is left."""
     await here.free_all()
-    await wait_until(lambda: true(lambda: not here.checker.live_pods), seconds=60)
+    await wait_until(lambda: evaluated(lambda: not here.checker.live_pods), seconds=60)
     started = time.monotonic()
     await wait_until(here.held, lambda held: not held, seconds)
     return time.monotonic() - started
@@ -91,11 +91,11 @@ SHORT = ("409", "500", "answer lost", "answer swallowed")
 
 
 @PODS_OF
-@pytest.mark.parametrize("kind", [one if one in SHORT else pytest.param(one, marks=pytest.mark.long) for one in KINDS])
+@pytest.mark.parametrize("kind", [one if one in SHORT else pytest.param(one, marks=pytest.mark.long) for one in FAULTS])
 async def test_a_creation_is_denied_clearly_or_succeeds(
     cluster: Cluster, kube: Kube, tmp_path: Path, request: pytest.FixtureRequest, kind: str, pods: int
 ) -> None:
-    chosen = KINDS[kind]
+    chosen = FAULTS[kind]
     async with site(cluster, kube, tmp_path, **SHAPE) as here, Proxy(cluster) as proxy:
         through = proxy.kubeconfig(tmp_path)
         for _ in range(2):
@@ -108,7 +108,7 @@ async def test_a_creation_is_denied_clearly_or_succeeds(
         await asyncio.gather(*(once_each(storm, pods // 16 + 1) for _ in range(16)))
         alive = len(here.checker.live_pods)
         await wait_until(lambda: confirmed(here), seconds=LEAK_LIMIT)
-        free_after = await emptied(here)
+        free_after = await seconds_until_free(here)
         answers = storm.tally.made + storm.tally.denied
         report_figures(
             request,
@@ -152,13 +152,13 @@ async def test_410_on_every_watch_is_handled_without_flooding_the_server(
         await asyncio.wait_for(storm.create(len(here.gpus), plain), 60)
         await wait_until(lambda: confirmed(here), seconds=LEAK_LIMIT)
         before, started = proxy.applied["410"], time.monotonic()
-        free_after = await emptied(here)
+        free_after = await seconds_until_free(here)
         await asyncio.sleep(5)
         rate = (proxy.applied["410"] - before) / (time.monotonic() - started)
         proxy.rules.clear()
         await asyncio.wait_for(storm.create(len(here.gpus), plain), 60)
         await wait_until(lambda: confirmed(here))
-        after_recovery = await emptied(here)
+        after_recovery = await seconds_until_free(here)
         report_figures(
             request, watches_refused_per_s=rate, free_after_s=free_after, free_after_recovery_s=after_recovery
         )
@@ -186,7 +186,7 @@ async def test_frozen_connection_causes_only_denials(
         proxy.thaw()
         await asyncio.wait_for(storm.create(8, plain), 60)
         await wait_until(lambda: confirmed(here), seconds=LEAK_LIMIT)
-        free_after = await emptied(here)
+        free_after = await seconds_until_free(here)
         report_figures(
             request, refused=dict(storm.tally.why), slowest_answer_s=max(storm.tally.denied), free_after_s=free_after
         )
@@ -220,16 +220,16 @@ async def test_system_recovers_from_control_plane_failures(
         storm = Storm(here, clients=8)
         reaping = asyncio.create_task(storm.reap(0.5, forgives=True))
         coming = asyncio.create_task(storm.create(100, plain))
-        await wait_until(lambda: true(lambda: len(storm.tally.made) >= 10))
+        await wait_until(lambda: evaluated(lambda: len(storm.tally.made) >= 10))
         await happens(cluster)
         started = time.monotonic()
-        await everybody_is_back(kube)
+        await wait_for_components(kube)
         back = time.monotonic() - started
         await asyncio.wait_for(coming, 300)
         reaping.cancel()
         await asyncio.gather(reaping, return_exceptions=True)
         await wait_until(lambda: confirmed(here), seconds=60)
-        free_after = await emptied(here, 60)
+        free_after = await seconds_until_free(here, 60)
         report_figures(
             request,
             others_back_s=back,
@@ -261,7 +261,7 @@ async def test_replicas_with_clock_skew_never_reserve_a_gpu_twice(
             reaping.cancel()
             await asyncio.gather(reaping, return_exceptions=True)
         await wait_until(lambda: confirmed(here))
-        free_after = await emptied(here, 60)
+        free_after = await seconds_until_free(here, 60)
         report_figures(request, made=len(storm.tally.made), refused=dict(storm.tally.why), free_after_s=free_after)
         here.checker.assert_no_violations()
         assert {reason for _, reason in storm.tally.why} <= {"NoFreeDevice", "DeadlinePassed"}
@@ -290,7 +290,7 @@ async def test_reviews_cause_no_list_requests(
         storm = Storm(here, clients=8)
         await asyncio.wait_for(storm.create(len(here.gpus), plain), 120)
         await wait_until(lambda: confirmed(here), seconds=LEAK_LIMIT)
-        await emptied(here)
+        await seconds_until_free(here)
         report_figures(request, lists_at_the_start=first, lists_by_516_reviews=proxy.applied["list"] - first)
         here.checker.assert_no_violations()
         # A watch may have started late, or again.

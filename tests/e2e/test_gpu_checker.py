@@ -25,7 +25,7 @@ class ReplayingApiServer:
     """An API server that replays events; each watch breaks after one event."""
 
     events: list[Raw]
-    told: asyncio.Event = field(factory=asyncio.Event)
+    replayed: asyncio.Event = field(factory=asyncio.Event)
 
     async def call(self, *_: Any) -> Raw:
         return {"metadata": {"resourceVersion": "0"}, "items": []}
@@ -33,7 +33,7 @@ class ReplayingApiServer:
     async def watch(self, _: object, *, resourceVersion: str) -> AsyncIterator[Raw]:
         later = [one for one in self.events if int(one["object"]["metadata"]["resourceVersion"]) > int(resourceVersion)]
         if not later:
-            self.told.set()
+            self.replayed.set()
             await asyncio.Event().wait()
         yield later[0]
         raise httpx.ReadError("cut")
@@ -42,7 +42,7 @@ class ReplayingApiServer:
 async def checked(api_server: ReplayingApiServer) -> GpuChecker:
     checker = GpuChecker(api_server)  # type: ignore[arg-type]
     running = asyncio.create_task(checker.run())
-    await asyncio.wait_for(api_server.told.wait(), 10)
+    await asyncio.wait_for(api_server.replayed.wait(), 10)
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
     return checker

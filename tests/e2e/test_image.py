@@ -16,7 +16,7 @@ from scripts.controlplane.cluster import ROOT
 from tests.project.test_dockerfile import instructions
 from tests.running import started
 
-NOBODY = 65532
+UNPRIVILEGED_UID = 65532
 INVENTORY = "nodes: [{name: node-0, devices: [{uuid: GPU-0}]}]\n"
 
 
@@ -73,9 +73,13 @@ def copied(source: Path, target: Path) -> None:
         shutil.copyfile(source, target)
 
 
-def as_nobody(root: Path, *arguments: str) -> list[str]:
+def as_unprivileged_user(root: Path, *arguments: str) -> list[str]:
     """The command prefix of a user without files and home, if the tests run as root."""
-    other = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"] if os.getuid() == 0 else []
+    other = (
+        ["setpriv", f"--reuid={UNPRIVILEGED_UID}", f"--regid={UNPRIVILEGED_UID}", "--clear-groups"]
+        if os.getuid() == 0
+        else []
+    )
     (environment,) = (rest for word, rest in instructions() if word == "ENV")
     own = environment.replace("/opt/gpuwarden", str(root / "gpuwarden")).split()
     return [*other, "/usr/bin/env", "-i", *own, "gpuwarden", *arguments]
@@ -95,7 +99,9 @@ def test_image_contains_the_locked_packages_and_no_build_tools(root: Path) -> No
 
 
 def test_image_runs_as_an_unprivileged_user_without_a_writable_directory(root: Path, tmp_path: Path) -> None:
-    said = subprocess.run(as_nobody(root, "--version"), cwd="/", capture_output=True, text=True, check=True).stdout
+    said = subprocess.run(
+        as_unprivileged_user(root, "--version"), cwd="/", capture_output=True, text=True, check=True
+    ).stdout
     assert re.fullmatch(r"gpuwarden \d+\.\d+\.\d+\S*\n", said)
     files = root / "files"
     subprocess.run([root / "gpuwarden/bin/gpuwarden", "certs", "dev", "--dir", files], check=True, capture_output=True)
@@ -106,11 +112,11 @@ def test_image_runs_as_an_unprivileged_user_without_a_writable_directory(root: P
     empty.mkdir(mode=0o555)
     flags = ["--tls-cert", str(files / "tls.crt"), "--tls-key", str(files / "tls.key")]
     ports = ["--port", "0", "--ui-port", "0", "--extender-port", "0", "--inventory", str(root / "inventory.yaml")]
-    command = as_nobody(root, "serve", *flags, *ports)
+    command = as_unprivileged_user(root, "serve", *flags, *ports)
     with started(command, empty) as running:
         assert httpx.get(running.urls["http"] + "/readyz", trust_env=False).status_code == 200
         if os.getuid() == 0:
-            assert Path(f"/proc/{running.process.pid}").stat().st_uid == NOBODY
+            assert Path(f"/proc/{running.process.pid}").stat().st_uid == UNPRIVILEGED_UID
         code, _, log = running.stop()
     assert code == 0, log
     assert list(empty.iterdir()) == []

@@ -12,7 +12,7 @@ import pytest
 from attrs import frozen
 
 from scripts.controlplane.cluster import Cluster
-from tests.e2e.attacks.test_bound_while_down import Harness, near, running_harness
+from tests.e2e.attacks.test_bound_while_down import Harness, ends_soon, running_harness
 from tests.e2e.attacks.test_gpu_variables import HOSTILE, hostile_pod, seen
 from tests.e2e.faults import Breakpoint, Exchange, Proxy, is_reservation_write
 from tests.e2e.kube import PODS, ApiError, Kube, Raw, pod, wait_until
@@ -59,15 +59,15 @@ DROP: Phases = []
 OF_A_REPLICA = (
     Step("before the reservation is written", RESERVE, carried_out=False),
     Step("reserved, not answered", RESERVE, carried_out=True),
-    Step("answered, before the uid is written", NAME, carried_out=False),
-    Step("the uid written, not created", NAME, carried_out=True),
+    Step("answered, before the UID is written", NAME, carried_out=False),
+    Step("UID written, not created", NAME, carried_out=True),
 )
 OF_A_RECONCILER = (
     Step("created, before it is confirmed", CONFIRM, carried_out=False),
-    Step("confirmed, not told", CONFIRM, carried_out=True),
+    Step("confirmed, not reported", CONFIRM, carried_out=True),
 )
 OF_A_RELEASE = (
-    Step("marked releasing, not told", MARK, carried_out=True),
+    Step("marked releasing, not reported", MARK, carried_out=True),
     Step("before the slot is dropped", DROP, carried_out=False),
 )
 SOME = pytest.mark.parametrize("rounds", [1, pytest.param(20, marks=pytest.mark.long)])
@@ -90,7 +90,7 @@ def on(node: str) -> Raw:
     return pod(None, gpus=1, nodeSelector={"kubernetes.io/hostname": node}, terminationGracePeriodSeconds=1)
 
 
-async def until_made(here: Site, content: Raw, seconds: float) -> Raw:
+async def create_until_made(here: Site, content: Raw, seconds: float) -> Raw:
     """Retries until the pod is created."""
 
     async def tried() -> Raw | None:
@@ -104,7 +104,7 @@ async def until_made(here: Site, content: Raw, seconds: float) -> Raw:
     return made
 
 
-async def until_stopped(here: Site, content: Raw, breakpoint_: Breakpoint) -> Raw:
+async def create_until_stopped(here: Site, content: Raw, breakpoint_: Breakpoint) -> Raw:
     """Retries until gpuwarden has the creation: the API server may use a connection that the balancer has just
     closed."""
     while True:
@@ -143,7 +143,7 @@ async def test_replica_killed_at_any_step_leaves_no_reservation_after_the_deadli
             victim = await here.replica(proxy.kubeconfig(tmp_path), serves=False)
             await here.balancer.only(victim)
             breakpoint_ = stopped_at(proxy, node, step)
-            creation = asyncio.create_task(until_stopped(here, on(node), breakpoint_))
+            creation = asyncio.create_task(create_until_stopped(here, on(node), breakpoint_))
             died = await killed(victim, breakpoint_, creation)
             with pytest.raises(ApiError, match="failed calling webhook"):
                 await creation
@@ -153,14 +153,14 @@ async def test_replica_killed_at_any_step_leaves_no_reservation_after_the_deadli
             elif step.names_a_pod:
                 continue
             else:
-                await until_made(here, on(node), LEAK_LIMIT)
+                await create_until_made(here, on(node), LEAK_LIMIT)
             leaks[step.name] = max(leaks.get(step.name, 0.0), time.monotonic() - died)
         if not is_reconciled:  # a replica cannot know that a named pod never ran
             await here.reconciler()
         for step, node in zip(plan, here.nodes, strict=True):
             if is_reconciled or step.names_a_pod:
-                await until_made(here, on(node), LEAK_LIMIT)
-        await wait_until(lambda: true(here.all_used))
+                await create_until_made(here, on(node), LEAK_LIMIT)
+        await wait_until(lambda: evaluated(here.all_used))
         report_figures(request, rounds=rounds, longest_leak_s=leaks)
         here.checker.assert_no_violations()
 
@@ -179,39 +179,39 @@ async def test_all_replicas_killed_during_creations_leave_no_reservation_after_t
         await harness.create_gated_pod("late", ending)
         await harness.create_gated_pod("lasting", lasting)
         storm = Storm(here, clients=32)
-        creating = asyncio.create_task(storm.create(200, everything))
+        creating = asyncio.create_task(storm.create(200, any_pod))
         reaping = asyncio.create_task(storm.reap(0.5))
         await harness.prove(ending, ENDS_AFTER)
-        await wait_until(harness.ends, lambda data: near(data[ending]))
-        await wait_until(lambda: true(lambda: len(storm.tally.made) >= 50), seconds=MANY)
+        await wait_until(harness.ends, lambda data: ends_soon(data[ending]))
+        await wait_until(lambda: evaluated(lambda: len(storm.tally.made) >= 50), seconds=MANY)
         await asyncio.gather(*(one.kill() for one in here.replicas))
         died = time.monotonic()
         made_before = len(storm.tally.made)
         assert not creating.done()
         await here.balancer.only()
         await cancel_and_wait([reaping])
-        reserved = await unseen(here)
+        reserved = await unseen_reservations(here)
         releasing = asyncio.create_task(released(here, reserved))
-        await asyncio.gather(*(goes_its_way(harness, name, lasting) for name in HOSTILE))
+        await asyncio.gather(*(plain_pod_is_bound(harness, name, lasting) for name in HOSTILE))
         with pytest.raises(ApiError, match="failed calling webhook"):
             await kube.create(PODS, pod("asking", gpus=1), here.namespace)
         await wait_until(harness.ends, lambda data: data[ending] <= stamp(utc_now()))
         for name in ("late", "lasting"):
             await harness.open_gate(name)
-        assert await harness.bound("lasting") == lasting
-        await harness.refused("late", f"the evidence of node {ending} ended")
+        assert await harness.wait_until_bound("lasting") == lasting
+        await harness.wait_until_refused("late", f"the evidence of node {ending} ended")
         reaping = asyncio.create_task(storm.reap(0.5))
         # Only pods with a claim are still retried.
         stuck = len(storm.tally.made)
         began = time.monotonic()
         starting = asyncio.gather(*(here.replica() for _ in range(3)))
-        await wait_until(lambda: true(lambda: len(storm.tally.made) > stuck), seconds=RECOVERY)
+        await wait_until(lambda: evaluated(lambda: len(storm.tally.made) > stuck), seconds=RECOVERY)
         recovery = time.monotonic() - began
         await starting
         gone_after = await releasing - died
         await creating
         await cancel_and_wait([reaping])
-        left = [one for one in await kube.list(PODS, here.namespace) if not asks(one)]
+        left = [one for one in await kube.list(PODS, here.namespace) if not has_claim(one)]
         report_figures(
             request,
             made_before=made_before,
@@ -223,17 +223,17 @@ async def test_all_replicas_killed_during_creations_leave_no_reservation_after_t
         assert len(storm.tally.made) == 200
         assert len(left) > len(HOSTILE)
         assert {shown for one in left for shown in seen(one).values()} == {"void"}
-        await asyncio.gather(*(harness.bound(one["metadata"]["name"]) for one in left))
+        await asyncio.gather(*(harness.wait_until_bound(one["metadata"]["name"]) for one in left))
         here.checker.assert_no_violations()
 
 
 async def released(here: Site, reserved: frozenset[str]) -> float:
     """The time at which none of them was reserved any more."""
-    await wait_until(lambda: unseen(here), lambda now: not reserved & now, IN_A_CLUSTER + SKEW + 10.0)
+    await wait_until(lambda: unseen_reservations(here), lambda now: not reserved & now, IN_A_CLUSTER + SKEW + 10.0)
     return time.monotonic()
 
 
-def everything(chance: random.Random) -> Raw:
+def any_pod(chance: random.Random) -> Raw:
     """Half of the pods have claims; others have none, or variables that would show them all GPUs of the node."""
     kind = chance.random()
     if kind < 1 / 2:
@@ -242,20 +242,20 @@ def everything(chance: random.Random) -> Raw:
     return {**content, "metadata": {"generateName": "plain-"}}
 
 
-def asks(one: Raw) -> bool:
+def has_claim(one: Raw) -> bool:
     return "gpuwarden.io/gpu-uuid" in one["metadata"].get("annotations", {})
 
 
-async def goes_its_way(harness: Harness, kind: str, node: str) -> None:
+async def plain_pod_is_bound(harness: Harness, kind: str, node: str) -> None:
     """While no replica answers: the pod is created, sees no GPU, and is bound."""
     content = hostile_pod(HOSTILE[kind], name=f"hostile-{list(HOSTILE).index(kind)}")
     content["spec"]["nodeSelector"] = {"kubernetes.io/hostname": node}
     made = await harness.kube.create(PODS, content, harness.namespace)
     assert set(seen(made).values()) == {"void"}, kind
-    assert await harness.bound(made["metadata"]["name"]) == node
+    assert await harness.wait_until_bound(made["metadata"]["name"]) == node
 
 
-async def unseen(here: Site) -> frozenset[str]:
+async def unseen_reservations(here: Site) -> frozenset[str]:
     """Reservations for pods that gpuwarden has not seen."""
     return frozenset(one["reservation"] for one in (await here.held()).values() if one["phase"] == "pending")
 
@@ -267,7 +267,7 @@ async def test_pod_keeps_its_gpu_if_the_reconciler_is_killed_while_confirming(
     async def begin(here: Site, node: str) -> Raw:
         content = on(node)
         content["spec"]["schedulerName"] = "nobody"  # the review of its Binding would confirm the reservation first
-        return await until_made(here, content, MANY)
+        return await create_until_made(here, content, MANY)
 
     async def is_right(here: Site, node: str, made: Raw) -> bool:
         held = list((await here.held_on(node)).values())
@@ -282,7 +282,7 @@ async def test_gpu_is_released_if_the_reconciler_is_killed_while_releasing(
     cluster: Cluster, kube: Kube, tmp_path: Path, request: pytest.FixtureRequest, rounds: int
 ) -> None:
     async def begin(here: Site, node: str) -> Raw:
-        made = await until_made(here, on(node), MANY)
+        made = await create_until_made(here, on(node), MANY)
         await wait_until(lambda: here.held_on(node), lambda held: is_final(held))
         await kube.delete(PODS, made["metadata"]["name"], here.namespace)
         return made
@@ -329,5 +329,5 @@ async def killing_reconcilers(
         here.checker.assert_no_violations()
 
 
-async def true(look: Callable[[], bool]) -> bool:
+async def evaluated(look: Callable[[], bool]) -> bool:
     return look()

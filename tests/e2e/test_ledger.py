@@ -11,7 +11,7 @@ import pytest
 from kubernetes.aio import client
 
 from scripts.controlplane.cluster import Cluster
-from tests.e2e.kube import Kube, Resource, forced_away, wait_until
+from tests.e2e.kube import Kube, Resource, delete_without_finalizers, wait_until
 from tests.ledger.contract import CLOCK_SKEW, PENDING_DEADLINE, Bench, LedgerContract, ask, on, pod
 from tests.ledger.fake_store import gpu_node
 from tests.ledger.test_cluster import Pods
@@ -82,7 +82,7 @@ async def bench(cluster: Cluster, kube: Kube) -> AsyncIterator[ApiBench]:
     async with await connect(Settings(kubeconfig=cluster.kubeconfig)) as api:
         yield ApiBench(api, kube)
     for raw in (NODE_A, NODE_B):
-        await forced_away(kube, GPU_NODES, raw["metadata"]["name"])
+        await delete_without_finalizers(kube, GPU_NODES, raw["metadata"]["name"])
 
 
 class TestClusterLedgerOnTheApiServer(LedgerContract):
@@ -175,4 +175,4 @@ async def test_all_2000_gpus_of_a_node_can_be_reserved(bench: ApiBench) -> None:
         assert written["spec"]["devices"][1999]["uuid"] == uuids[-1]
         assert 1.4 * 2**20 < len(json.dumps(written, separators=(",", ":"))) < 1.5 * 2**20
     finally:
-        await forced_away(bench.kube, GPU_NODES, "node-big")
+        await delete_without_finalizers(bench.kube, GPU_NODES, "node-big")

@@ -22,7 +22,7 @@ from tests.e2e.kube import (
 )
 from tests.e2e.processes import Site
 from tests.e2e.test_ledger import GPU_NODES
-from tests.e2e.test_queue import GPU, gates, queueing, told
+from tests.e2e.test_queue import GPU, gates, queue_site, wait_for_event
 
 MAP = "gpu-scheduling-map"
 # A namespace with the label that lets maps keep GPUs.
@@ -56,7 +56,7 @@ async def test_a_stateful_set_keeps_its_gpus_through_deletion_scaling_and_a_roll
     cluster: Cluster, kube: Kube, tmp_path: Path
 ) -> None:
     # Waiting is not configured: pods with a map wait in any case.
-    async with queueing(cluster, kube, tmp_path, nodes=2, gpus=2, flags=("--when-unavailable", "deny")) as here:
+    async with queue_site(cluster, kube, tmp_path, nodes=2, gpus=2, flags=("--when-unavailable", "deny")) as here:
         for node in here.nodes:
             numbered = [{"uuid": f"GPU-{node}-{k}", "index": k} for k in range(2)]
             await kube.patch(GPU_NODES, node, {"spec": {"devices": numbered}})
@@ -86,7 +86,7 @@ async def test_a_stateful_set_keeps_its_gpus_through_deletion_scaling_and_a_roll
         waits = await wait_until(lambda: kube.find(PODS, "web-3", here.namespace))
         assert waits is not None
         assert gates(waits) == ["gpuwarden.io/queue"]
-        assert "ordinal 3" in await told(kube, waits, "NotInMap")
+        assert "ordinal 3" in await wait_for_event(kube, waits, "NotInMap")
 
         old = {one["metadata"]["uid"] for one in await kube.list(PODS, here.namespace)}
         smaller = text.replace("rack-1:0,1", "rack-1:1")
@@ -104,7 +104,7 @@ async def test_a_stateful_set_keeps_its_gpus_through_deletion_scaling_and_a_roll
             lambda: kube.find(PODS, "web-1", here.namespace), lambda found: found is not None and gates(found)
         )
         assert again is not None
-        await told(kube, again, "AmbiguousNode", "2 have the label")
+        await wait_for_event(kube, again, "AmbiguousNode", "2 have the label")
         await kube.patch(NODES, first, {"metadata": {"labels": {"gpu-node-name": None}}})
         await pod_in_phase(kube, here.namespace, "web-1", "Running")
 

@@ -63,7 +63,7 @@ def manifests_now(here: Site) -> list[Raw]:
     return [*while_down(installation), *webhooks(installation)]
 
 
-async def applied(kube: Kube, wanted: Iterable[Raw], gone: Iterable[Raw] = ()) -> None:
+async def apply(kube: Kube, wanted: Iterable[Raw], gone: Iterable[Raw] = ()) -> None:
     """Applies manifests as helm does: existing objects are changed, and objects of the other version only are
     deleted."""
     names = set()
@@ -82,17 +82,17 @@ async def applied(kube: Kube, wanted: Iterable[Raw], gone: Iterable[Raw] = ()) -
             await kube.delete(KINDS[manifest["kind"]], manifest["metadata"]["name"])
 
 
-async def ended(worker: Worker) -> None:
+async def stop_gracefully(worker: Worker) -> None:
     """Stops a replica as in a rolling update: it finishes what is in flight."""
     worker.process.terminate()
     await asyncio.wait_for(worker.process.wait(), PATIENCE)
 
 
-async def replaced(here: Site, leaving: Worker, program: list[str] | None) -> Worker:
+async def replace_replica(here: Site, leaving: Worker, program: list[str] | None) -> Worker:
     """Starts a replica of the other version, then stops this one."""
     coming = await (here.replica() if program is None else here.replica(program=program))
     here.balancer.servers.remove(leaving)
-    await ended(leaving)
+    await stop_gracefully(leaving)
     return coming
 
 
@@ -101,7 +101,7 @@ async def test_upgrade_and_rollback_assign_no_gpu_twice_and_lose_no_reservation(
 ) -> None:
     async with site(cluster, kube, tmp_path, nodes=NODES, gpus=GPUS, name="roll", flags=FLAGS) as here:
         before, now = manifests_before(here, old), manifests_now(here)
-        await applied(kube, before, gone=now)
+        await apply(kube, before, gone=now)
         first = await here.replica(program=old)
         second = await here.replica(program=old)
         leader = await here.reconciler(program=old)
@@ -110,34 +110,34 @@ async def test_upgrade_and_rollback_assign_no_gpu_twice_and_lose_no_reservation(
         reaping = asyncio.create_task(storm.reap(0.7))
         try:
             await storm.create(PODS_A_STAGE, mixed)
-            await applied(kube, now)
-            first = await replaced(here, first, None)  # one of each version serves
+            await apply(kube, now)
+            first = await replace_replica(here, first, None)  # one of each version serves
             await storm.create(PODS_A_STAGE, mixed)
-            await ended(leader)
+            await stop_gracefully(leader)
             leader = await here.reconciler()
             await storm.create(PODS_A_STAGE, mixed)
-            second = await replaced(here, second, None)  # upgraded
+            second = await replace_replica(here, second, None)  # upgraded
             await storm.create(PODS_A_STAGE, mixed)
-            await applied(kube, before, gone=now)
-            first = await replaced(here, first, old)  # and back
-            await ended(leader)
+            await apply(kube, before, gone=now)
+            first = await replace_replica(here, first, old)  # and back
+            await stop_gracefully(leader)
             leader = await here.reconciler(program=old)
             await storm.create(PODS_A_STAGE, mixed)
-            await replaced(here, second, old)
+            await replace_replica(here, second, old)
             await storm.create(PODS_A_STAGE, mixed)
         finally:
             reaping.cancel()
             await asyncio.gather(reaping, return_exceptions=True)
         here.checker.assert_no_violations()
-        await wait_until(lambda: as_the_pods_say(here), seconds=PATIENCE)
-        await applied(kube, now)  # deleted when the site ends
+        await wait_until(lambda: reservations_match_pods(here), seconds=PATIENCE)
+        await apply(kube, now)  # deleted when the site ends
         report_figures(
             request, pods=len(here.checker.seen), refused=dict(storm.tally.why), unclear=storm.tally.unclear[:3]
         )
         here.checker.assert_no_violations()
 
 
-async def as_the_pods_say(here: Site) -> bool:
+async def reservations_match_pods(here: Site) -> bool:
     """Whether exactly the GPUs of live pods are reserved."""
     held = await here.held()
     return {slot.rpartition("/")[0] for slot in held} == here.checker.gpus

@@ -29,7 +29,7 @@ from tests.e2e.kube import (
     Kube,
     Raw,
     Resource,
-    forced_away,
+    delete_without_finalizers,
     pod,
     wait_until,
 )
@@ -121,7 +121,7 @@ async def account_of(cluster: Cluster, kube: Kube) -> AsyncIterator[Path]:
             await kube.delete(RBAC[one["kind"]], "gpuwarden", one["metadata"].get("namespace"))
 
 
-async def came_up(cluster: Cluster, kube: Kube) -> None:
+async def create_node(cluster: Cluster, kube: Kube) -> None:
     await asyncio.to_thread(cluster.add_nodes, [node_object(NODE)])
     with suppress(ApiError):
         await kube.create(GPU_NODES, gpu_node(NODE, "GPU-proof"))
@@ -139,8 +139,8 @@ async def new_harness(cluster: Cluster, kube: Kube, account: Path, tmp_path: Pat
     async with AsyncExitStack() as stack:
         stack.push_async_callback(agent.stop)
         for of in (NODES, GPU_NODES, NODE_EVIDENCES):
-            stack.push_async_callback(away, kube, of)
-        await came_up(cluster, kube)
+            stack.push_async_callback(delete_objects, kube, of)
+        await create_node(cluster, kube)
         replicas = []
         for number in range(2):
             (tmp_path / f"replica-{number}").mkdir()
@@ -152,9 +152,9 @@ async def new_harness(cluster: Cluster, kube: Kube, account: Path, tmp_path: Pat
         yield harness
 
 
-async def away(kube: Kube, of: object) -> None:
+async def delete_objects(kube: Kube, of: object) -> None:
     with suppress(ApiError):
-        await forced_away(kube, of, NODE)  # type: ignore[arg-type]  # a Resource
+        await delete_without_finalizers(kube, of, NODE)  # type: ignore[arg-type]  # a Resource
 
 
 @pytest.fixture

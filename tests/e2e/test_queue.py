@@ -29,7 +29,7 @@ QUEUE = ("--when-unavailable", "queue")
 GATE = "gpuwarden.io/queue"
 GPU = "gpuwarden.io/gpu-uuid"
 # The promise, and the limit for a busy machine.
-PROMISED, PATIENT = 2.0, 20.0
+PROMISED_SECONDS, LONG_SECONDS = 2.0, 20.0
 
 
 @define
@@ -85,12 +85,12 @@ class QueueHarness:
         """Ends one pod; returns the seconds until the gate of the other is removed."""
         await self.end(ended)
         freed = time.monotonic()
-        await wait_until(lambda: self.get(name), lambda found: not gates(found), PATIENT)
+        await wait_until(lambda: self.get(name), lambda found: not gates(found), LONG_SECONDS)
         return time.monotonic() - freed
 
 
 @asynccontextmanager
-async def queueing(
+async def queue_site(
     cluster: Cluster, kube: Kube, directory: Path, *, nodes: int = 1, gpus: int = 2, flags: tuple[str, ...] = ()
 ) -> AsyncIterator[Site]:
     said = (*QUEUE, *flags)
@@ -103,7 +103,7 @@ async def queue_harness(
     cluster: Cluster, kube: Kube, directory: Path, *, gpus: int, nodes: int = 1, acts: bool = True
 ) -> AsyncIterator[QueueHarness]:
     """With `acts`, a reconciler runs and removes gates."""
-    async with queueing(cluster, kube, directory, nodes=nodes, gpus=gpus) as here:
+    async with queue_site(cluster, kube, directory, nodes=nodes, gpus=gpus) as here:
         if acts:
             await here.reconciler()
         await here.wait_until_offered()
@@ -115,7 +115,7 @@ def gates(raw: Raw) -> list[str]:
     return [gate["name"] for gate in raw["spec"].get("schedulingGates", ())]
 
 
-async def told(kube: Kube, raw: Raw, reason: str, words: str = "") -> str:
+async def wait_for_event(kube: Kube, raw: Raw, reason: str, words: str = "") -> str:
     """Waits for the Event and returns its message."""
     meta = raw["metadata"]
     found = await wait_until(
@@ -161,20 +161,20 @@ async def test_queued_pod_gets_an_event_and_is_served_soon_after_a_gpu_is_free(
         assert "no free GPU" in waits["metadata"]["annotations"]["gpuwarden.io/waiting"]
         assert waits["metadata"]["labels"]["gpuwarden.io/queued"] == "true"
         assert GPU not in waits["metadata"]["annotations"]
-        assert "no free GPU" in await told(kube, waits, "NoFreeDevice")
+        assert "no free GPU" in await wait_for_event(kube, waits, "NoFreeDevice")
         took = [await queue.opened_after("second", "first")]
         opened = await queue.get("second")
         assert opened["metadata"]["annotations"][GPU] in queue.here.gpus
         assert "gpuwarden.io/queued" not in opened["metadata"].get("labels", {})
         await queue.runs("second")
-        await told(kube, waits, "GateOpened")
+        await wait_for_event(kube, waits, "GateOpened")
         # The machine may be busy at any one of these moments.
         names = ["second", *(f"later-{number}" for number in range(4))]
         for before, name in itertools.pairwise(names):
-            if min(took) > PROMISED:
+            if min(took) > PROMISED_SECONDS:
                 await queue.create(name)
                 took.append(await queue.opened_after(name, before))
-        assert min(took) < PROMISED
+        assert min(took) < PROMISED_SECONDS
 
 
 async def test_pod_without_a_proven_node_waits_in_the_queue(cluster: Cluster, kube: Kube, tmp_path: Path) -> None:
@@ -189,7 +189,7 @@ async def test_pod_without_a_proven_node_waits_in_the_queue(cluster: Cluster, ku
         assert (await queue.get("proven-only"))["spec"]["nodeName"] == "queue-0"
 
 
-@pytest.mark.long  # a Lease has to end twice
+@pytest.mark.long  # two Leases must expire
 async def test_interrupted_reconciler_serves_no_queued_pod_twice(cluster: Cluster, kube: Kube, tmp_path: Path) -> None:
     """The moment of the kill is random; tests/admission/queue/test_queue.py covers every step."""
     async with queue_harness(cluster, kube, tmp_path, gpus=1, acts=False) as queue:
@@ -227,7 +227,7 @@ async def test_changed_namespace_requirement_applies_to_queued_pods(
         waits = await queue.wait("second")
         key = "gpuwarden.io/required-hash"
         await kube.patch(NAMESPACES, queue.namespace, {"metadata": {"annotations": {key: "sha256:strict"}}})
-        await told(kube, waits, "Forged", "not what the pod asks for")
+        await wait_for_event(kube, waits, "Forged", "not what the pod asks for")
         await queue.end("first")
         await wait_until(queue.here.held, lambda held: not held)
         await kube.patch(NAMESPACES, queue.namespace, {"metadata": {"annotations": {key: None}}})
@@ -245,7 +245,7 @@ async def test_gate_set_by_a_user_is_removed_on_opt_in_and_stays_elsewhere(
         # In a namespace without reviews.
         elsewhere = queue.here.own_namespace
         stray = await kube.create(PODS, pod("stray", schedulingGates=[{"name": GATE}]), elsewhere)
-        assert "only gpuwarden may add this gate" in await told(kube, stray, "Forged")
+        assert "only gpuwarden may add this gate" in await wait_for_event(kube, stray, "Forged")
         assert gates(await kube.get(PODS, "stray", elsewhere)) == [GATE]
         await kube.delete(PODS, "stray", elsewhere)
 
@@ -254,13 +254,13 @@ async def test_large_claim_is_served_before_later_small_claims(cluster: Cluster,
     async with queue_harness(cluster, kube, tmp_path, gpus=2) as queue:
         await queue.run("a", "b")
         large = await queue.wait("large", 2)
-        await told(kube, large, "NoFreeDevice")
+        await wait_for_event(kube, large, "NoFreeDevice")
         await queue.end("a")
         await wait_until(queue.here.held, lambda held: len(held) == 1)
         small = await wait_until(lambda: created_gated(queue, large), bool)
         assert small is not None
         name = small["metadata"]["name"]
-        await told(kube, small, "NoFreeDevice", "an earlier pod waits for the same devices")
+        await wait_for_event(kube, small, "NoFreeDevice", "an earlier pod waits for the same devices")
         await queue.end("b")
         await queue.runs("large")
         await queue.still_waits(name)
@@ -276,12 +276,12 @@ async def test_small_claims_use_other_nodes_while_a_large_claim_waits(
         where = {name: await queue.node_of(name) for name in "abc"}
         assert where["a"] == where["b"] != where["c"]
         large = await queue.wait("large", 2)
-        await told(kube, large, "NoFreeDevice")
+        await wait_for_event(kube, large, "NoFreeDevice")
         small = await wait_until(lambda: created_gated(queue, large), bool)
         assert small is not None
         name = small["metadata"]["name"]
         # One GPU is free on the node of c; the large pod will run there.
-        await told(kube, small, "NoFreeDevice", "an earlier pod waits for the same devices")
+        await wait_for_event(kube, small, "NoFreeDevice", "an earlier pod waits for the same devices")
         await queue.end("a")
         await queue.runs(name)
         assert await queue.node_of(name) == where["a"]

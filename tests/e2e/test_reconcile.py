@@ -9,7 +9,17 @@ from datetime import timedelta
 import pytest
 
 from scripts.controlplane.cluster import Cluster
-from tests.e2e.kube import PODS, ApiError, Kube, Raw, Resource, forced_away, gone, pod_in_phase, wait_until
+from tests.e2e.kube import (
+    PODS,
+    ApiError,
+    Kube,
+    Raw,
+    Resource,
+    delete_without_finalizers,
+    gone,
+    pod_in_phase,
+    wait_until,
+)
 from tests.e2e.test_ledger import GPU_NODES, NODE_A, ApiBench, bench  # noqa: F401 - the fixture
 from tests.ledger.contract import on
 from webhook.admission.cluster_fleet import ClusterFleet, GpuNodesListener
@@ -156,11 +166,11 @@ async def test_late_pod_gets_its_reservation_back_or_an_event(
     await kube.create(PODS, second, namespace)
     await wait_until(lambda: reasons(kube, namespace), lambda found: "ReservationRestored" in found)
 
-    async def told() -> set[str]:
+    async def event_reasons() -> set[str]:
         reconciling.now += LOST_AFTER
         return await reasons(kube, namespace)
 
-    await wait_until(told, lambda found: "ReservationLost" in found)
+    await wait_until(event_reasons, lambda found: "ReservationLost" in found)
     assert (await reconciling.held())["GPU-a0/0"]["reservation"] == "r1"
 
 
@@ -186,7 +196,7 @@ async def test_recreated_gpunode_is_rebuilt_from_the_pods(reconciling: ApiBench,
     await reserved(reconciling, namespace)
     created = await kube.create(PODS, dressed_pod("r1"), namespace)
     await wait_until(lambda: is_in_phase(reconciling, "finalized"))
-    await forced_away(kube, GPU_NODES, "node-a")
+    await delete_without_finalizers(kube, GPU_NODES, "node-a")
     await kube.create(GPU_NODES, copy.deepcopy(NODE_A))
     await wait_until(lambda: is_in_phase(reconciling, "finalized"))
     assert (await reconciling.held())["GPU-a0/0"]["uid"] == created["metadata"]["uid"]
@@ -212,8 +222,13 @@ async def test_garbage_collector_deletes_no_reservation(reconciling: ApiBench, k
     await wait_until(lambda: is_in_phase(reconciling, "finalized"))
     # It is created later and has an owner that does not exist: once it is collected, the collector has considered the
     # earlier objects.
-    nobody = {"apiVersion": "v1", "kind": "ConfigMap", "name": "nobody", "uid": "00000000-0000-0000-0000-000000000000"}
-    await kube.create(CONFIG_MAPS, {"metadata": {"name": "orphan", "ownerReferences": [nobody]}}, namespace)
+    missing_owner = {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "name": "nobody",
+        "uid": "00000000-0000-0000-0000-000000000000",
+    }
+    await kube.create(CONFIG_MAPS, {"metadata": {"name": "orphan", "ownerReferences": [missing_owner]}}, namespace)
     await gone(kube, CONFIG_MAPS, "orphan", namespace)
     raw = await kube.get(GPU_NODES, "node-a")
     assert "ownerReferences" not in raw["metadata"]

@@ -62,10 +62,10 @@ async def test_release_frees_the_gpu_of_a_deleted_pod(here: Site, cluster: Clust
     assert (status, f"of {name} with {uuid} on {node}" in said) == (0, True), said
     assert await here.held_on(node) == {}
     events = await here.kube.list(EVENTS, "default")
-    told = [
+    messages = [
         one["message"] for one in events if one["involvedObject"]["name"] == node and one["reason"] == "OrphanEnded"
     ]
-    assert any("an operator has released it" in one for one in told), told
+    assert any("an operator has released it" in one for one in messages), messages
     assert await wait_until(lambda: made(here))
 
     status, said = await release(here.kubeconfig, "GPU-nobody-has")

@@ -10,7 +10,18 @@ import pytest
 
 from scripts.controlplane.cluster import Cluster
 from tests.e2e.conftest import GPUS, NODES, new_namespace
-from tests.e2e.kube import MUTATING, PODS, VALIDATING, ApiError, Kube, Raw, forced_away, pod, pods_in_phase, wait_until
+from tests.e2e.kube import (
+    MUTATING,
+    PODS,
+    VALIDATING,
+    ApiError,
+    Kube,
+    Raw,
+    delete_without_finalizers,
+    pod,
+    pods_in_phase,
+    wait_until,
+)
 from tests.e2e.test_ledger import GPU_NODES, installed
 from tests.e2e.webhook_configurations import ENABLED, MUTATED, VALIDATED, at_url, hook
 from tests.ledger.fake_store import gpu_node
@@ -30,7 +41,7 @@ async def gpu_nodes(kube: Kube) -> AsyncIterator[None]:
         await kube.create(GPU_NODES, gpu_node(name, *(f"GPU-{name}-{k}" for k in range(GPUS))))
     yield
     for name in NODES:
-        await forced_away(kube, GPU_NODES, name)
+        await delete_without_finalizers(kube, GPU_NODES, name)
 
 
 @pytest.fixture

@@ -185,7 +185,7 @@ async def test_pods_are_created_whatever_a_scorer_answers(
                     assert made["spec"]["priority"] == 0
                     await the_documented_job_runs_without_hints(here, f"job-{name}")
             report_figures(request, slow_s=took)
-            await what_runs_is_told(here, double)
+            await running_pods_are_sent_to_the_scorer(here, double)
         _, said = await created(here, asking("dead"))
         assert "the scorer cannot be reached: the pod is admitted without hints" in said
         await the_documented_job_runs_without_hints(here, "job-dead")
@@ -219,13 +219,13 @@ REVIEWS = 30
 
 async def nothing_is_listed_for_a_review(here: Site, double: FakeScorer) -> None:
     """Other clients list now and then, too."""
-    before, asked = await lists(here.kube), len(double.asked)
+    before, asked = await list_requests(here.kube), len(double.asked)
     await asyncio.gather(*(created(here, asking(f"listed-{number}")) for number in range(REVIEWS)))
     assert len(double.asked) - asked == REVIEWS
-    assert await lists(here.kube) - before < REVIEWS
+    assert await list_requests(here.kube) - before < REVIEWS
 
 
-async def lists(kube: Kube) -> float:
+async def list_requests(kube: Kube) -> float:
     """The number of list requests for the kinds that hints are made of."""
     text = (await kube.http.get("/metrics")).raise_for_status().text
     counted = re.findall(r"^apiserver_request_total{([^}]*)} (\S+)$", text, re.MULTILINE)
@@ -239,18 +239,18 @@ async def lists(kube: Kube) -> float:
     return sum(found)
 
 
-async def what_runs_is_told(here: Site, double: FakeScorer) -> None:
+async def running_pods_are_sent_to_the_scorer(here: Site, double: FakeScorer) -> None:
     """Reported by watch: the one pod that was really created and still exists."""
     await created(here, asking("stays"), dry_run=False)
     number = 0
 
-    async def told() -> list[str]:
+    async def colocated_job_types() -> list[str]:
         nonlocal number
         number += 1
         await created(here, asking(f"neighbour-{number}"))
         return list(double.asked[-1]["colocated_job_types"])
 
-    await wait_until(told, lambda found: found == ["stays"])
+    await wait_until(colocated_job_types, lambda found: found == ["stays"])
 
 
 async def a_class_is_named_only_where_there_is_one(here: Site) -> None:

@@ -29,10 +29,12 @@ async def test_stopped_process_releases_its_lease(
         await wait_until(holder, lambda name: f"-{first.process.pid}_" in name)
         with reconciling(tmp_path, flags, command) as second:
             assert f"-{first.process.pid}_" in await holder()
-            told = time.monotonic()
+            signalled = time.monotonic()
             code, _, log = first.stop()
             stopped = time.monotonic()
             assert code == 0
             assert f"-{first.process.pid}_" not in await holder(), log
             await wait_until(holder, lambda name: f"-{second.process.pid}_" in name)
-            report_figures(request, seconds_to_stop=stopped - told, seconds_until_another_led=time.monotonic() - told)
+            report_figures(
+                request, seconds_to_stop=stopped - signalled, seconds_until_another_led=time.monotonic() - signalled
+            )

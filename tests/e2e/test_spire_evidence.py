@@ -12,7 +12,7 @@ from attrs import frozen
 from scripts.controlplane.cluster import Cluster
 from scripts.controlplane.cluster import gpu_node as node_object
 from tests import builders
-from tests.e2e.kube import NODES, Kube, Raw, Resource, forced_away, gone, pod, wait_until
+from tests.e2e.kube import NODES, Kube, Raw, Resource, delete_without_finalizers, gone, pod, wait_until
 from tests.e2e.test_ledger import GPU_NODES, installed
 from tests.e2e.test_shutdown import LEASES
 from tests.evidence.certificates import Authority
@@ -106,7 +106,7 @@ async def test_evidence_of_a_removed_source_is_deleted(harness: Harness) -> None
 
 
 @asynccontextmanager
-async def away(spire: SpireDouble) -> AsyncIterator[Callable[[], Awaitable[None]]]:
+async def spire_down(spire: SpireDouble) -> AsyncIterator[Callable[[], Awaitable[None]]]:
     """Makes SPIRE close every connection. Yields a function that waits for a second failure, so that the first has been
     processed."""
     await spire.stop()
@@ -121,15 +121,15 @@ async def away(spire: SpireDouble) -> AsyncIterator[Callable[[], Awaitable[None]
             failed.clear()
             await asyncio.wait_for(failed.wait(), 60)
 
-    nobody = await asyncio.start_server(refuse, "127.0.0.1", spire.port)
+    closing_server = await asyncio.start_server(refuse, "127.0.0.1", spire.port)
     yield failed_twice
-    nobody.close()
+    closing_server.close()
 
 
 async def test_evidence_stays_unchanged_while_spire_is_down(harness: Harness) -> None:
     harness.spire.agents = [agent(NODE, HASH, expires_at=utc_now() + TTL)]
     before = await harness.wait_for_entry(hash=HASH)
-    async with away(harness.spire) as failed_twice:
+    async with spire_down(harness.spire) as failed_twice:
         await failed_twice()
         assert await harness.entry() == before
 
@@ -152,7 +152,7 @@ async def test_reelected_leader_does_not_revert_a_ban_of_another_leader(
         lease = await harness.kube.get(LEASES, LEASE, harness.namespace)
         return str(lease["spec"]["holderIdentity"])
 
-    async with away(harness.spire) as failed_twice:
+    async with spire_down(harness.spire) as failed_twice:
         another = {"spec": {"holderIdentity": "another", "renewTime": f"{utc_now():%Y-%m-%dT%H:%M:%S.%fZ}"}}
         await harness.kube.patch(LEASES, LEASE, another, harness.namespace)
         await wait_until(is_led_by_another)
@@ -171,7 +171,7 @@ class Served:
     harness: Harness
     server: Running
 
-    async def born(self) -> datetime:
+    async def recreate_node(self) -> datetime:
         """Creates the Node, and waits until an agent can have attested after that."""
         await asyncio.to_thread(self.harness.cluster.add_nodes, [node_object(NODE)])
         made = datetime.fromisoformat((await self.harness.kube.get(NODES, NODE))["metadata"]["creationTimestamp"])
@@ -212,17 +212,17 @@ async def served(harness: Harness, tmp_path: Path) -> AsyncIterator[Served]:
 
 async def removed(kube: Kube, of: Resource) -> None:
     if await kube.find(of, NODE) is not None:
-        await forced_away(kube, of, NODE)
+        await delete_without_finalizers(kube, of, NODE)
 
 
 async def test_recreated_node_must_be_attested_again(served: Served) -> None:
     """The agent of the previous machine is still in the registry, alive and not banned."""
     harness = served.harness
-    served.attested_after(await served.born(), serial="1")
+    served.attested_after(await served.recreate_node(), serial="1")
     await served.comes_to_admit(admitted=True)
     await harness.kube.delete(NODES, NODE)
     await gone(harness.kube, NODES, NODE)
-    made = await served.born()
+    made = await served.recreate_node()
     await served.comes_to_admit(admitted=False)
     assert (await harness.wait_for_entry(hash=HASH))["banned"] is False  # type: ignore[index]  # it says something
     served.attested_after(made, serial="2")
@@ -230,7 +230,7 @@ async def test_recreated_node_must_be_attested_again(served: Served) -> None:
 
 
 async def test_server_started_while_spire_is_down_uses_stored_evidence(served: Served, tmp_path: Path) -> None:
-    served.attested_after(await served.born(), serial="1")
+    served.attested_after(await served.recreate_node(), serial="1")
     await served.comes_to_admit(admitted=True)
     await served.harness.spire.stop()
     (tmp_path / "again").mkdir()

@@ -1,8 +1,6 @@
-"""The map and the binder together: a StatefulSet of mapped pods behind the webhook, under a scheduler of ours.
-
-Three nodes that the map knows by their logical names, two replicas of the webhook, a reconciler and a binder. Each
-ordinal runs with the GPUs of its line and no others, whatever becomes of its pods, its node and the processes.
-"""
+"""StatefulSets with a placement map: mapped pods behind the webhook, with the scheduler of gpuwarden. There are three
+nodes with logical names, two replicas, a reconciler and a binder. Each ordinal runs with the GPUs of its map line, also
+after its pods, its node or the processes are replaced."""
 
 import asyncio
 import json
@@ -30,7 +28,7 @@ from tests.e2e.kube import (
     Kube,
     NotInTimeError,
     Raw,
-    forced_away,
+    delete_without_finalizers,
     gone,
     pod,
     wait_until,
@@ -41,7 +39,7 @@ from tests.e2e.test_bind import OURS, binding
 from tests.e2e.test_extender import NODE_EVIDENCES
 from tests.e2e.test_ledger import GPU_NODES
 from tests.e2e.test_maps import KEEPS
-from tests.e2e.test_queue import gates, told
+from tests.e2e.test_queue import gates, wait_for_event
 from tests.running import Running, challenging
 from webhook.core import keys
 from webhook.core.evidence import Evidence
@@ -222,7 +220,7 @@ class Harness:
 
         raw = await wait_until(look, lambda found: found and gates(found) == ["gpuwarden.io/queue"], seconds)
         assert raw is not None
-        await told(self.kube, raw, reason, words)
+        await wait_for_event(self.kube, raw, reason, words)
         after = await self.get(ordinal, name)
         assert gates(after) == ["gpuwarden.io/queue"]
         assert keys.GPU_UUID.name not in after["metadata"]["annotations"]
@@ -261,11 +259,11 @@ class Harness:
 def raw_node(name: str) -> Raw:
     """A Node as its kubelet registers it, with the data that `gpuwarden export` has read there."""
     raw = node_object(name, GPUS, **{keys.LOGICAL_NODE_LABEL: LOGICAL[name]})
-    raw["metadata"]["annotations"] = read_there(gpus_of(name, *range(GPUS)))
+    raw["metadata"]["annotations"] = exported_data(gpus_of(name, *range(GPUS)))
     return raw
 
 
-def read_there(uuids: Sequence[str]) -> dict[str, str]:
+def exported_data(uuids: Sequence[str]) -> dict[str, str]:
     gpus = [{"index": index, "uuid": uuid} for index, uuid in enumerate(uuids)]
     return {keys.NODE_GPUS: json.dumps({"time": "2026-01-01T00:00:00Z", "gpus": gpus})}
 
@@ -285,7 +283,7 @@ async def discovered(kube: Kube) -> None:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def company(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Harness]:
+async def processes(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Harness]:
     """All processes, for the whole module."""
     directory = tmp_path_factory.mktemp("sets")
     async with (
@@ -313,19 +311,19 @@ async def company(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def harness(company: Harness) -> AsyncIterator[Harness]:
+async def harness(processes: Harness) -> AsyncIterator[Harness]:
     """The harness, with everything cleaned up and repaired before and after each test."""
     try:
-        yield company
-        company.here.checker.assert_no_violations()
+        yield processes
+        processes.here.checker.assert_no_violations()
     finally:
-        await emptied(company)
-        await healed(company)
-        await company.here.wait_until_offered()
-    company.here.checker.assert_no_violations()
+        await delete_all(processes)
+        await repair(processes)
+        await processes.here.wait_until_offered()
+    processes.here.checker.assert_no_violations()
 
 
-async def emptied(harness: Harness) -> None:
+async def delete_all(harness: Harness) -> None:
     """Deletes sets, pods and reservations."""
     for one in await harness.kube.list(STATEFUL_SETS, harness.namespace):
         await harness.kube.delete(STATEFUL_SETS, one["metadata"]["name"], harness.namespace)
@@ -334,7 +332,7 @@ async def emptied(harness: Harness) -> None:
     await wait_until(harness.here.held, lambda held: not held)
 
 
-async def healed(harness: Harness) -> None:
+async def repair(harness: Harness) -> None:
     """Undoes what a test did to nodes and processes."""
     lost = [raw_node(name) for name in NAMES if not await harness.is_node(name)]
     await asyncio.to_thread(harness.cluster.add_nodes, lost)
@@ -440,7 +438,7 @@ async def test_ordinal_waits_for_evidence_of_its_node(harness: Harness, request:
     await harness.runs(0, 1, 2, without={old})
     report_figures(request, proven_later=took)
     for node in NAMES:
-        await forced_away(harness.kube, NODE_EVIDENCES, node)
+        await delete_without_finalizers(harness.kube, NODE_EVIDENCES, node)
 
 
 @pytest.mark.defect("S1-3")
@@ -491,7 +489,9 @@ async def test_ordinal_waits_for_its_node_until_it_is_ready(harness: Harness) ->
     assert (await harness.get(1))["metadata"]["uid"] == lost["metadata"]["uid"]
 
 
-@pytest.mark.parametrize("is_forced", [True, pytest.param(False, marks=pytest.mark.long)], ids=["by-hand", "collected"])
+@pytest.mark.parametrize(
+    "is_forced", [True, pytest.param(False, marks=pytest.mark.long)], ids=["deleted-by-force", "garbage-collected"]
+)
 async def test_ordinal_waits_for_its_deleted_node_to_return(harness: Harness, *, is_forced: bool) -> None:
     """The pod is deleted by force, or the pod garbage collector deletes it after a minute."""
     await harness.create(mapped_set())
@@ -525,7 +525,7 @@ async def replaced(harness: Harness, uuids: Sequence[str]) -> None:
         found = (await harness.kube.get(GPU_NODES, "sets-1"))["spec"]["devices"]
         return {one["uuid"]: one.get("healthy", True) for one in found}
 
-    await harness.kube.patch(NODES, "sets-1", {"metadata": {"annotations": read_there(uuids)}})
+    await harness.kube.patch(NODES, "sets-1", {"metadata": {"annotations": exported_data(uuids)}})
     seen = await wait_until(devices, lambda found: found.get(uuids[2]))
     assert sorted(seen.values()) == [False, True, True, True, True]
     await harness.delete(1)
@@ -546,7 +546,7 @@ async def test_next_binder_binds_every_pod_of_a_killed_binder(harness: Harness, 
     await harness.runs(0)
     waits = await wait_until(lambda: harness.find(1))
     assert waits is not None
-    await told(harness.kube, waits, "FailedScheduling", "are on node sets-1, which is with too little cpu")
+    await wait_for_event(harness.kube, waits, "FailedScheduling", "are on node sets-1, which is with too little cpu")
     harness.binder.process.kill()
     harness.binder.process.wait()
     await harness.kube.delete(PODS, "hog", harness.namespace, grace=0)
@@ -579,10 +579,10 @@ async def test_each_ordinal_runs_with_its_own_gpus_after_random_failures(
     await harness.is_older()
     await harness.create(mapped_set("rival", 2, "0=node1:1,2\n1=node2:2,3\n"))
     while time.monotonic() < until:
-        happening = chance.sample(HAPPENINGS, k=chance.randint(1, 3))
+        happening = chance.sample(CHANGES, k=chance.randint(1, 3))
         log = [one.__name__ for one in happening]
         await asyncio.gather(*(one(harness, chance) for one in happening))
-        await healed(harness)
+        await repair(harness)
         started = time.monotonic()
         try:
             await harness.runs(0, 1, 2, seconds=180)
@@ -644,7 +644,7 @@ async def the_reconciler_is_killed(harness: Harness, chance: random.Random) -> N
     await harness.here.reconciler()
 
 
-HAPPENINGS = (
+CHANGES = (
     pods_are_deleted,
     the_set_is_scaled,
     the_template_changes,

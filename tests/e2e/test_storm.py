@@ -43,14 +43,14 @@ SIZES = [
 ]
 
 
-async def true(look: Callable[[], object]) -> bool:
+async def evaluated(look: Callable[[], object]) -> bool:
     return bool(look())
 
 
-async def freed(here: Site) -> float:
+async def seconds_until_free(here: Site) -> float:
     """Seconds from the end of the last pod until no reservation is left."""
     await here.free_all()
-    await wait_until(lambda: true(lambda: not here.checker.live_pods), seconds=PATIENCE)
+    await wait_until(lambda: evaluated(lambda: not here.checker.live_pods), seconds=PATIENCE)
     started = time.monotonic()
     await wait_until(here.held, lambda held: not held, seconds=DEADLINE + SKEW + SLACK)
     return time.monotonic() - started
@@ -67,7 +67,7 @@ async def test_many_pods_use_every_gpu_and_never_share_one(
         storm = Storm(here)
         started = time.monotonic()
         await storm.create(slots, plain)
-        await wait_until(lambda: true(here.all_used))
+        await wait_until(lambda: evaluated(here.all_used))
         filled = time.monotonic() - started
         report_figures(request, gpus=slots, filled_s=filled, refused=dict(storm.tally.why))
 
@@ -81,14 +81,14 @@ async def test_many_pods_use_every_gpu_and_never_share_one(
 
         again = time.monotonic()
         topping = asyncio.create_task(storm.create(slots, plain))
-        await wait_until(lambda: true(here.all_used), seconds=PATIENCE)
+        await wait_until(lambda: evaluated(here.all_used), seconds=PATIENCE)
         refilled = time.monotonic() - again
         reaping = asyncio.create_task(storm.reap())
         await topping
         reaping.cancel()
         await asyncio.gather(reaping, return_exceptions=True)
 
-        freed_after = await freed(here)
+        freed_after = await seconds_until_free(here)
         conflicts = sum([await one.metric("gpuwarden_ledger_conflicts_total") for one in here.replicas])
         verdicts = [await one.metric("gpuwarden_verdicts_total") for one in here.replicas]
         report_figures(
@@ -159,7 +159,7 @@ async def test_many_pods_on_full_nodes_are_denied_quickly_and_created_when_gpus_
         await here.reconciler()
         storm = Storm(here)
         await storm.create(len(here.gpus), plain)
-        await wait_until(lambda: true(here.all_used))
+        await wait_until(lambda: evaluated(here.all_used))
 
         onto_full = Storm(here, clients=pods)
         refusals = await asyncio.gather(*(onto_full.try_create(plain(onto_full.rng)) for _ in range(pods)))
@@ -180,7 +180,7 @@ async def test_many_pods_on_full_nodes_are_denied_quickly_and_created_when_gpus_
             refused_last_ms=1000 * max(onto_full.tally.denied),
             served_s=served,
             refused_meanwhile=sum(waiting.tally.why.values()),
-            free_after_the_last_pod_s=await freed(here),
+            free_after_the_last_pod_s=await seconds_until_free(here),
         )
         here.checker.assert_no_violations()
         assert len(waiting.tally.unclear) <= pods // 50, waiting.tally.unclear[:5]
@@ -196,7 +196,7 @@ async def test_controllers_create_denied_pods_when_gpus_are_free(
         await here.reconciler()
         storm = Storm(here)
         await storm.create(len(here.gpus), plain)
-        await wait_until(lambda: true(here.all_used))
+        await wait_until(lambda: evaluated(here.all_used))
         holders = {one.name for one in here.checker.live_pods.values()}
         await kube.create(JOBS, job("later", pods=pods, gpus=1), here.namespace)
         await kube.create(DEPLOYMENTS, deployment("later", 4, gpus=1), here.namespace)

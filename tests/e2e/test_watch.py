@@ -97,10 +97,10 @@ async def test_view_survives_an_api_server_restart_and_sees_later_changes(
         await wait_until(lambda: shows(view, namespace, a="1", b="2"))
         assert view.emptied == 0
         assert watch.is_current
-        await everybody_is_back(after)
+        await wait_for_components(after)
 
 
-async def everybody_is_back(kube: Kube) -> None:
+async def wait_for_components(kube: Kube) -> None:
     """Waits for the other components: they detect a dead connection after 45 s, and later tests need them."""
     made = await kube.create(NAMESPACES, {"metadata": {"generateName": "e2e-"}})
     name = str(made["metadata"]["name"])

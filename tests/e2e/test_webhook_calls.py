@@ -43,10 +43,6 @@ from tests.e2e.webhook_calls import (
 from tests.running import Running, serving
 from webhook.kube.install.policies import Installation
 
-# Nobody reads the log while a test runs, and a pipe holds 64 KiB.
-# The discard port, where nobody listens.
-
-
 # The fixtures of this module and the event loop of their connections live as long as the module.
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -84,12 +80,12 @@ def asking(part: str, resource: str) -> Raw:
 # Pods without a request.
 
 NOTHING = {
-    "nothing said": pod("a"),
+    "plain pod": pod("a"),
     "no annotations at all": pod_with_containers(container()),
-    "others' keys": with_labels(pod("a", annotations={"example.test/gpu": "1"}), {"app": "x", "gpu": "yes"}),
-    "only whether to share": annotated_pod("gpuwarden.io/shared", "true"),
-    "older labels that say no": with_labels(pod("a"), {"fudo.org/gpu.assign": "False", "fudo.org/gpu.h100": "false"}),
-    "labels that look alike": with_labels(pod("a"), {"fudo.org/gpus": "x", "gpuwarden.io/gpu-model": "x"}),
+    "unrelated keys": with_labels(pod("a", annotations={"example.test/gpu": "1"}), {"app": "x", "gpu": "yes"}),
+    "only the sharing annotation": annotated_pod("gpuwarden.io/shared", "true"),
+    "older labels with false": with_labels(pod("a"), {"fudo.org/gpu.assign": "False", "fudo.org/gpu.h100": "false"}),
+    "labels with similar names": with_labels(pod("a"), {"fudo.org/gpus": "x", "gpuwarden.io/gpu-model": "x"}),
     "other env and resources": pod_with_containers(
         container(
             env=[

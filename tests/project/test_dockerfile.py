@@ -36,7 +36,7 @@ if [ "$1" = buildx ]; then echo "sha256:aa11"; else echo "docker $*"; fi
         ("", "python:3.12-slim@sha256:aa11"),
         ("BASE_IMAGE=mirror.test/python@sha256:bb22", "mirror.test/python@sha256:bb22"),
     ],
-    ids=["today's", "given"],
+    ids=["default", "given"],
 )
 def test_make_builds_on_a_base_with_a_digest(tmp_path: Path, base: str, used: str) -> None:
     docker = tmp_path / "docker"

@@ -100,7 +100,7 @@ def test_every_command_is_known(document: Path) -> None:
 
 VALUES = {one.path for one in values()} | {one.path for one in MOVED}
 PARTS = {".".join(path.split(".")[:length]) for path in VALUES for length in range(1, path.count(".") + 2)}
-# Keys of Secrets, which look like values.
+# Keys of Secrets, which look like chart values.
 FILES = {"tls.crt", "tls.key"}
 
 

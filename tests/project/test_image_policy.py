@@ -43,7 +43,7 @@ def is_covered(policy: dict[str, Any], image: str) -> bool:
     return False
 
 
-def test_there_are_the_two_policies() -> None:
+def test_policy_file_has_two_policies() -> None:
     assert [one["metadata"]["name"] for one in policies()] == ["must-have-slsa", "must-have-spdx-cue"]
 
 

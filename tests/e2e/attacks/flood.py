@@ -82,7 +82,7 @@ ATTACKS: dict[str, Callable[[Streams], Awaitable[None]]] = {
 }
 
 
-async def again_and_again(port: int, trust: ssl.SSLContext, attack: Callable[[Streams], Awaitable[None]]) -> None:
+async def attack_repeatedly(port: int, trust: ssl.SSLContext, attack: Callable[[Streams], Awaitable[None]]) -> None:
     while True:
         with suppress(OSError, EOFError, ValueError):
             reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=trust, server_hostname="localhost")
@@ -97,7 +97,7 @@ async def main(port: str, ca: str, attack: str, number: str) -> None:
     trust = ssl.create_default_context(cafile=ca)
     if attack == "windowless":
         trust.set_alpn_protocols(["h2"])
-    await asyncio.gather(*(again_and_again(int(port), trust, ATTACKS[attack]) for _ in range(int(number))))
+    await asyncio.gather(*(attack_repeatedly(int(port), trust, ATTACKS[attack]) for _ in range(int(number))))
 
 
 if __name__ == "__main__":

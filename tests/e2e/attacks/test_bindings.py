@@ -17,7 +17,7 @@ from tests.e2e.kube import (
     ApiError,
     Kube,
     Raw,
-    forced_away,
+    delete_without_finalizers,
     pod,
     wait_until,
 )
@@ -82,7 +82,7 @@ async def bound(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> A
         await installed(kube)
         for name in ("node-1", "node-2"):
             await kube.create(GPU_NODES, gpu_node(name, *(f"GPU-{name}-{k}" for k in range(8))))
-            stack.push_async_callback(forced_away, kube, GPU_NODES, name)
+            stack.push_async_callback(delete_without_finalizers, kube, GPU_NODES, name)
         namespace = await stack.enter_async_context(new_namespace(kube, label))
         running = stack.enter_context(serving(directory, None, (*flags, *proven)))
         installation = Installation(

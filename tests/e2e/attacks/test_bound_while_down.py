@@ -26,7 +26,7 @@ from tests.e2e.kube import (
     Kube,
     Raw,
     Resource,
-    forced_away,
+    delete_without_finalizers,
     gone,
     pod,
     pod_in_phase,
@@ -54,7 +54,7 @@ from webhook.cli import main
 webhook.admission.binding_ends.MAX_BYTES = 3_000
 raise SystemExit(main())
 """
-CROWD = 60
+MANY_PODS = 60
 # kube-scheduler retries a pod after 1 to 10 s.
 TRIES = 15.0
 # Counted from when a replica is ready: the start of a process depends on the machine.
@@ -88,8 +88,8 @@ class Harness:
         spec = (found or {}).get("spec") or {}
         return {**spec.get("nodes", {}), **spec.get("namespaces", {}), **spec.get("pods", {})}
 
-    async def kept(self, *names: str) -> None:
-        """Waits until each of these nodes, pods or namespaces has an end time that is not in the past."""
+    async def wait_until_listed(self, *names: str) -> None:
+        """Waits until each of these nodes, pods or namespaces has an end time after 1971."""
         await wait_until(self.ends, lambda data: all(data.get(name, "1970") > "1971" for name in names))
 
     async def create_gated_pod(self, name: str, node: str, gpus: int = 1) -> Raw:
@@ -106,7 +106,7 @@ class Harness:
         found = await wait_until(made, lambda one: isinstance(one, dict))
         assert isinstance(found, dict)
         if gpus:
-            await self.kept(found["metadata"]["uid"])
+            await self.wait_until_listed(found["metadata"]["uid"])
         return found
 
     async def open_gate(self, name: str) -> None:
@@ -116,7 +116,7 @@ class Harness:
         node: str | None = (await self.kube.get(PODS, name, self.namespace))["spec"].get("nodeName")
         return node
 
-    async def bound(self, name: str) -> str:
+    async def wait_until_bound(self, name: str) -> str:
         """Waits until the pod is bound; returns its node. A timeout shows the scheduler's message."""
 
         async def seen() -> str:
@@ -129,7 +129,7 @@ class Harness:
         found = await self.kube.list(EVENTS, self.namespace, fieldSelector=f"involvedObject.name={name}")
         return [one["message"] for one in found]
 
-    async def refused(self, name: str, words: str) -> None:
+    async def wait_until_refused(self, name: str, words: str) -> None:
         """Waits until the scheduler has reported the refusal; the pod stays unbound, also on retries."""
 
         async def said() -> list[str]:
@@ -167,12 +167,12 @@ async def running_harness(
                 await kube.create(NODE_EVIDENCES, new_node_evidence(node))
                 await found.prove(node)
             await here.reconciler(program=program)
-            await found.kept(*here.nodes)
+            await found.wait_until_listed(*here.nodes)
             yield found
         finally:
             await here.stop()
             for node in here.nodes:
-                await forced_away(kube, NODE_EVIDENCES, node)
+                await delete_without_finalizers(kube, NODE_EVIDENCES, node)
             await kube.delete(BINDING_ENDS, NAME)
 
 
@@ -194,7 +194,7 @@ async def test_pods_without_a_claim_are_bound_while_every_replica_is_down(
     for number in range(10):
         began = time.monotonic()
         await harness.kube.create(PODS, pod(f"plain-{number}"), harness.namespace)
-        await harness.bound(f"plain-{number}")
+        await harness.wait_until_bound(f"plain-{number}")
         took.append(time.monotonic() - began)
     report_figures(request, median_ms_create_to_bound=percentile(took, 0.5) * 1000, worst_ms=max(took) * 1000)
     with pytest.raises(ApiError, match="failed calling webhook"):
@@ -228,14 +228,14 @@ async def test_pod_is_bound_during_an_outage_only_while_evidence_is_valid(
     await harness.create_gated_pod("held-to-it", ending, gpus=0)
     made = await harness.create_gated_pod("lasting", lasting)
     await harness.prove(ending, timedelta(seconds=8))
-    await wait_until(harness.ends, lambda data: near(data[ending]))
+    await wait_until(harness.ends, lambda data: ends_soon(data[ending]))
     await harness.site.stop()
     await wait_until(harness.ends, lambda data: data[ending] <= stamp(utc_now()))
     for name in ("late", "held-to-it", "lasting"):
         await harness.open_gate(name)
-    assert await harness.bound("lasting") == made["metadata"]["annotations"]["gpuwarden.io/node"] == lasting
+    assert await harness.wait_until_bound("lasting") == made["metadata"]["annotations"]["gpuwarden.io/node"] == lasting
     for name in ("late", "held-to-it"):
-        await harness.refused(name, f"the evidence of node {ending} ended")
+        await harness.wait_until_refused(name, f"the evidence of node {ending} ended")
     # gpuwarden is back, first without that evidence, then with it.
     began = time.monotonic()
     await harness.site.replica()
@@ -244,11 +244,11 @@ async def test_pod_is_bound_during_an_outage_only_while_evidence_is_valid(
     back = time.monotonic() - ready
     report_figures(request, seconds_to_start=ready - began, seconds_to_the_next_claim=back)
     assert back < RECOVERY
-    await harness.bound("asking")
+    await harness.wait_until_bound("asking")
     assert await harness.node_of("late") is None
     await harness.prove(ending)
     for name in ("late", "held-to-it"):
-        assert await harness.bound(name) == ending
+        assert await harness.wait_until_bound(name) == ending
     assert len(await harness.site.held()) == 3
 
 
@@ -275,15 +275,15 @@ async def test_pods_without_a_claim_wait_when_evidence_of_every_node_has_expired
     held = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [{"matchExpressions": [attested]}]}}
     await harness.kube.create(PODS, pod("plain", affinity={"nodeAffinity": held}), harness.namespace)
     for name in (*unlisted, "plain"):
-        await harness.refused(name, "the evidence of node")
+        await harness.wait_until_refused(name, "the evidence of node")
     # A node that never had evidence is open.
     await harness.kube.create(PODS, pod("elsewhere"), harness.namespace)
-    assert await harness.bound("elsewhere") not in harness.proven
+    assert await harness.wait_until_bound("elsewhere") not in harness.proven
     await harness.site.replica()
-    await harness.bound("plain")
+    await harness.wait_until_bound("plain")
 
 
-def near(text: str) -> bool:
+def ends_soon(text: str) -> bool:
     return datetime.fromisoformat(text) < utc_now() + timedelta(seconds=30)
 
 
@@ -339,7 +339,7 @@ async def test_flood_does_not_let_a_pod_onto_a_node_with_expired_evidence(
     report_figures(request, refusals=len(said), by_policy=by_policy)
     assert (by_policy > 0) == is_starved
     await harness.open_gate("lasting")
-    assert await harness.bound("lasting") == lasting
+    assert await harness.wait_until_bound("lasting") == lasting
     assert [await harness.node_of(name) for name in late] == [None] * len(late)
 
 
@@ -357,7 +357,7 @@ async def test_ban_from_before_the_outage_applies(harness: Harness, request: pyt
     report_figures(request, seconds_from_ban_to_list=time.monotonic() - began)
     await harness.site.stop()
     await harness.open_gate("late")
-    await harness.refused("late", f"the evidence of node {banned} ended")
+    await harness.wait_until_refused("late", f"the evidence of node {banned} ended")
 
 
 async def test_node_with_another_hash_than_required_is_refused(harness: Harness) -> None:
@@ -367,7 +367,7 @@ async def test_node_with_another_hash_than_required_is_refused(harness: Harness)
     await wait_until(harness.ends, lambda data: data[uid].startswith("1970"))
     await harness.site.stop()
     await harness.open_gate("late")
-    await harness.refused("late", "the pod may no longer be bound without a review")
+    await harness.wait_until_refused("late", "the pod may no longer be bound without a review")
 
 
 async def test_denied_binding_stays_denied_while_replicas_are_overloaded(harness: Harness) -> None:
@@ -380,8 +380,8 @@ async def test_denied_binding_stays_denied_while_replicas_are_overloaded(harness
     with frozen_process(harness.site.replicas[0]):
         for name in ("late", "lasting"):
             await harness.open_gate(name)
-        assert await harness.bound("lasting") == lasting
-        await harness.refused("late", f"the evidence of node {ending} ended")
+        assert await harness.wait_until_bound("lasting") == lasting
+        await harness.wait_until_refused("late", f"the evidence of node {ending} ended")
 
 
 async def test_only_schedulers_bind_during_an_outage(harness: Harness) -> None:
@@ -391,7 +391,7 @@ async def test_only_schedulers_bind_during_an_outage(harness: Harness) -> None:
     await harness.kube.create(PODS, pod("plain", schedulerName="nobody"), harness.namespace)
     await harness.site.stop()
     await harness.open_gate("claim")
-    await harness.bound("claim")
+    await harness.wait_until_bound("claim")
     target: Raw = {"apiVersion": "v1", "kind": "Binding", "target": {"kind": "Node", "name": node}}
     for path in (PODS.path(harness.namespace, "plain", "binding"), f"/api/v1/namespaces/{harness.namespace}/bindings"):
         for finalizers in ([], [f"gpuwarden.io/reviewed-for-{node}"]):
@@ -410,7 +410,7 @@ async def test_pod_is_not_bound_after_its_bind_deadline(cluster: Cluster, kube: 
         await harness.site.stop()
         await asyncio.sleep(6)
         await harness.open_gate("late")
-        await harness.refused("late", "the pod may no longer be bound without a review")
+        await harness.wait_until_refused("late", "the pod may no longer be bound without a review")
 
 
 async def test_pod_bound_on_outdated_evidence_is_evicted_after_the_outage(
@@ -423,7 +423,7 @@ async def test_pod_bound_on_outdated_evidence_is_evicted_after_the_outage(
         await harness.site.stop()
         await harness.prove(banned, banned=True)
         await harness.open_gate("meanwhile")
-        assert await harness.bound("meanwhile") == banned
+        assert await harness.wait_until_bound("meanwhile") == banned
         await harness.site.reconciler()
         leading = time.monotonic()
         await gone(kube, PODS, "meanwhile", harness.namespace)
@@ -434,27 +434,30 @@ async def test_pod_bound_on_outdated_evidence_is_evicted_after_the_outage(
 async def test_too_many_pods_close_only_their_own_namespace(cluster: Cluster, kube: Kube, tmp_path: Path) -> None:
     """More pods with a claim than the list has room for: first in a namespace without opt-in, then in one with."""
     program = (sys.executable, "-c", WITH_A_SMALL_LIST)
-    async with new_namespace(kube) as many_pods, running_harness(cluster, kube, tmp_path, program=program) as harness:
+    async with (
+        new_namespace(kube) as crowded_namespace,
+        running_harness(cluster, kube, tmp_path, program=program) as harness,
+    ):
         banned, lasting = harness.proven
         await harness.create_gated_pod("late", banned)
         await harness.create_gated_pod("lasting", lasting)
-        for number in range(CROWD):
-            await kube.create(PODS, asking(f"crowd-{number}"), many_pods)
+        for number in range(MANY_PODS):
+            await kube.create(PODS, asking(f"crowd-{number}"), crowded_namespace)
         await harness.prove(banned, banned=True)
         await wait_until(harness.ends, lambda data: data.get(banned, "").startswith("1970"))
-        assert many_pods not in await harness.ends()
-        await kube.patch(NAMESPACES, many_pods, {"metadata": {"labels": OPT_IN}})
-        await wait_until(harness.ends, lambda data: data.get(many_pods, "").startswith("1970"))
+        assert crowded_namespace not in await harness.ends()
+        await kube.patch(NAMESPACES, crowded_namespace, {"metadata": {"labels": OPT_IN}})
+        await wait_until(harness.ends, lambda data: data.get(crowded_namespace, "").startswith("1970"))
         await harness.site.stop()
         await kube.create(PODS, pod("plain"), harness.namespace)
-        await harness.bound("plain")
+        await harness.wait_until_bound("plain")
         for name in ("late", "lasting"):
             await harness.open_gate(name)
-        assert await harness.bound("lasting") == lasting
-        await harness.refused("late", f"the evidence of node {banned} ended")
-        await kube.create(PODS, pod("plain"), many_pods)
-        await evolve(harness, site=evolve(harness.site, namespace=many_pods)).refused(
-            "plain", f"more pods with a claim wait in namespace {many_pods}"
+        assert await harness.wait_until_bound("lasting") == lasting
+        await harness.wait_until_refused("late", f"the evidence of node {banned} ended")
+        await kube.create(PODS, pod("plain"), crowded_namespace)
+        await evolve(harness, site=evolve(harness.site, namespace=crowded_namespace)).wait_until_refused(
+            "plain", f"more pods with a claim wait in namespace {crowded_namespace}"
         )
 
 
@@ -463,12 +466,15 @@ async def test_too_many_pods_are_not_bound_with_a_crd_without_closed_namespaces(
 ) -> None:
     """The API server drops unknown fields and answers 200."""
     program = (sys.executable, "-c", WITH_A_SMALL_LIST)
-    async with new_namespace(kube) as many_pods, running_harness(cluster, kube, tmp_path, program=program) as harness:
-        for number in range(CROWD):
-            await kube.create(PODS, asking(f"crowd-{number}"), many_pods)
-        one = await kube.get(PODS, "crowd-0", many_pods)
+    async with (
+        new_namespace(kube) as crowded_namespace,
+        running_harness(cluster, kube, tmp_path, program=program) as harness,
+    ):
+        for number in range(MANY_PODS):
+            await kube.create(PODS, asking(f"crowd-{number}"), crowded_namespace)
+        one = await kube.get(PODS, "crowd-0", crowded_namespace)
         async with without_closed_namespaces(kube), Kube(cluster.as_user("system:kube-scheduler")) as scheduler:
-            await kube.patch(NAMESPACES, many_pods, {"metadata": {"labels": OPT_IN}})
+            await kube.patch(NAMESPACES, crowded_namespace, {"metadata": {"labels": OPT_IN}})
             await wait_until(lambda: kube.get(BINDING_ENDS, NAME), lambda found: "kept" not in found["spec"])
             await harness.site.stop()
             assert await is_refused(scheduler, one, "has not written yet when evidence ends")
@@ -517,7 +523,7 @@ async def test_nothing_is_bound_without_review_before_binding_ends_are_written(
         async with Kube(cluster.as_user("system:kube-scheduler")) as scheduler:
             await wait_until(lambda: is_refused(scheduler, left, words))
         await kube.create(PODS, pod("plain"), here.namespace)
-        await Harness(here, kube, ("", "")).refused("plain", words)
+        await Harness(here, kube, ("", "")).wait_until_refused("plain", words)
         await kube.delete(BINDING_ENDS, NAME)
 
 
@@ -531,21 +537,21 @@ async def test_binding_is_fast_with_binding_ends_of_five_thousand_nodes(
     seen = {}
     async with Kube(cluster.as_user("system:kube-scheduler")) as scheduler:
         for entries in (2, 5_000):
-            await harness.kube.patch(BINDING_ENDS, NAME, {"spec": {"nodes": long_list(entries)}})
-            seen[f"ms_reviewed_{entries}"] = await binding_takes(scheduler, left)
+            await harness.kube.patch(BINDING_ENDS, NAME, {"spec": {"nodes": write_long_list(entries)}})
+            seen[f"ms_reviewed_{entries}"] = await binding_time(scheduler, left)
         await harness.site.stop()
         for entries in (2, 5_000):
-            await harness.kube.patch(BINDING_ENDS, NAME, {"spec": {"nodes": long_list(entries)}})
-            seen[f"ms_unreviewed_{entries}"] = await binding_takes(scheduler, left)
+            await harness.kube.patch(BINDING_ENDS, NAME, {"spec": {"nodes": write_long_list(entries)}})
+            seen[f"ms_unreviewed_{entries}"] = await binding_time(scheduler, left)
     report_figures(request, **seen)
     assert max(seen.values()) < 1000
 
 
-def long_list(entries: int) -> dict[str, str]:
+def write_long_list(entries: int) -> dict[str, str]:
     return {f"ip-10-0-{n // 256}-{n % 256}.example.internal": "2100-01-01T00:00:00Z" for n in range(entries)}
 
 
-async def binding_takes(scheduler: Kube, one: Raw, times: int = 100) -> float:
+async def binding_time(scheduler: Kube, one: Raw, times: int = 100) -> float:
     """The median in milliseconds; all are dry runs."""
     took = []
     for _ in range(times):

@@ -29,7 +29,7 @@ FORCED = 0
 UNSEEN, ELECTION = 12, 20.0
 # Until a reservation without an observed pod is checked.
 HOLD = 20.0
-HEARS = {"kubelet.test/stops-after": "1s"}
+STOPS_ON_SIGTERM = {"kubelet.test/stops-after": "1s"}
 
 Attack = Callable[[Site, str], Coroutine[Any, Any, None]]
 
@@ -42,10 +42,10 @@ def victim(node: str, *, grace: int, **more: Any) -> Raw:
 
 async def run_victim(here: Site, node: str, *, grace: int) -> str:
     """Runs the pod with its own reservation; returns its GPU."""
-    return await run_this(here, node, victim(node, grace=grace))
+    return await run_pod(here, node, victim(node, grace=grace))
 
 
-async def run_this(here: Site, node: str, content: Raw) -> str:
+async def run_pod(here: Site, node: str, content: Raw) -> str:
     made = await here.kube.create(PODS, content, here.namespace)
 
     async def is_running() -> bool:
@@ -61,7 +61,7 @@ async def delete(here: Site, node: str, grace: int | None = None) -> None:
     await here.kube.delete(PODS, f"old-{node}", here.namespace, grace=grace)
 
 
-async def until_had_by_another(here: Site, other: str, node: str, uuid: str, *, seconds: float) -> float:
+async def seconds_until_reassigned(here: Site, other: str, node: str, uuid: str, *, seconds: float) -> float:
     """How long another tenant, who retries, is denied the GPU."""
     begun = time.monotonic()
     content = pod(f"next-{node}", gpus=1, nodeSelector={"kubernetes.io/hostname": node})
@@ -99,7 +99,7 @@ async def with_grace_then_less_then_forced(here: Site, node: str) -> None:
 
 async def as_usual(here: Site, node: str) -> None:
     """The kubelet reports ended containers before it removes the object."""
-    await here.kube.patch(PODS, f"old-{node}", {"metadata": {"annotations": HEARS}}, here.namespace)
+    await here.kube.patch(PODS, f"old-{node}", {"metadata": {"annotations": STOPS_ON_SIGTERM}}, here.namespace)
     await delete(here, node, 1)
     await gone(here.kube, PODS, f"old-{node}", here.namespace)
 
@@ -127,15 +127,15 @@ async def test_gpu_of_a_force_deleted_pod_stays_reserved_until_its_containers_mu
         async def attacked(node: str, attack: Attack, grace: int) -> float:
             uuid = await run_victim(here, node, grace=grace)
             await attack(here, node)
-            return await until_had_by_another(here, other, node, uuid, seconds=CAP + MARGIN + LOOK + SOON)
+            return await seconds_until_reassigned(here, other, node, uuid, seconds=CAP + MARGIN + LOOK + SOON)
 
         cases = [(attack, grace) for attack, grace, _ in ATTACKS]
         took = await asyncio.gather(*(attacked(node, *case) for node, case in zip(here.nodes, cases, strict=True)))
-        told = [
+        messages = [
             f"{attack.__name__}, grace {grace}: {seconds:.2f} s"
             for (attack, grace), seconds in zip(cases, took, strict=True)
         ]
-        for (_, _, least), seconds, text in zip(ATTACKS, took, told, strict=True):
+        for (_, _, least), seconds, text in zip(ATTACKS, took, messages, strict=True):
             assert least <= seconds <= least + LOOK + SOON, text
 
 
@@ -177,7 +177,7 @@ async def test_pod_that_was_never_bound_frees_its_gpu_at_deletion(cluster: Clust
         made = await kube.create(PODS, victim(node, grace=30, schedulerName="nobody"), here.namespace)
         await delete(here, node, FORCED)
         uuid = made["metadata"]["annotations"]["gpuwarden.io/gpu-uuid"]
-        assert await until_had_by_another(here, other, node, uuid, seconds=60) < SOON
+        assert await seconds_until_reassigned(here, other, node, uuid, seconds=60) < SOON
 
 
 async def test_unobserved_deletion_keeps_the_gpu_for_the_stored_grace_period(
@@ -202,7 +202,7 @@ async def test_unobserved_deletion_keeps_the_gpu_for_the_stored_grace_period(
         least = UNSEEN + MARGIN
         took = await asyncio.gather(
             *(
-                until_had_by_another(here, other, node, uuid, seconds=ELECTION + least + LOOK + SOON)
+                seconds_until_reassigned(here, other, node, uuid, seconds=ELECTION + least + LOOK + SOON)
                 for node, uuid in zip(here.nodes, uuids, strict=True)
             )
         )
@@ -229,7 +229,7 @@ async def test_unobserved_pod_keeps_its_gpu_as_if_it_had_run(cluster: Cluster, k
         await delete(here, node, FORCED)
         gone_at = time.monotonic()
         await here.reconciler()
-        await until_had_by_another(here, other, node, uuid, seconds=HOLD + ELECTION + CAP + MARGIN + LOOK + SOON)
+        await seconds_until_reassigned(here, other, node, uuid, seconds=HOLD + ELECTION + CAP + MARGIN + LOOK + SOON)
         assert time.monotonic() - gone_at >= CAP + MARGIN
 
 
@@ -252,9 +252,9 @@ async def test_gpus_of_a_node_stay_reserved_while_its_kubelet_is_down(
         await asyncio.sleep(1 + MARGIN + LOOK)
         assert {one["phase"] for one in (await here.held_on(back)).values()} == {"finalized"}
         await boot(kube, rebooted, "boot-2")
-        assert await until_had_by_another(here, other, rebooted, uuids[rebooted], seconds=60) < LOOK + SOON
+        assert await seconds_until_reassigned(here, other, rebooted, uuids[rebooted], seconds=60) < LOOK + SOON
         await is_ready(kube, back, "true")
-        assert await until_had_by_another(here, other, back, uuids[back], seconds=60) >= 1 + MARGIN
+        assert await seconds_until_reassigned(here, other, back, uuids[back], seconds=60) >= 1 + MARGIN
 
 
 EVICTION: Raw = {"apiVersion": "policy/v1", "kind": "Eviction"}
@@ -313,7 +313,7 @@ async def test_deletion_with_a_longer_grace_period_than_the_pods_is_denied(
         for node in here.nodes:
             one = victim(node, grace=own)
             one["spec"]["containers"][0] |= probe
-            await run_this(here, node, one)
+            await run_pod(here, node, one)
 
         def deletion(node: str, grace: int) -> Coroutine[Any, Any, Raw]:
             return kube.delete(PODS, f"old-{node}", here.namespace, grace=grace)
@@ -336,7 +336,7 @@ async def test_deletion_with_a_longer_grace_period_than_the_pods_is_denied(
 async def test_pod_with_a_grace_period_above_a_lowered_limit_can_be_deleted_and_evicted(
     cluster: Cluster, kube: Kube, tmp_path: Path
 ) -> None:
-    """A deletion that names no grace period asks for the pod's own."""
+    """A deletion without a grace period uses the pod's own."""
     own = 7200
     flags = ("--orphan-margin", f"{MARGIN}s", "--max-grace", "3h")
     async with (
@@ -348,7 +348,7 @@ async def test_pod_with_a_grace_period_above_a_lowered_limit_can_be_deleted_and_
         deleted, evicted = here.nodes
         for node in here.nodes:
             await run_victim(here, node, grace=own)
-            await kube.patch(PODS, f"old-{node}", {"metadata": {"annotations": HEARS}}, here.namespace)
+            await kube.patch(PODS, f"old-{node}", {"metadata": {"annotations": STOPS_ON_SIGTERM}}, here.namespace)
         dry: Raw = {"gracePeriodSeconds": own + 1, "dryRun": ["All"]}
         await wait_until(lambda: is_refused(kube.call("DELETE", PODS.path(here.namespace, f"old-{deleted}"), dry)))
         await delete(here, deleted)

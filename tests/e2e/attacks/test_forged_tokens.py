@@ -46,10 +46,10 @@ NO_GO = "there is no Go here to build go-spiffe with"
 KEYS = [SigningKey.make(f"key-{name}", name) for name in (ES256, ES384, RS256)]
 KEY = SigningKey("key-1", ES256, KEYS[0].private)
 # Accepted by go-spiffe, rejected by gpuwarden.
-UNLIKED = SigningKey.make("key-ES512", ES512)
+UNSUPPORTED_KEY = SigningKey.make("key-ES512", ES512)
 FOREIGN = SigningKey.make("key-1")
 HEADER = {"typ", "kid", "alg"}
-BUNDLE = document(KEY, *KEYS, UNLIKED)
+BUNDLE = document(KEY, *KEYS, UNSUPPORTED_KEY)
 
 
 @frozen
@@ -73,8 +73,8 @@ def random_cases(rng: random.Random, nonce: str, now: datetime, number: int) -> 
     """Tokens with up to three anomalies, and each of them with one character changed."""
     letters = string.ascii_letters + string.digits + "-_.=+/ "
     for at in range(number):
-        key = rng.choice([*KEYS, *KEYS, KEY, UNLIKED, FOREIGN])
-        odd = {name: rng.choice(values) for name, values in rng.sample(oddities(nonce, now), rng.randrange(4))}
+        key = rng.choice([*KEYS, *KEYS, KEY, UNSUPPORTED_KEY, FOREIGN])
+        odd = {name: rng.choice(values) for name, values in rng.sample(anomalies(nonce, now), rng.randrange(4))}
         head = {name: value for name, value in odd.items() if name in HEADER}
         said = {name: value for name, value in odd.items() if name not in HEADER}
         text = assemble(header(key, **head), claims(nonce, now, **said), key)
@@ -83,7 +83,7 @@ def random_cases(rng: random.Random, nonce: str, now: datetime, number: int) -> 
         yield Case(f"random {at}, bent at {place}", text[:place] + rng.choice(letters) + text[place + 1 :])
 
 
-def oddities(nonce: str, now: datetime) -> list[tuple[str, list[Any]]]:
+def anomalies(nonce: str, now: datetime) -> list[tuple[str, list[Any]]]:
     """Values of headers and claims; not all of them are invalid."""
     at = seconds(now)
     return [

@@ -1,4 +1,5 @@
-"""A tenant with the role `edit` in an opted-in namespace tries to see GPUs by variables that NVIDIA's runtime reads."""
+"""A tenant with the role `edit` in an opted-in namespace tries to see GPUs with variables that NVIDIA's runtime
+reads."""
 
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -32,7 +33,7 @@ def shows(value: str) -> Raw:
     return {"name": NVD, "value": value}
 
 
-def from_elsewhere(**more: Any) -> Raw:
+def env_from_other_sources(**more: Any) -> Raw:
     return {"name": NVD, "valueFrom": {"configMapKeyRef": {"name": "all", "key": "gpus", **more}}}
 
 
@@ -44,8 +45,8 @@ HOSTILE: dict[str, Raw] = {
     "an index": {"env": [shows("0")]},
     "a device of the node's management": {"env": [shows("management.nvidia.com/gpu=all")]},
     "void, then all": {"env": [shows("void"), shows("all")]},
-    "from a ConfigMap": {"env": [from_elsewhere()]},
-    "from a key that is missing": {"env": [CUDA, from_elsewhere(optional=True)]},
+    "from a ConfigMap": {"env": [env_from_other_sources()]},
+    "from a key that is missing": {"env": [CUDA, env_from_other_sources(optional=True)]},
     "by another variable": {"env": [{"name": "X", "value": "all"}, shows("$(X)")]},
 }
 
@@ -159,7 +160,7 @@ async def new_harness(cluster: Cluster, kube: Kube, labels: dict[str, str]) -> A
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def alone(cluster: Cluster, kube: Kube) -> AsyncIterator[Harness]:
+async def without_server(cluster: Cluster, kube: Kube) -> AsyncIterator[Harness]:
     """Policies act; the server of the webhooks does not exist."""
     async with new_harness(cluster, kube, GUARDED | ALONE) as harness:
         yield harness
@@ -173,7 +174,7 @@ async def served(cluster: Cluster, kube: Kube) -> AsyncIterator[Harness]:
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def unguarded(cluster: Cluster, kube: Kube) -> AsyncIterator[Harness]:
+async def without_policies(cluster: Cluster, kube: Kube) -> AsyncIterator[Harness]:
     """The server answers, and no policy acts: before 1.36 Kubernetes has no MutatingAdmissionPolicy."""
     async with new_harness(cluster, kube, SERVED) as harness:
         yield harness
@@ -183,8 +184,8 @@ async def unguarded(cluster: Cluster, kube: Kube) -> AsyncIterator[Harness]:
 
 
 @pytest.mark.parametrize("members", HOSTILE.values(), ids=HOSTILE)
-async def test_pod_without_a_claim_sees_no_gpu_while_no_server_runs(alone: Harness, members: Raw) -> None:
-    made = await alone.made(hostile_pod(members))
+async def test_pod_without_a_claim_sees_no_gpu_while_no_server_runs(without_server: Harness, members: Raw) -> None:
+    made = await without_server.made(hostile_pod(members))
     assert seen(made) == dict.fromkeys(("init", "side", "a", "b"), "void")
     # Nothing else is changed.
     for one in containers_of(made):
@@ -206,13 +207,13 @@ async def test_other_namespaces_are_not_affected(cluster: Cluster, kube: Kube) -
         assert set(seen(made).values()) == {"all"}
 
 
-async def test_forged_annotation_does_not_keep_a_pod_from_being_blinded(alone: Harness) -> None:
+async def test_forged_annotation_does_not_keep_a_pod_from_being_blinded(without_server: Harness) -> None:
     """Policies run in no fixed order, so the policy that removes the annotation may run second."""
     forged = dict.fromkeys(("gpuwarden.io/reservation-id", "gpuwarden.io/gpu-uuid", "gpuwarden.io/node"), "x")
     for number in range(20):
         content = hostile_pod(HOSTILE["all"])
         content["metadata"] = {"name": f"forged-{number}", "annotations": forged}
-        made = await alone.made(content)
+        made = await without_server.made(content)
         assert set(seen(made).values()) == {"void"}
         assert not made["metadata"].get("annotations")
 
@@ -220,41 +221,41 @@ async def test_forged_annotation_does_not_keep_a_pod_from_being_blinded(alone: H
 @pytest.mark.parametrize(
     "key", ["gpuwarden.io/claim", "gpuwarden.io/gpu-count", "gpuwarden.io/required-hash", "gpu-scheduling-map"]
 )
-async def test_pod_with_a_claim_is_not_created_without_review(alone: Harness, key: str) -> None:
+async def test_pod_with_a_claim_is_not_created_without_review(without_server: Harness, key: str) -> None:
     """A pod that the policy leaves to the webhook is refused while no server answers."""
     with pytest.raises(ApiError) as refused:
-        await alone.made(hostile_pod(HOSTILE["envFrom"], annotations={key: "0"}))
+        await without_server.made(hostile_pod(HOSTILE["envFrom"], annotations={key: "0"}))
     assert "failed calling webhook" in refused.value.message
 
 
-async def test_container_with_a_device_plugin_gpu_is_not_created_without_review(alone: Harness) -> None:
+async def test_container_with_a_device_plugin_gpu_is_not_created_without_review(without_server: Harness) -> None:
     with pytest.raises(ApiError) as refused:
-        await alone.made(pod("a", gpus=1))
+        await without_server.made(pod("a", gpus=1))
     assert "failed calling webhook" in refused.value.message
 
 
 @pytest.mark.parametrize("members", HOSTILE.values(), ids=HOSTILE)
-async def test_debug_container_sees_no_gpu_while_no_server_runs(alone: Harness, members: Raw) -> None:
-    await alone.made(pod("a", schedulerName="nobody"))
-    made = await alone.debugged("a", container("first", **members))
+async def test_debug_container_sees_no_gpu_while_no_server_runs(without_server: Harness, members: Raw) -> None:
+    await without_server.made(pod("a", schedulerName="nobody"))
+    made = await without_server.debugged("a", container("first", **members))
     assert seen(made) == {"main": "void", "first": "void"}
-    made = await alone.debugged("a", *made["spec"]["ephemeralContainers"], container("second", **members))
+    made = await without_server.debugged("a", *made["spec"]["ephemeralContainers"], container("second", **members))
     assert seen(made) == {"main": "void", "first": "void", "second": "void"}
 
 
-async def test_large_pod_is_blinded_within_the_cost_limit(alone: Harness) -> None:
+async def test_large_pod_is_blinded_within_the_cost_limit(without_server: Harness) -> None:
     env = [{"name": f"VARIABLE_{n}", "value": "x"} for n in range(100)]
     content = hostile_pod({})
     content["spec"] = {"containers": [container(f"c{n}", env=env) for n in range(200)]}
-    made = await alone.made(content)
+    made = await without_server.made(content)
     assert set(seen(made).values()) == {"void"}
 
 
-async def test_invalid_pod_gets_the_api_servers_own_error(alone: Harness) -> None:
+async def test_invalid_pod_gets_the_api_servers_own_error(without_server: Harness) -> None:
     specs: list[Raw] = [{}, {"containers": None}, {"containers": []}, {"containers": None, "initContainers": None}]
     for spec in specs:
         with pytest.raises(ApiError) as refused:
-            await alone.kube.create(PODS, {"metadata": {"name": "a"}, "spec": spec}, alone.namespace)
+            await without_server.kube.create(PODS, {"metadata": {"name": "a"}, "spec": spec}, without_server.namespace)
         assert refused.value.status == 422, refused.value.message
 
 
@@ -280,16 +281,20 @@ def added(name: str) -> Raw:
 
 
 @pytest.mark.parametrize("policy", ["Never", "IfNeeded"])
-async def test_container_added_by_another_webhook_is_blinded(alone: Harness, tmp_path: Path, policy: str) -> None:
-    async with another_webhook(alone.kube, alone.namespace, tmp_path, injecting, policy):
-        made = await alone.made(hostile_pod(HOSTILE["envFrom"]))
+async def test_container_added_by_another_webhook_is_blinded(
+    without_server: Harness, tmp_path: Path, policy: str
+) -> None:
+    async with another_webhook(without_server.kube, without_server.namespace, tmp_path, injecting, policy):
+        made = await without_server.made(hostile_pod(HOSTILE["envFrom"]))
     assert seen(made) == dict.fromkeys(("init", "side", "a", "b", "first"), "void")
 
 
-async def test_container_added_after_all_policies_is_refused(alone: Harness, tmp_path: Path) -> None:
-    async with another_webhook(alone.kube, alone.namespace, tmp_path, injecting_again, "IfNeeded") as asked:
+async def test_container_added_after_all_policies_is_refused(without_server: Harness, tmp_path: Path) -> None:
+    async with another_webhook(
+        without_server.kube, without_server.namespace, tmp_path, injecting_again, "IfNeeded"
+    ) as asked:
         with pytest.raises(ApiError) as refused:
-            await alone.made(hostile_pod(HOSTILE["envFrom"]))
+            await without_server.made(hostile_pod(HOSTILE["envFrom"]))
         assert len(asked) == 2
     assert "gpuwarden-blinded" in refused.value.message
     assert "second" in refused.value.message
@@ -298,11 +303,11 @@ async def test_container_added_after_all_policies_is_refused(alone: Harness, tmp
 # A server runs.
 
 
-@pytest.mark.parametrize("change", [injecting, injecting_again], ids=["once", "when it comes back"])
+@pytest.mark.parametrize("change", [injecting, injecting_again], ids=["once", "at reinvocation"])
 @pytest.mark.parametrize(
     "content",
     [pod("a", gpus=1, schedulerName="nobody"), pod("a", annotations={"gpuwarden.io/gpu-count": "0"})],
-    ids=["a claim", "a count of none"],
+    ids=["claim", "count 0"],
 )
 async def test_container_added_by_another_webhook_to_a_pod_with_a_claim_sees_no_gpu(
     served: Harness, tmp_path: Path, content: Raw, change: Callable[[Raw], list[Raw]]
@@ -339,22 +344,26 @@ async def test_second_container_beside_a_claim_sees_no_more_than_the_claim(serve
 
 
 @pytest.mark.parametrize("members", UNSAID.values(), ids=UNSAID)
-async def test_second_container_beside_a_claim_is_blinded_without_policies(unguarded: Harness, members: Raw) -> None:
-    made = await unguarded.made(beside_a_gpu(members))
+async def test_second_container_beside_a_claim_is_blinded_without_policies(
+    without_policies: Harness, members: Raw
+) -> None:
+    made = await without_policies.made(beside_a_gpu(members))
     assert {name: value for name, value in seen(made).items() if name != "main"} == dict.fromkeys(
         ("init", "side", "b"), "void"
     )
 
 
-async def test_pod_with_cuda_version_is_blinded_without_policies(unguarded: Harness) -> None:
-    made = await unguarded.made(hostile_pod(HOSTILE["CUDA_VERSION"]))
+async def test_pod_with_cuda_version_is_blinded_without_policies(without_policies: Harness) -> None:
+    made = await without_policies.made(hostile_pod(HOSTILE["CUDA_VERSION"]))
     assert set(seen(made).values()) == {"void"}
 
 
 @pytest.mark.parametrize("name", [name for name in HOSTILE if name not in UNSAID])
-async def test_pod_without_a_claim_that_names_gpus_is_refused_without_policies(unguarded: Harness, name: str) -> None:
+async def test_pod_without_a_claim_that_names_gpus_is_refused_without_policies(
+    without_policies: Harness, name: str
+) -> None:
     with pytest.raises(ApiError) as refused:
-        await unguarded.made(hostile_pod(HOSTILE[name]))
+        await without_policies.made(hostile_pod(HOSTILE[name]))
     assert (refused.value.status, refused.value.reason) == (403, "GpuWithoutClaim")
 
 
@@ -365,7 +374,7 @@ async def test_pod_without_a_claim_that_names_gpus_is_refused_without_policies(u
         ({"gpuwarden.io/claim": "{}"}, {}),
         ({}, {"limits": {"nvidia.com/gpu": "0"}}),
     ],
-    ids=["a count of none", "a record of nothing", "a limit of none"],
+    ids=["count 0", "empty claim", "limit 0"],
 )
 async def test_pod_that_requests_no_gpu_is_blinded_by_the_webhook(
     served: Harness, annotations: dict[str, str], resources: Raw
@@ -382,7 +391,7 @@ DEBUGGERS: dict[str, Raw] = {
     **OPEN_DEBUGGERS,
     "all": {"env": [shows("all")]},
     "void, then all": {"env": [shows("void"), shows("all")]},
-    "from a ConfigMap": {"env": [from_elsewhere()]},
+    "from a ConfigMap": {"env": [env_from_other_sources()]},
 }
 
 
@@ -400,10 +409,12 @@ async def test_debug_container_beside_a_claim_sees_no_more_than_the_claim(served
 
 
 @pytest.mark.parametrize("members", DEBUGGERS.values(), ids=DEBUGGERS)
-async def test_debug_container_beside_a_claim_is_refused_without_policies(unguarded: Harness, members: Raw) -> None:
-    await unguarded.made(pod("a", gpus=1, schedulerName="nobody"))
+async def test_debug_container_beside_a_claim_is_refused_without_policies(
+    without_policies: Harness, members: Raw
+) -> None:
+    await without_policies.made(pod("a", gpus=1, schedulerName="nobody"))
     with pytest.raises(ApiError) as refused:
-        await unguarded.debugged("a", container("debug", **members))
+        await without_policies.debugged("a", container("debug", **members))
     assert refused.value.reason == "Immutable"
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from scripts.controlplane.cluster import Cluster
 from tests.e2e.cluster_users import GPU_NODES
-from tests.e2e.kube import ApiError, Kube, forced_away
+from tests.e2e.kube import ApiError, Kube, delete_without_finalizers
 from tests.e2e.test_ledger import NODE_A, NODE_B, ApiBench, installed
 from tests.ledger.contract import ask, on, pod
 from webhook.core.reservation import PodProof, ReservationId
@@ -26,17 +26,21 @@ async def bench(cluster: Cluster, kube: Kube) -> AsyncIterator[ApiBench]:
     async with await connect(Settings(kubeconfig=cluster.kubeconfig)) as api:
         yield ApiBench(api, kube)
     for raw in (NODE_A, NODE_B):
-        await forced_away(kube, GPU_NODES, raw["metadata"]["name"])
+        await delete_without_finalizers(kube, GPU_NODES, raw["metadata"]["name"])
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        pytest.param([{"op": "remove", "path": "/status/held/GPU-a0~10"}], id="dropped"),
-        pytest.param([{"op": "remove", "path": "/status/held"}], id="all-dropped"),
-        pytest.param([{"op": "remove", "path": "/status"}], id="the-status-dropped"),
-        pytest.param([{"op": "replace", "path": "/status/held/GPU-a0~10/reservation", "value": "r9"}], id="anothers"),
-        pytest.param([{"op": "replace", "path": "/status/held/GPU-a0~10/namespace", "value": "x"}], id="namespace"),
+        pytest.param([{"op": "remove", "path": "/status/held/GPU-a0~10"}], id="slot-removed"),
+        pytest.param([{"op": "remove", "path": "/status/held"}], id="all-slots-removed"),
+        pytest.param([{"op": "remove", "path": "/status"}], id="status-removed"),
+        pytest.param(
+            [{"op": "replace", "path": "/status/held/GPU-a0~10/reservation", "value": "r9"}], id="another-reservation"
+        ),
+        pytest.param(
+            [{"op": "replace", "path": "/status/held/GPU-a0~10/namespace", "value": "x"}], id="another-namespace"
+        ),
         pytest.param([{"op": "replace", "path": "/status/held/GPU-a0~10/digest", "value": "x"}], id="another-claim"),
         pytest.param([{"op": "replace", "path": "/status/held/GPU-a0~10/uid", "value": "x"}], id="another-pod"),
         pytest.param([{"op": "remove", "path": "/status/held/GPU-a0~10/uid"}], id="no-pod"),
@@ -49,7 +53,7 @@ async def bench(cluster: Cluster, kube: Kube) -> AsyncIterator[ApiBench]:
                     "value": {"reservation": "r9", "phase": "pending", "namespace": "ml", "digest": "d1"},
                 },
             ],
-            id="dropped-and-taken-in-one-write",
+            id="removed-and-taken-in-one-write",
         ),
     ],
 )

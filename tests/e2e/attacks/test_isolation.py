@@ -25,7 +25,7 @@ from tests.e2e.kube import (
     ApiError,
     Kube,
     Raw,
-    forced_away,
+    delete_without_finalizers,
     gone,
     pod,
     wait_until,
@@ -132,7 +132,7 @@ class PolicyAndAuditHarness(Harness):
         return pod.exposed if pod and found else ()
 
 
-def judged(harness: Harness, host_paths: tuple[str, ...] = ALLOWED) -> Harness:
+def with_audit(harness: Harness, host_paths: tuple[str, ...] = ALLOWED) -> Harness:
     return PolicyAndAuditHarness(harness.kube, harness.tenant, harness.namespace, reading(*host_paths))
 
 
@@ -148,13 +148,13 @@ async def refused(what: Awaitable[Raw], *words: str) -> None:
 @pytest_asyncio.fixture(loop_scope="module", params=[GUARDED, OLDER, GUARDED | OLDER], ids=["new", "older", "both"])
 async def any_harness(request: pytest.FixtureRequest, cluster: Cluster, kube: Kube) -> AsyncIterator[Harness]:
     async with new_harness(cluster, kube, request.param) as harness:
-        yield judged(harness)
+        yield with_audit(harness)
 
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def harness(cluster: Cluster, kube: Kube) -> AsyncIterator[Harness]:
     async with new_harness(cluster, kube, GUARDED) as harness:
-        yield judged(harness)
+        yield with_audit(harness)
 
 
 def of_container(members: Raw, group: str = "containers", **spec: Any) -> Raw:
@@ -321,7 +321,7 @@ async def test_no_host_path_is_allowed_by_default(cluster: Cluster, kube: Kube) 
     async with new_harness(cluster, kube, GUARDED) as harness:
         async with replaced(kube, Installation()):
             await wait_until(lambda: is_refused(harness.made(with_host_path("/data"), dryRun="All")))
-            await refused(judged(harness, ()).made(with_host_path("/mnt/datasets")), "spec.volumes[host].hostPath")
+            await refused(with_audit(harness, ()).made(with_host_path("/mnt/datasets")), "spec.volumes[host].hostPath")
         await wait_until(lambda: is_let_in(harness, with_host_path("/data")))
 
 
@@ -463,7 +463,7 @@ async def test_only_administrators_can_exempt_a_namespace(cluster: Cluster, kube
         await wait_until(lambda: is_let_in(harness, privileged))
         exposed = (pod("b", hostPID=True), with_host_path("/dev", read_only=False), annotated("devices.nri.io/pod"))
         for content in (privileged, *exposed):
-            await judged(harness).made(content, dryRun="All")
+            await with_audit(harness).made(content, dryRun="All")
 
 
 async def is_let_in(harness: Harness, content: Raw) -> bool:
@@ -473,7 +473,7 @@ async def is_let_in(harness: Harness, content: Raw) -> bool:
 async def test_other_namespaces_are_not_affected(cluster: Cluster, kube: Kube) -> None:
     async with new_harness(cluster, kube, {}) as harness:
         for content in (of_container(STRONG["privileged"]), with_host_path("/dev", read_only=False)):
-            await judged(harness).made(content, dryRun="All")
+            await with_audit(harness).made(content, dryRun="All")
 
 
 async def test_existing_pod_can_run_change_status_and_be_deleted(cluster: Cluster, kube: Kube) -> None:
@@ -532,7 +532,7 @@ async def bound_volume(kube: Kube, stack: AsyncExitStack, namespace: str, name: 
     reference = {"namespace": namespace, "name": name}
     meta, spec = {"name": f"{namespace}-{name}"}, {**volume["spec"], "claimRef": reference}
     await kube.create(VOLUMES, {"metadata": meta, "spec": spec})
-    stack.push_async_callback(forced_away, kube, VOLUMES, meta["name"])
+    stack.push_async_callback(delete_without_finalizers, kube, VOLUMES, meta["name"])
     asked = {"storageClassName": "local", "volumeName": meta["name"], "accessModes": ["ReadWriteOnce"]}
     claim = {"metadata": {"name": name}, "spec": {**asked, "resources": {"requests": {"storage": "1Gi"}}}}
     await kube.create(CLAIMS, claim, namespace)

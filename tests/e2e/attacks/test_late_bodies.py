@@ -35,7 +35,7 @@ async def connected(running: Running, listener: str) -> AsyncIterator[Streams]:
         await asyncio.gather(writer.wait_closed(), return_exceptions=True)
 
 
-async def until_the_end(reader: asyncio.StreamReader) -> bytes:
+async def read_until_closed(reader: asyncio.StreamReader) -> bytes:
     """Reads until the server closes or resets the connection."""
     found = bytearray()
     try:
@@ -67,7 +67,7 @@ async def test_response_that_needs_no_body_does_not_wait_for_it(
     async with connected(running, listener) as (reader, writer):
         started = time.monotonic()
         writer.write(f"GET {path} HTTP/1.1\r\nhost: localhost\r\n{framing}\r\n\r\n".encode())
-        answer = await until_the_end(reader)
+        answer = await read_until_closed(reader)
         took = time.monotonic() - started
     head = answer.partition(b"\r\n\r\n")[0].lower()
     assert answer.startswith(b"HTTP/1.1 ")
@@ -82,7 +82,7 @@ async def test_body_in_tiny_pieces_does_not_delay_other_requests(running: Runnin
     async with connected(running, listener) as (reader, writer):
         started = time.monotonic()
         writer.write(b"POST /finalize HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n" + pieces)
-        ended = asyncio.create_task(until_the_end(reader))
+        ended = asyncio.create_task(read_until_closed(reader))
         slowest = await slowest_probe(running, ended)
         took = time.monotonic() - started
     assert (took < AT_ONCE, slowest < AT_ONCE) == (True, True), (took, slowest)
@@ -97,9 +97,9 @@ async def test_deeply_nested_json_is_refused_immediately(running: Running) -> No
 
 
 async def test_finalize_does_not_echo_its_input(running: Running) -> None:
-    told = {"namespace": "a", "name": "b", "uid": "c", "reservation-id": "d", "gpu-uuid": "x" * 16_385}
+    body = {"namespace": "a", "name": "b", "uid": "c", "reservation-id": "d", "gpu-uuid": "x" * 16_385}
     async with running.client() as client:
-        reply = await client.post("/finalize", json=told)
+        reply = await client.post("/finalize", json=body)
     assert (reply.status_code, len(reply.content) < 1000) == (400, True)
 
 

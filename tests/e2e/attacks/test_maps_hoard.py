@@ -27,7 +27,7 @@ async def two_gpus(cluster: Cluster, kube: Kube, directory: Path) -> AsyncIterat
         yield here
 
 
-async def could_have(kube: Kube, here: Site, gpus: int) -> bool:
+async def is_admitted(kube: Kube, here: Site, gpus: int) -> bool:
     """Whether the tenant's pod would be admitted."""
     try:
         await kube.create(PODS, pod("train", gpus), here.namespace, dryRun="All")
@@ -61,8 +61,8 @@ async def test_stateful_set_without_pods_does_not_keep_gpus_from_other_tenants(
         await create_set(kube, attacker, "hoard", replicas, f"0={node}:GPU-{node}-0\n1={node}:GPU-{node}-1")
         # This set is reported later by the same watch: once its GPUs are kept, the other set has been processed.
         await create_set(kube, honest, "kept", 1, f"0={node}:GPU-{node}-1")
-        await wait_until(lambda: could_have(kube, here, 2), lambda is_admitted: not is_admitted)
-        assert await could_have(kube, here, 1)
+        await wait_until(lambda: is_admitted(kube, here, 2), lambda is_admitted: not is_admitted)
+        assert await is_admitted(kube, here, 1)
 
 
 async def test_uid_of_a_stateful_set_gives_no_access_from_another_namespace(
@@ -76,7 +76,7 @@ async def test_uid_of_a_stateful_set_gives_no_access_from_another_namespace(
         (node,) = here.nodes
         text = f"0={node}:GPU-{node}-0\n1={node}:GPU-{node}-1"
         made = await create_set(kube, honest, "kept", 2, text)
-        await wait_until(lambda: could_have(kube, here, 1), lambda is_admitted: not is_admitted)
+        await wait_until(lambda: is_admitted(kube, here, 1), lambda is_admitted: not is_admitted)
         owner = {"apiVersion": "apps/v1", "kind": "StatefulSet", "name": "kept", "uid": made["metadata"]["uid"]}
         forged = pod("kept-0", annotations={MAP: text})
         forged["metadata"]["ownerReferences"] = [{**owner, "controller": True}]

@@ -7,13 +7,13 @@ from tests.e2e.kube import EVENTS, NODES, PODS, STATEFUL_SETS, ApiError, Kube, R
 from tests.e2e.processes import Site
 from tests.e2e.test_ledger import GPU_NODES
 from tests.e2e.test_maps import MAP, placed
-from tests.e2e.test_queue import GPU, queueing
+from tests.e2e.test_queue import GPU, queue_site
 
 
 async def test_map_leads_to_the_node_of_that_name_despite_labels_of_other_nodes(
     cluster: Cluster, kube: Kube, tmp_path: Path
 ) -> None:
-    async with queueing(cluster, kube, tmp_path, nodes=2, gpus=1) as here:
+    async with queue_site(cluster, kube, tmp_path, nodes=2, gpus=1) as here:
         honest, thief = here.nodes
         for node in here.nodes:
             await kube.patch(GPU_NODES, node, {"spec": {"devices": [{"uuid": f"GPU-{node}-0", "index": 0}]}})

@@ -57,7 +57,7 @@ async def created(kube: Kube, path: str, body: bytes) -> None:
 
 
 @contextmanager
-def all_of_us(directory: Path, kubeconfig: Path, name: str) -> Iterator[list[Running]]:
+def all_processes(directory: Path, kubeconfig: Path, name: str) -> Iterator[list[Running]]:
     """Starts all processes; each is ready after its first lists."""
     where = ["--kubeconfig", str(kubeconfig), "--lease-namespace", "default"]
     with ExitStack() as stack:
@@ -85,7 +85,7 @@ async def test_malformed_objects_do_not_stop_a_process_or_its_start(
     cluster: Cluster, kube: Kube, tmp_path: Path
 ) -> None:
     await installed(kube)
-    with all_of_us(tmp_path, cluster.kubeconfig, "first") as processes:
+    with all_processes(tmp_path, cluster.kubeconfig, "first") as processes:
         await created(kube, PODS_PATH, nested(pod("deep", schedulerName=OURS)))
         await created(kube, SETS_PATH, nested(deep_set()))
         await created(kube, PODS_PATH, long_pod())
@@ -95,7 +95,7 @@ async def test_malformed_objects_do_not_stop_a_process_or_its_start(
             await works(one)
             one.process.kill()
             one.process.wait()
-    with all_of_us(tmp_path, cluster.kubeconfig, "second") as processes:
+    with all_processes(tmp_path, cluster.kubeconfig, "second") as processes:
         await bound(kube, "last")
         for one in processes:
             await works(one)

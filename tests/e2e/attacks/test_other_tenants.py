@@ -60,7 +60,7 @@ class Harness:
         return bearer(self.cluster, self.here.namespace)
 
     @property
-    def told(self) -> dict[str, str]:
+    def finalize_body(self) -> dict[str, str]:
         """The `/finalize` request for the victim's pod."""
         meta = self.victim["metadata"]
         notes = meta["annotations"]
@@ -73,7 +73,7 @@ class Harness:
         }
 
     def secrets(self) -> set[str]:
-        told = self.told
+        told = self.finalize_body
         return {told["namespace"], told["name"], told["uid"], told["reservation-id"]}
 
 
@@ -110,7 +110,7 @@ async def assignments(client: httpx.AsyncClient) -> list[dict[str, Any]]:
 
 
 async def test_other_tenants_see_devices_and_no_names(harness: Harness) -> None:
-    uuid = harness.told["gpu-uuid"]
+    uuid = harness.finalize_body["gpu-uuid"]
     async with harness.client(harness.stolen) as client:
         for path, accept in (("/devices", "application/json"), ("/", "text/html"), ("/devices", "text/html")):
             text = (await client.get(path, headers={"Accept": accept})).raise_for_status().text
@@ -123,7 +123,7 @@ async def test_other_tenants_see_devices_and_no_names(harness: Harness) -> None:
 
 
 async def test_caller_that_may_list_pods_sees_their_names(harness: Harness, kube: Kube) -> None:
-    told = harness.told
+    told = harness.finalize_body
     whole = {"exists?": True, "state": "active", **{name: told[name] for name in ("namespace", "name", "uid")}}
     async with harness.client(harness.own) as client:
         assert await assignments(client) == [{**whole, "reservation-id": told["reservation-id"]}]
@@ -143,8 +143,8 @@ async def test_token_is_accepted_as_a_basic_auth_password(harness: Harness) -> N
 
 async def test_other_tenants_cannot_finalize(harness: Harness) -> None:
     async with harness.client(harness.stolen) as client:
-        assert (await client.post("/finalize", json=harness.told)).status_code == 403
-        own = {**harness.told, "namespace": harness.thief}
+        assert (await client.post("/finalize", json=harness.finalize_body)).status_code == 403
+        own = {**harness.finalize_body, "namespace": harness.thief}
         assert (await client.post("/finalize", json=own)).status_code == 403
 
 
@@ -156,16 +156,16 @@ async def test_pod_itself_and_authorized_callers_can_finalize(harness: Harness, 
         reply = api.post(path, json={"spec": {"boundObjectRef": bound}}).raise_for_status()
     token = reply.json()["status"]["token"]
     async with harness.client({"Authorization": f"Bearer {token}"}) as client:
-        got = await client.post("/finalize", json=harness.told)
+        got = await client.post("/finalize", json=harness.finalize_body)
         assert (got.status_code, got.json()) == (200, {"status": "ok"})
-        assert (await client.post("/finalize", json={**harness.told, "uid": "another"})).status_code == 403
+        assert (await client.post("/finalize", json={**harness.finalize_body, "uid": "another"})).status_code == 403
     async with harness.client(harness.own) as client:
-        assert (await client.post("/finalize", json=harness.told)).status_code == 403
+        assert (await client.post("/finalize", json=harness.finalize_body)).status_code == 403
         rule = {"apiGroups": ["gpuwarden.io"], "resources": ["reservations"], "verbs": ["finalize"]}
         await allowed(kube, harness.here.namespace, rule, "finalizes")
 
         async def status() -> int:
-            return (await client.post("/finalize", json=harness.told)).status_code
+            return (await client.post("/finalize", json=harness.finalize_body)).status_code
 
         await wait_until(status, lambda code: code == 200, 30)  # a refusal is cached for some seconds
 
@@ -189,13 +189,15 @@ async def test_required_hashes_of_another_namespace_are_not_shown(harness: Harne
 
 async def test_tokens_are_not_accepted_over_plain_http(harness: Harness) -> None:
     async with httpx.AsyncClient(base_url=harness.url["http"], trust_env=False, headers=harness.own) as client:
-        assert (await client.post("/finalize", json=harness.told)).status_code == 404
+        assert (await client.post("/finalize", json=harness.finalize_body)).status_code == 404
         summary = await client.get("/devices")
         numbers = summary.json()
         assert (set(numbers), set(numbers["devices"])) == ({"nodes", "devices"}, set(DeviceState))
         assert numbers["devices"]["assigned"] == 1
         page = await client.get("/")
         for text in (summary.text, page.text):
-            assert [secret for secret in (*harness.secrets(), harness.told["gpu-uuid"]) if secret in text] == []
+            assert [
+                secret for secret in (*harness.secrets(), harness.finalize_body["gpu-uuid"]) if secret in text
+            ] == []
         for path in ("/healthz", "/readyz", "/metrics"):
             assert (await client.get(path)).status_code == 200

@@ -77,7 +77,7 @@ class Neighbours:
         return sum(int(one[11]) + int(one[12]) for one in stats)
 
 
-async def kept(client: httpx.AsyncClient, uid: str) -> float:
+async def request_on_open_connection(client: httpx.AsyncClient, uid: str) -> float:
     """The duration of a small review over an existing connection, as the API server sends it."""
     started = time.monotonic()
     answer = await client.post("/mutate", content=review(uid), extensions={"trace": refuse_to_connect})
@@ -85,7 +85,7 @@ async def kept(client: httpx.AsyncClient, uid: str) -> float:
     return time.monotonic() - started
 
 
-async def asked(running: Running, trust: ssl.SSLContext, uid: str) -> tuple[float, int]:
+async def request_on_new_connection(running: Running, trust: ssl.SSLContext, uid: str) -> tuple[float, int]:
     """The duration and the status of a small review over a new connection."""
     started = time.monotonic()
     body = review(uid)
@@ -120,22 +120,24 @@ async def test_flood_of_large_bodies_uses_little_memory_and_delays_no_small_revi
             await asyncio.sleep(1.5)
             neighbours = Neighbours(running.process.pid, attackers, os.getpid())
             while time.monotonic() < ends or len(took) < 5:
-                seconds, status = await asyncio.wait_for(asked(running, running.trust, f"honest-{len(took)}"), 60)
+                seconds, status = await asyncio.wait_for(
+                    request_on_new_connection(running, running.trust, f"honest-{len(took)}"), 60
+                )
                 took.append(seconds)
                 statuses.add(status)
-                over_kept.append(await kept(reviewer, f"kept-{len(took)}"))
+                over_kept.append(await request_on_open_connection(reviewer, f"kept-{len(took)}"))
                 most = max(most, rss(running))
                 await asyncio.sleep(0.1)
             others = neighbours.share
     slowest = {"slowest": round(max(took), 2), "slowest over a kept connection": round(max(over_kept), 2)}
     figures = {"RSS_MiB": most, "reviews": len(took), **slowest, "machine_used_by_others": round(others, 2)}
     report_figures(request, **figures)
-    told = json.dumps({**figures, "statuses": sorted(statuses)})
-    assert statuses == {200}, told
-    assert most < MOST_RSS, told
-    assert max(over_kept) < AT_ONCE, told
+    summary = json.dumps({**figures, "statuses": sorted(statuses)})
+    assert statuses == {200}, summary
+    assert most < MOST_RSS, summary
+    assert max(over_kept) < AT_ONCE, summary
     # the handshake waits behind those of the attackers
-    assert max(took) < (AT_ONCE if others < QUIET else AT_LAST), told
+    assert max(took) < (AT_ONCE if others < QUIET else AT_LAST), summary
 
 
 @pytest.fixture
@@ -154,8 +156,8 @@ async def test_stalled_connections_do_not_block_other_clients(small: Running, at
         with attacked(small, attack, 80):
             await asyncio.sleep(3)
             for number in range(10):
-                reviews.append(await soon(asked(small, small.trust, f"honest-{number}")))
-                probes.append(await soon(probed(small)))
+                reviews.append(await is_fast(request_on_new_connection(small, small.trust, f"honest-{number}")))
+                probes.append(await is_fast(probed(small)))
                 await asyncio.sleep(0.2)
             kept_open = await reviewer.get("/healthz", extensions={"trace": refuse_to_connect})
     assert kept_open.status_code == 200  # over a connection from before the attack
@@ -163,7 +165,7 @@ async def test_stalled_connections_do_not_block_other_clients(small: Running, at
     assert sorted(probes)[8] < 3 * AT_ONCE, probes
 
 
-async def soon(answered: Awaitable[tuple[float, int]]) -> float:
+async def is_fast(answered: Awaitable[tuple[float, int]]) -> float:
     seconds, status = await asyncio.wait_for(answered, 10)
     assert status == 200
     return seconds

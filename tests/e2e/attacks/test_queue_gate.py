@@ -27,15 +27,15 @@ async def test_only_gpuwarden_removes_the_gate_and_no_pod_without_gpus_is_bound(
             await kube.patch(PODS, "second", open_it, queue.namespace)
         made_up = {"gpu-uuid": min(queue.here.gpus), "node": queue.here.nodes[0], "reservation-id": "made-up"}
         with pytest.raises(ApiError, match="nothing is reserved for the pod yet"):
-            await kube.patch(PODS, "second", [*open_it, *planted(made_up)], queue.namespace)
+            await kube.patch(PODS, "second", [*open_it, *forged_annotations(made_up)], queue.namespace)
         await queue.wait("proven-only", 0, {"gpuwarden.io/required-hash": "sha256:later"})
         with pytest.raises(ApiError, match="the pod has no reservation"):
-            await kube.patch(PODS, "proven-only", [*open_it, *planted(made_up)], queue.namespace)
+            await kube.patch(PODS, "proven-only", [*open_it, *forged_annotations(made_up)], queue.namespace)
         for name in ("second", "proven-only"):
             await queue.still_waits(name)
 
 
-def planted(annotations: dict[str, str]) -> list[Raw]:
+def forged_annotations(annotations: dict[str, str]) -> list[Raw]:
     return [
         {"op": "add", "path": f"/metadata/annotations/gpuwarden.io~1{name}", "value": value}
         for name, value in annotations.items()

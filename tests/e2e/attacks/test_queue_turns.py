@@ -45,7 +45,7 @@ class Watcher:
         return await self.opened() - self.seen
 
 
-def of_its_own_kind(number: int) -> Raw:
+def pod_of_own_kind(number: int) -> Raw:
     """Pods with different tolerations are of different kinds in the queue."""
     return {"tolerations": [{"key": f"own-{number}", "operator": "Exists"}]}
 
@@ -55,7 +55,7 @@ async def create_many(queue: QueueHarness, *, have_own_kinds: bool) -> None:
 
     async def create(number: int) -> None:
         async with room:
-            await queue.wait(f"many-{number}", **(of_its_own_kind(number) if have_own_kinds else {}))
+            await queue.wait(f"many-{number}", **(pod_of_own_kind(number) if have_own_kinds else {}))
 
     await asyncio.gather(*map(create, range(MANY)))
 

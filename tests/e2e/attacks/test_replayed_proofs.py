@@ -14,7 +14,7 @@ from tests.e2e.kube import (
     Kube,
     gone,
 )
-from tests.e2e.test_proofs import NODE, Harness, account_of, another, came_up, new_harness
+from tests.e2e.test_proofs import NODE, Harness, account_of, another, create_node, new_harness
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ async def test_recreated_node_must_prove_itself_again(harness: Harness) -> None:
     await harness.kube.delete(NODES, NODE)
     await gone(harness.kube, NODES, NODE)
     assert await harness.posted(first, in_hand) == 403
-    await came_up(harness.cluster, harness.kube)
+    await create_node(harness.cluster, harness.kube)
     assert await harness.posted(first, in_hand) == 403
     assert (await harness.entry())["hash"] == HASH  # the evidence of the old node exists and is not valid
     await harness.all_admit(HASH, admitted=False)

@@ -74,7 +74,7 @@ async def enabled(harness: WebhookHarness) -> AsyncIterator[str]:
         {"cdi.k8s.io/x": "nvidia.com/gpu=all"},
         {"nvidia.cdi.k8s.io/x": "nvidia.com/gpu=all"},
     ],
-    ids=["changed", "older name", "taken away", "made up", "made up by vendor"],
+    ids=["changed", "older name", "removed", "forged CDI", "forged vendor CDI"],
 )
 async def test_reservation_annotations_cannot_be_changed_through_any_subresource(
     harness: WebhookHarness, enabled: str, change: dict[str, str | None], subresource: str
@@ -120,8 +120,8 @@ async def test_own_account_writes_annotations_without_a_review(
     change = {"metadata": {"annotations": {"gpuwarden.io/node": "node-2"}}}
     await harness.kube.create(PODS, pod("a", gpus=1, annotations=HASH), enabled)
     async with (
-        granted(harness.kube, "doors-writer", [pods, manage], [(own, "gpuwarden"), ("default", "stranger")]),
-        granted(harness.kube, "doors-pods", [pods], [(own, "another")]),
+        granted(harness.kube, "annotations-writer", [pods, manage], [(own, "gpuwarden"), ("default", "stranger")]),
+        granted(harness.kube, "pods-writer", [pods], [(own, "another")]),
         Kube(cluster.service_account_kubeconfig(own, "gpuwarden")) as gpuwarden,
         Kube(cluster.service_account_kubeconfig("default", "stranger")) as stranger,
         Kube(cluster.service_account_kubeconfig(own, "another")) as another,

@@ -23,7 +23,7 @@ from tests.e2e.webhook_configurations import MUTATED, hook, reviewer
 
 
 @asynccontextmanager
-async def slowed(here: Site, directory: Path, seconds: float) -> AsyncIterator[None]:
+async def slow_webhook(here: Site, directory: Path, seconds: float) -> AsyncIterator[None]:
     """A slow mutating webhook after gpuwarden's: reservations are pending for this long at each creation."""
 
     async def answer(review: Raw) -> Raw:
@@ -106,7 +106,7 @@ async def test_devices_page_shows_no_ids_of_pending_reservations(
     async with site(cluster, kube, tmp_path, nodes=2, gpus=8, replicas=1, name="thief") as here:
         await here.reconciler()
         await here.wait_until_offered()
-        async with thieving(cluster, kube, here) as thief, slowed(here, tmp_path, 0.2):
+        async with thieving(cluster, kube, here) as thief, slow_webhook(here, tmp_path, 0.2):
             stealing = asyncio.create_task(thief.steal())
             answers = await victims(here, 40)
             stealing.cancel()
@@ -123,7 +123,7 @@ async def test_known_reservation_id_is_useless_for_a_pod_of_another_name(
     async with site(cluster, kube, tmp_path, nodes=1, gpus=8, replicas=1, name="thief") as here:
         await here.reconciler()
         await here.wait_until_offered()
-        async with thieving(cluster, kube, here) as thief, slowed(here, tmp_path, 2):
+        async with thieving(cluster, kube, here) as thief, slow_webhook(here, tmp_path, 2):
             creating = asyncio.create_task(victims(here, 1))
             held = await wait_until(here.held, bool)
             (slot, entry) = next(iter(held.items()))

@@ -1,1 +1,1 @@
-"""What only a real kubelet, a real container runtime and real containers can show."""
+"""Tests that need a real kubelet, a real container runtime and real containers."""

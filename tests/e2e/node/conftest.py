@@ -12,7 +12,7 @@ from scripts.node.real import RealNode
 from tests.e2e.conftest import TOOL_MISSING, new_namespace
 from tests.e2e.kube import Kube
 from tests.e2e.node.containers import GPUS, NODE, RUNTIME_CLASS, RUNTIME_CLASSES
-from tests.e2e.node.front import in_front
+from tests.e2e.node.front import installed_on
 from tests.e2e.processes import Site
 from tests.e2e.skipping import skip_or_fail
 
@@ -61,5 +61,5 @@ async def plain_namespace(real_kube: Kube) -> AsyncIterator[str]:
 @pytest.fixture
 async def front(real_cluster: Cluster, real_kube: Kube, real_node: RealNode, tmp_path: Path) -> AsyncIterator[Site]:
     """gpuwarden installed on the cluster: webhooks, policies, one replica, the reconciler, an opted-in namespace."""
-    async with in_front(real_cluster, real_kube, tmp_path, [real_node]) as here:
+    async with installed_on(real_cluster, real_kube, tmp_path, [real_node]) as here:
         yield here

@@ -17,7 +17,7 @@ HASH: Final = "sha256:aa11"
 
 
 @asynccontextmanager
-async def in_front(
+async def installed_on(
     cluster: Cluster,
     kube: Kube,
     directory: Path,
@@ -42,7 +42,7 @@ async def in_front(
         # Heartbeats are written to files on the host.
         exempt = {"metadata": {"labels": {"gpuwarden.io/isolation": "none"}}}
         await kube.patch(NAMESPACES, here.namespace, exempt)
-        stack.push_async_callback(emptied, here)
+        stack.push_async_callback(wait_until_empty, here)
         await here.reconciler()
         if attesting is not None:
             await stack.enter_async_context(attesting(here))
@@ -50,7 +50,7 @@ async def in_front(
         yield here
 
 
-async def emptied(here: Site) -> None:
+async def wait_until_empty(here: Site) -> None:
     """Waits for the end of the containers: until then they hold their GPUs against the next test."""
     await here.free_all()
     await wait_until(lambda: here.kube.list(PODS, here.namespace), lambda pods: not pods)

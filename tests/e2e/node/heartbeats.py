@@ -36,7 +36,7 @@ class Life:
     pod: str
 
 
-def beating(pod: str, gpus: int, *, beats: int | None = None) -> Raw:
+def heartbeat_container(pod: str, gpus: int, *, beats: int | None = None) -> Raw:
     """A container with GPUs that writes heartbeats for ever, or `beats` times."""
     env = {"POD": pod, "BEATS": str(beats)}
     return container(gpus, script=BEAT, env=env, volumeMounts=[{"name": "beats", "mountPath": "/beats"}])

@@ -19,8 +19,8 @@ from tests.e2e.gpu_checker import InvariantViolatedError
 from tests.e2e.kube import NODES, PODS, ApiError, Kube, NotInTimeError, Raw, wait_until
 from tests.e2e.measurements import report_figures
 from tests.e2e.node.containers import is_ready, real_pod
-from tests.e2e.node.front import in_front
-from tests.e2e.node.heartbeats import Life, beating, lives_in, overlaps, volume_of
+from tests.e2e.node.front import installed_on
+from tests.e2e.node.heartbeats import Life, heartbeat_container, lives_in, overlaps, volume_of
 from tests.e2e.processes import Site
 
 CHURNED: Final = tuple(f"GPU-11111111-0000-4000-8000-{number:012}" for number in range(8))
@@ -111,7 +111,7 @@ class Churn:
 
     async def _create(self, name: str, scenario: PodScenario) -> bool:
         gpus = 1 if self.rng.random() < 0.7 else 2
-        beats = beating(name, gpus, beats=scenario.beats)
+        beats = heartbeat_container(name, gpus, beats=scenario.beats)
         volumes = [volume_of(self.beats)]
         content = real_pod(name, beats, grace=scenario.grace, restartPolicy=scenario.restart, volumes=volumes)
         try:
@@ -132,7 +132,7 @@ class Churn:
         with suppress(NotInTimeError):
             await wait_until(found, lambda pod: is_ready(pod) or pod["status"]["phase"] != "Pending", SEEN_WITHIN)
 
-    def checker(self, lives: Sequence[Life]) -> None:
+    def check(self, lives: Sequence[Life]) -> None:
         """Raises an error that a rerun does not excuse."""
         violations = overlaps(lives)
         violations += [f"{one.pod} had {one.gpu}" for one in lives if one.gpu not in self.annotated[one.pod]]
@@ -151,7 +151,7 @@ class Churn:
         pytest.param([Life("a", 1, 3, "x"), Life("a", 2, 4, "y")], 1, id="the second starts before the first ends"),
         pytest.param([Life("a", 1, 9, "x"), Life("a", 2, 3, "y"), Life("a", 4, 5, "z")], 2, id="two within one"),
         pytest.param([Life("a", 1, 2, "x"), Life("a", 1.5, 3, "x")], 1, id="two containers of one pod"),
-        pytest.param([Life("a", 1, 2, "x"), Life("a", 2, 3, "y")], 1, id="in the same hundredth of a second"),
+        pytest.param([Life("a", 1, 2, "x"), Life("a", 2, 3, "y")], 1, id="same hundredth of a second"),
     ],
 )
 def test_overlapping_gpu_use_is_detected(lives: list[Life], count: int) -> None:
@@ -172,7 +172,7 @@ async def churn(
     beats.mkdir()
     node = await asyncio.to_thread(real_cluster.add_real_node, "churned", CHURNED)
     try:
-        async with in_front(real_cluster, real_kube, tmp_path, [node], flags=FLAGS) as here:
+        async with installed_on(real_cluster, real_kube, tmp_path, [node], flags=FLAGS) as here:
             yield Churn(here, real_cluster, node, beats, random.Random(seed))  # noqa: S311 - to be repeated
     finally:
         await asyncio.to_thread(node.remove)
@@ -194,7 +194,7 @@ async def test_no_gpu_is_used_by_two_containers_at_a_time(
     await wait_until(churn.here.held, lambda held: not held, FREE_WITHIN)
     lives = lives_in(churn.beats)
     report_figures(request, containers=len(lives), pods=dict(churn.created), refusals=churn.refused)
-    churn.checker(lives)
+    churn.check(lives)
     churn.here.checker.assert_no_violations()
     assert {one.gpu for one in lives} == set(CHURNED)
     assert churn.created.keys() == {scenario.name for scenario in WAYS}

@@ -28,7 +28,7 @@ async def mode(request: pytest.FixtureRequest, real_node: RealNode) -> AsyncIter
     await asyncio.to_thread(real_node.set_runtime_mode, Mode.AUTO)
 
 
-async def told_of(here: Site, cluster: Cluster) -> dict[str, Any]:
+async def devices_by_uuid(here: Site, cluster: Cluster) -> dict[str, Any]:
     """The entries of `/devices` by GPU."""
     headers = {"Authorization": f"Bearer {cluster.admin_token}"}
     url = here.replicas[0].urls["https"]
@@ -49,11 +49,11 @@ async def test_container_sees_exactly_the_gpus_of_its_pod(
     assert len(annotated) == gpus
     assert await seen_in(real_cluster, namespace, "train") == seen_of(*map(GPUS.index, annotated))
 
-    def of_train(told: dict[str, Any]) -> tuple[str, ...]:
+    def of_train(devices: dict[str, Any]) -> tuple[str, ...]:
         uid = train["metadata"]["uid"]
-        return tuple(sorted(uuid for uuid, one in told.items() if one.get("assignment", {}).get("uid") == uid))
+        return tuple(sorted(uuid for uuid, one in devices.items() if one.get("assignment", {}).get("uid") == uid))
 
-    assert of_train(await wait_until(lambda: told_of(front, real_cluster), of_train)) == annotated
+    assert of_train(await wait_until(lambda: devices_by_uuid(front, real_cluster), of_train)) == annotated
     await runs(kube, namespace, "others")
     others = await seen_in(real_cluster, namespace, "others")
     assert len(others.uuids) == 1
@@ -61,7 +61,7 @@ async def test_container_sees_exactly_the_gpus_of_its_pod(
     front.checker.assert_no_violations()
 
 
-def greedy(name: str) -> Raw:
+def container_of_greedy_image(name: str) -> Raw:
     """A container to which NVIDIA's runtime would show every GPU, by its image and by `envFrom`."""
     return container(name=name, image=CUDA, envFrom=[{"configMapRef": {"name": "gpus"}}])
 
@@ -69,13 +69,15 @@ def greedy(name: str) -> Raw:
 async def test_containers_without_a_gpu_of_their_own_see_none(front: Site, real_cluster: Cluster, mode: Mode) -> None:
     kube, namespace = front.kube, front.namespace
     await kube.create(CONFIG_MAPS, EVERY_GPU, namespace)
-    first = {**greedy("first"), "command": ["/bin/sh", "-c", SEEN]}
-    await kube.create(PODS, real_pod("plain", greedy("main"), runtime=RUNTIME, initContainers=[first]), namespace)
-    beside = real_pod("beside", container(1), greedy("side"), initContainers=[first])
+    first = {**container_of_greedy_image("first"), "command": ["/bin/sh", "-c", SEEN]}
+    await kube.create(
+        PODS, real_pod("plain", container_of_greedy_image("main"), runtime=RUNTIME, initContainers=[first]), namespace
+    )
+    beside = real_pod("beside", container(1), container_of_greedy_image("side"), initContainers=[first])
     await kube.create(PODS, beside, namespace)
     await runs(kube, namespace, "plain")
     claimant = await runs(kube, namespace, "beside")
-    debugger = {"spec": {"ephemeralContainers": [greedy("debugger")]}}
+    debugger = {"spec": {"ephemeralContainers": [container_of_greedy_image("debugger")]}}
     await kube.patch(PODS, "plain", debugger, namespace, "ephemeralcontainers")
     await wait_until(lambda: kube.get(PODS, "plain", namespace), debugger_runs)
 

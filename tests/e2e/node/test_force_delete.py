@@ -15,7 +15,7 @@ from scripts.controlplane.components import CONTROLLERS
 from scripts.node.real import RealNode
 from tests.e2e.kube import NODES, PODS, ApiError, Kube, Raw, wait_until
 from tests.e2e.node.containers import container, is_ready, real_pod, runs
-from tests.e2e.node.front import in_front
+from tests.e2e.node.front import installed_on
 from tests.e2e.processes import Site
 
 # The node of a dead kubelet stays ready for less than 55 s, and no kubelet is dead for long here.
@@ -69,7 +69,7 @@ def overlaps(found: Mapping[str, Mapping[str, Life]]) -> list[str]:
     ]
 
 
-Way = Callable[[Site, str], Coroutine[Any, Any, None]]
+Deletion = Callable[[Site, str], Coroutine[Any, Any, None]]
 
 
 async def delete(here: Site, name: str, grace: int | None = None) -> None:
@@ -99,10 +99,10 @@ async def as_usual(here: Site, name: str) -> None:
     await delete(here, name)
 
 
-WAYS: tuple[Way, ...] = (forced, with_grace_then_forced, with_grace_then_less_then_forced, as_usual)
+DELETIONS: tuple[Deletion, ...] = (forced, with_grace_then_forced, with_grace_then_less_then_forced, as_usual)
 
 
-async def admitted_in_the_end(here: Site, content: Raw, seconds: float) -> float:
+async def create_until_admitted(here: Site, content: Raw, seconds: float) -> float:
     """Retries until the pod is admitted; returns the time."""
     begun = time.monotonic()
     while time.monotonic() - begun < seconds:
@@ -122,17 +122,17 @@ async def test_no_gpu_has_two_containers_however_pods_are_deleted(
 ) -> None:
     beats = tmp_path / "beats"
     beats.mkdir()
-    async with in_front(real_cluster, real_kube, tmp_path, [real_node], flags=FLAGS) as here:
-        old = [f"old-{number}" for number in range(len(WAYS))]
+    async with installed_on(real_cluster, real_kube, tmp_path, [real_node], flags=FLAGS) as here:
+        old = [f"old-{number}" for number in range(len(DELETIONS))]
         for name in old:
             await here.kube.create(PODS, heartbeat_pod(name, beats), here.namespace)
         for name in old:
             await runs(here.kube, here.namespace, name)
-        await asyncio.gather(*(way(here, name) for way, name in zip(WAYS, old, strict=True)))
+        await asyncio.gather(*(way(here, name) for way, name in zip(DELETIONS, old, strict=True)))
         took = []
-        for number in range(len(WAYS)):
+        for number in range(len(DELETIONS)):
             name = f"next-{number}"
-            took.append(await admitted_in_the_end(here, heartbeat_pod(name, beats), GRACE + MARGIN + 60))
+            took.append(await create_until_admitted(here, heartbeat_pod(name, beats), GRACE + MARGIN + 60))
             await runs(here.kube, here.namespace, name)
         await asyncio.sleep(2)
         found = lives(beats)
@@ -150,7 +150,7 @@ async def test_no_gpu_has_two_containers_while_the_kubelet_is_dead(
     """The kubelet is killed, so nothing stops the container of the force-deleted pod, and then started again."""
     beats = tmp_path / "beats"
     beats.mkdir()
-    async with in_front(real_cluster, real_kube, tmp_path, [real_node], flags=FLAGS) as here:
+    async with installed_on(real_cluster, real_kube, tmp_path, [real_node], flags=FLAGS) as here:
         for number in range(4):
             await here.kube.create(PODS, heartbeat_pod(f"old-{number}", beats), here.namespace)
         for number in range(4):
@@ -158,7 +158,7 @@ async def test_no_gpu_has_two_containers_while_the_kubelet_is_dead(
         await asyncio.to_thread(real_node.kill_kubelet)
         for number in range(4):
             await delete(here, f"old-{number}", 0)
-        trying = asyncio.create_task(admitted_in_the_end(here, heartbeat_pod("next", beats), MARGIN + 120))
+        trying = asyncio.create_task(create_until_admitted(here, heartbeat_pod("next", beats), MARGIN + 120))
         await asyncio.sleep(10)
         assert not trying.done()
         assert all(now() - one.last < 5 for pods in lives(beats).values() for one in pods.values())
@@ -178,8 +178,8 @@ async def test_no_gpu_has_two_containers_while_the_kubelet_is_dead_for_longer_th
     beats = tmp_path / "beats"
     beats.mkdir()
     async with (
-        noticing(real_cluster),
-        in_front(real_cluster, real_kube, tmp_path, [real_node], flags=FLAGS) as here,
+        fast_node_monitoring(real_cluster),
+        installed_on(real_cluster, real_kube, tmp_path, [real_node], flags=FLAGS) as here,
     ):
         for number in range(4):
             await here.kube.create(PODS, heartbeat_pod(f"old-{number}", beats), here.namespace)
@@ -189,7 +189,7 @@ async def test_no_gpu_has_two_containers_while_the_kubelet_is_dead_for_longer_th
         died = time.monotonic()
         for number in range(4):
             await delete(here, f"old-{number}", 0)
-        trying = asyncio.create_task(admitted_in_the_end(here, heartbeat_pod("next", beats), DEAD_FOR + MARGIN + 120))
+        trying = asyncio.create_task(create_until_admitted(here, heartbeat_pod("next", beats), DEAD_FOR + MARGIN + 120))
         await wait_until(lambda: here.kube.get(NODES, real_node.name), lambda node: not is_ready(node), MARGIN)
         await asyncio.sleep(DEAD_FOR - (time.monotonic() - died))
         assert not trying.done()
@@ -204,7 +204,7 @@ async def test_no_gpu_has_two_containers_while_the_kubelet_is_dead_for_longer_th
 
 
 @asynccontextmanager
-async def noticing(cluster: Cluster) -> AsyncIterator[None]:
+async def fast_node_monitoring(cluster: Cluster) -> AsyncIterator[None]:
     """Runs a controller manager that declares a kubelet dead before the margin ends."""
     await asyncio.to_thread(cluster.restart, CONTROLLERS, *monitoring(period=1, grace=15))
     try:
@@ -225,7 +225,7 @@ async def test_deleted_pod_reports_ended_containers_before_it_is_removed(
     real_cluster: Cluster, real_kube: Kube, real_node: RealNode, tmp_path: Path
 ) -> None:
     """This frees its GPU at once, and kwok's stages imitate it: a final phase, and no running container."""
-    async with in_front(real_cluster, real_kube, tmp_path, [real_node], flags=FLAGS) as here:
+    async with installed_on(real_cluster, real_kube, tmp_path, [real_node], flags=FLAGS) as here:
         await here.kube.create(PODS, real_pod("old", container(1)), here.namespace)
         made = await runs(here.kube, here.namespace, "old")
         version = made["metadata"]["resourceVersion"]

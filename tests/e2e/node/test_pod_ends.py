@@ -16,8 +16,8 @@ from scripts.node.real import RealNode
 from tests.e2e.kube import EVENTS, PODS, Kube, Raw, wait_until
 from tests.e2e.measurements import report_figures
 from tests.e2e.node.containers import NODE, container, real_pod, runs
-from tests.e2e.node.front import HASH, in_front
-from tests.e2e.node.test_force_delete import admitted_in_the_end, delete, lives, now, overlaps
+from tests.e2e.node.front import HASH, installed_on
+from tests.e2e.node.test_force_delete import create_until_admitted, delete, lives, now, overlaps
 from tests.e2e.processes import Site
 from tests.evidence.jwt.jwt_doubles import JwtWorkloadApiDouble
 from tests.evidence.jwt.tokens import TRUST_DOMAIN, SigningKey, evidence_id
@@ -45,7 +45,7 @@ done
 """
 
 
-def beating(name: str, beats: Path, *, ends: bool = False) -> Raw:
+def heartbeat_container(name: str, beats: Path, *, ends: bool = False) -> Raw:
     script = BEATS.replace("{name}", name).replace("{on_term}", f"left={20 * QUICK}" if ends else "")
     main = container(1, script=script, volumeMounts=[{"name": "beats", "mountPath": "/beats"}])
     return real_pod(name, main, grace=GRACE, volumes=[{"name": "beats", "hostPath": {"path": str(beats)}}])
@@ -84,7 +84,7 @@ async def here(
             real_node.kill("attest")
 
     try:
-        async with in_front(
+        async with installed_on(
             real_cluster, real_kube, tmp_path, [real_node], flags=flags, attesting=attesting
         ) as standing:
             yield standing
@@ -97,7 +97,7 @@ async def test_gpu_is_released_soon_after_its_containers_have_ended_and_not_befo
     here: Site, beats: Path, request: pytest.FixtureRequest
 ) -> None:
     for name in ("quick", "slow", "stays-0", "stays-1"):
-        await here.kube.create(PODS, beating(name, beats, ends=name == "quick"), here.namespace)
+        await here.kube.create(PODS, heartbeat_container(name, beats, ends=name == "quick"), here.namespace)
     for name in ("quick", "slow", "stays-0", "stays-1"):
         await runs(here.kube, here.namespace, name)
     begun = time.monotonic()
@@ -105,10 +105,10 @@ async def test_gpu_is_released_soon_after_its_containers_have_ended_and_not_befo
         for name in ("quick", "slow"):
             await delete(here, name, grace)
         await asyncio.sleep(1)
-    first = await admitted_in_the_end(here, beating("next-0", beats), GRACE + MARGIN)
+    first = await create_until_admitted(here, heartbeat_container("next-0", beats), GRACE + MARGIN)
     assert first < QUICK + SOON, "by time alone after more than two minutes"
     await runs(here.kube, here.namespace, "next-0")
-    await admitted_in_the_end(here, beating("next-1", beats), GRACE + MARGIN)
+    await create_until_admitted(here, heartbeat_container("next-1", beats), GRACE + MARGIN)
     second = time.monotonic() - begun
     await runs(here.kube, here.namespace, "next-1")
     await asyncio.sleep(1)
@@ -122,8 +122,8 @@ async def test_gpu_is_released_soon_after_its_containers_have_ended_and_not_befo
         ("stays-0",),
         ("stays-1",),
     ]
-    told = await wait_until(lambda: whys(here), lambda found: len(found) >= 2)
-    assert all("its node reports that nothing uses it" in why for why in told), told
+    reasons = await wait_until(lambda: end_reasons(here), lambda found: len(found) >= 2)
+    assert all("its node reports that nothing uses it" in why for why in reasons), reasons
 
 
 async def test_gpus_stay_reserved_while_the_kubelet_is_dead(
@@ -133,13 +133,13 @@ async def test_gpus_stay_reserved_while_the_kubelet_is_dead(
     others within two seconds: too soon for a poll to show that no sandbox follows, so time decides."""
     old = [f"old-{number}" for number in range(4)]
     for name in old:
-        await here.kube.create(PODS, beating(name, beats), here.namespace)
+        await here.kube.create(PODS, heartbeat_container(name, beats), here.namespace)
     for name in old:
         await runs(here.kube, here.namespace, name)
     await asyncio.to_thread(real_node.kill_kubelet)
     for name in old:
         await delete(here, name, 0)
-    trying = asyncio.create_task(admitted_in_the_end(here, beating("next", beats), GRACE + 2 * MARGIN))
+    trying = asyncio.create_task(create_until_admitted(here, heartbeat_container("next", beats), GRACE + 2 * MARGIN))
     (beats / "stop" / "old-0").touch()
     await asyncio.sleep(2 * SOON)
     assert not trying.done()
@@ -158,7 +158,7 @@ async def test_gpus_stay_reserved_while_the_kubelet_is_dead(
     assert overlaps(found) == []
 
 
-async def whys(here: Site) -> list[str]:
+async def end_reasons(here: Site) -> list[str]:
     """The reasons why orphans of this test's pods were released."""
     found = await here.kube.list(EVENTS, "default", fieldSelector=f"involvedObject.name={NODE},reason=OrphanEnded")
     return [one["message"] for one in found if f" of pod {here.namespace}/" in one["message"]]

@@ -104,20 +104,20 @@ class Spire:
         text = template.format(directory=self.directory, port=self.port, trust_domain=TRUST_DOMAIN, ours=OURS)
         return self.write(name, text)
 
-    def begin(self, *command: str) -> None:
+    def start(self, *command: str) -> None:
         log = self._stack.enter_context((self.directory / f"{command[0]}.log").open("w"))
         process = subprocess.Popen(command, stdout=log, stderr=log)
         self._stack.callback(process.wait, 30)
         self._stack.callback(process.terminate)
 
-    def tell(self, *arguments: str) -> str:
+    def run_command(self, *arguments: str) -> str:
         """Runs the server's command line over its socket."""
         command = ["spire-server", *arguments, "-socketPath", str(self.directory / "server.sock")]
         return subprocess.run(command, check=True, capture_output=True, text=True, timeout=30).stdout
 
     def answers(self, *arguments: str) -> bool:
         try:
-            self.tell(*arguments)
+            self.run_command(*arguments)
         except subprocess.CalledProcessError:
             return False
         return True
@@ -154,13 +154,13 @@ def spire(tmp_path: Path) -> Iterator[Spire]:
         yield Spire(tmp_path, stack)
 
 
-async def begun(spire: Spire) -> str:
+async def start_spire(spire: Spire) -> str:
     """Starts server and agent; returns the agent's ID once it is attested."""
     attest(spire)
-    spire.begin("spire-server", "run", "-config", str(spire.configure("server.conf", SERVER)))
+    spire.start("spire-server", "run", "-config", str(spire.configure("server.conf", SERVER)))
     await until(lambda: spire.answers("healthcheck"))
-    spire.write("bundle.pem", spire.tell("bundle", "show"))
-    spire.begin("spire-agent", "run", "-config", str(spire.configure("agent.conf", AGENT)))
+    spire.write("bundle.pem", spire.run_command("bundle", "show"))
+    spire.start("spire-agent", "run", "-config", str(spire.configure("agent.conf", AGENT)))
     agent_id = f"spiffe://{TRUST_DOMAIN}/spire/agent/x509pop/node/node-1"
     await until(lambda: spire.answers("agent", "show", "-spiffeID", agent_id))
     return agent_id
@@ -169,11 +169,11 @@ async def begun(spire: Spire) -> str:
 def register(spire: Spire, agent_id: str, spiffe_id: str, *options: str) -> None:
     """Registers the user of this test as that workload."""
     selector = f"unix:uid:{spire.directory.stat().st_uid}"
-    spire.tell("entry", "create", "-parentID", agent_id, "-spiffeID", spiffe_id, "-selector", selector, *options)
+    spire.run_command("entry", "create", "-parentID", agent_id, "-spiffeID", spiffe_id, "-selector", selector, *options)
 
 
 async def test_real_agent_is_valid_evidence_until_it_is_banned(spire: Spire) -> None:
-    agent_id = await begun(spire)
+    agent_id = await start_spire(spire)
     register(spire, agent_id, OURS)
     rules = AgentRules(
         trust_domain=TRUST_DOMAIN,
@@ -203,14 +203,14 @@ async def test_real_agent_is_valid_evidence_until_it_is_banned(spire: Spire) -> 
         return await state() == "banned "
 
     await until(is_fresh)
-    await asyncio.to_thread(spire.tell, "agent", "ban", "-spiffeID", agent_id)
+    await asyncio.to_thread(spire.run_command, "agent", "ban", "-spiffeID", agent_id)
     await until(is_banned)
     await identity.close()
 
 
 async def test_real_token_with_a_challenge_proves_its_node(spire: Spire) -> None:
     own = f"spiffe://{TRUST_DOMAIN}/evidence/node-1/{HASH}"
-    register(spire, await begun(spire), own, "-jwtSVIDTTL", "60")
+    register(spire, await start_spire(spire), own, "-jwtSVIDTTL", "60")
     api, nonces = JwtWorkloadApi(str(spire.directory / "agent.sock")), Nonces(process_key(), SKEW)
 
     async def tokens() -> list[str]:
