@@ -35,11 +35,9 @@ from tests.ledger.fake_store import gpu_node as gpu_node_object
 from tests.running import GPUWARDEN, Running, reconciling, serving
 from webhook.admission.evictions import ApiEvictor
 from webhook.core.reservation import PodIdentity
-from webhook.kube import requests as api_requests
 from webhook.kube.client import connect
 from webhook.kube.install.policies import Installation, rbac
 from webhook.runtime.settings import Settings
-from webhook.scheduler.binder_volumes import CLAIM_PATH, CLASS_PATH, VOLUME_PATH
 
 NODE_NAMES, GPUS = ("node-0", "node-1"), 2
 GPU_NODES = Resource("apis/gpuwarden.io/v1alpha1", "gpunodes", is_namespaced=False)
@@ -274,16 +272,6 @@ SPARE: dict[str, dict[Use, str]] = {
         ("", "pods/eviction", "create"): "with --on-evidence-lost evict",
         ("", "pods", "get"): "one pod is looked at where its watch has not shown it in time, which is chance here",
     },
-    "gpuwarden-bind": {
-        ("gpuwarden.io", "reservations", "manage"): POLICIES_ASK,
-        ("gpuwarden.io", "gpunodes/status", "update"): "where nobody else has learnt yet whose a reservation is",
-        ("", "namespaces", "get"): "one that came with its first pods is looked up, which is chance here",
-        ("", "pods", "get"): "one pod is looked at where a Binding was not answered, which is chance here",
-        ("", "persistentvolumeclaims", "get"): "of a pod that names a claim, as in the tests of the binder",
-        ("", "persistentvolumes", "get"): "of a pod whose claim is bound, as in the tests of the binder",
-        ("", "persistentvolumeclaims", "patch"): "of a pod whose volume is made for its node, as below",
-        ("storage.k8s.io", "storageclasses", "get"): "of a pod whose claim waits for a node, as below",
-    },
 }
 
 
@@ -334,42 +322,15 @@ async def test_each_service_account_has_exactly_the_permissions_it_uses(
         await kube.delete(PODS, "first", namespace)
         await pods_come_run_and_go(kube, namespace, running, cluster)
         await a_pod_waits_and_is_served(kube, namespace)
-        binder = str(cluster.service_account_kubeconfig(OURS, "gpuwarden-bind"))
-        (tmp_path / "bind").mkdir()
-        bind = ["--lease-namespace", OURS, "--kubeconfig", binder]
-        third = stack.enter_context(reconciling(tmp_path / "bind", bind, command="bind"))
-        await pods_are_bound_or_told_why(kube, namespace)
         await pods_that_cannot_run_are_removed(kube, namespace)
         await nodes_come_change_and_go(kube, cluster)
         await callers_are_asked(running, cluster, namespace)
-        await probes_are_not_asked(running, other, third)
+        await probes_are_not_asked(running, other)
     seen = requests(directory / "audit.log")
     assert [one for one in seen if one[2] in (401, 403)] == []
     for name, uses in granted().items():
         used = {use for account_name, use, _ in seen if account_name == name}
         assert uses - used - SPARE[name].keys() == set(), name
-
-
-async def test_binder_account_may_read_volumes_and_select_a_node_for_a_claim(cluster: Cluster, kube: Kube) -> None:
-    """404 shows that the request was authorized; otherwise it would be 403."""
-    settings = Settings(kubeconfig=cluster.service_account_kubeconfig(OURS, "gpuwarden-bind"))
-    tries = (
-        ("GET", CLAIM_PATH, 404),
-        ("GET", VOLUME_PATH, 404),
-        ("GET", CLASS_PATH, 404),
-        ("PATCH", CLAIM_PATH, 404),
-        ("DELETE", CLAIM_PATH, 403),
-        ("PATCH", VOLUME_PATH, 403),
-        ("PATCH", CLASS_PATH, 403),
-    )
-    async with await connect(settings) as api, new_namespace(kube) as namespace:
-        for verb, path, code in tries:
-            names: dict[str, str] = {"namespace": namespace, "name": "nowhere"}
-            body: Raw | None = {} if verb == "PATCH" else None
-            status, _ = await api_requests.request_json(
-                api, verb, path, names, body, seconds=10, kind=api_requests.MERGE_PATCH
-            )
-            assert (verb, path, status) == (verb, path, code)
 
 
 async def test_reconciler_account_may_do_what_evidence_loss_needs(cluster: Cluster, kube: Kube) -> None:
@@ -439,21 +400,6 @@ async def a_pod_waits_and_is_served(kube: Kube, namespace: str) -> None:
     await pod_in_phase(kube, namespace, "waits", "Running")
     await kube.delete(PODS, "waits", namespace)
     await gone(kube, PODS, "waits", namespace)
-
-
-async def pods_are_bound_or_told_why(kube: Kube, namespace: str) -> None:
-    await kube.create(PODS, pod("told", schedulerName="gpu-scheduler", nodeSelector={"no": "node"}), namespace)
-
-    async def condition() -> str:
-        found = (await kube.get(PODS, "told", namespace))["status"].get("conditions", ())
-        return "".join(one.get("reason", "") for one in found)
-
-    await wait_until(condition, lambda reason: "Unschedulable" in reason)
-    await kube.create(PODS, pod("bound", gpus=1, schedulerName="gpu-scheduler"), namespace)
-    await pod_in_phase(kube, namespace, "bound", "Running")
-    for name in ("bound", "told"):
-        await kube.delete(PODS, name, namespace)
-        await gone(kube, PODS, name, namespace)
 
 
 async def pods_that_cannot_run_are_removed(kube: Kube, namespace: str) -> None:

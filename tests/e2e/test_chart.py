@@ -279,12 +279,12 @@ async def test_kubeconform_rejects_an_unknown_field(kube: Kube, tmp_path: Path) 
 BASE = {
     "settings.requireEvidence": "asked",
     "settings.logLevel": "warn",
-    "bind.enabled": True,
+    "scheduler.enabled": True,
     "score.enabled": True,
     "export.enabled": True,
     "export.settings.clusterName": "rig",
 }
-EXPECTED = {"certs": 1, "serve": 2, "reconcile": 2, "bind": 2, "score": 2, "export": 2}
+EXPECTED = {"certs": 1, "serve": 2, "reconcile": 2, "score": 2, "export": 2}
 
 
 async def is_dressed(kube: Kube, namespace: str) -> bool:
@@ -338,7 +338,8 @@ async def life(
         assert first < FIRST_POD_WITHIN
         await serve_idles(serve, request)
         await wait_until(lambda: own_pods(kube), lambda seen: seen == EXPECTED)
-        await asyncio.gather(*(release.start(component) for component in ("bind", "score", "export")))
+        await asyncio.gather(*(release.start(component) for component in ("score", "export")))
+        await the_scheduler_beside_it_binds(kube, release, serve, namespace)
         await wait_until(lambda: kube.find(LEASES, "gpuid-leader", OURS))
 
         await all_replicas_deleted_come_back(kube, release, namespace)
@@ -348,6 +349,24 @@ async def life(
         await kube.delete(PODS, "first", namespace)
         await gone(kube, PODS, "first", namespace)
     await nothing_is_left(cluster, kube, release)
+
+
+async def the_scheduler_beside_it_binds(kube: Kube, release: Release, serve: Process, namespace: str) -> None:
+    """Under the account and the token that the chart has made for it; and `serve` says so where it was asked before."""
+
+    async def health() -> tuple[int, object]:
+        async with httpx.AsyncClient(base_url=serve.urls["http"], trust_env=False) as client:
+            found = await client.get("/health")
+            return found.status_code, found.json()["service"]
+
+    assert await health() == (503, "gpu-scheduler")
+    await release.schedule(serve)
+    await wait_until(health, lambda seen: seen == (200, "gpu-scheduler"))
+    made = await kube.create(PODS, pod("named", gpus=1, schedulerName="gpu-scheduler"), namespace)
+    node = made["metadata"]["annotations"]["gpuwarden.io/node"]
+    await wait_until(lambda: kube.get(PODS, "named", namespace), lambda seen: seen["spec"].get("nodeName") == node)
+    await kube.delete(PODS, "named", namespace)
+    await gone(kube, PODS, "named", namespace)
 
 
 async def serve_idles(serve: Process, request: pytest.FixtureRequest) -> None:
@@ -464,7 +483,7 @@ async def nothing_is_left(cluster: Cluster, kube: Kube, release: Release) -> Non
     )
     assert await names_of(kube, SECRETS) == set()  # the key of gpuwarden's CA is deleted
     # The processes create these; docs/how-to/install.md names them.
-    assert await names_of(kube, LEASES) == {"gpuwarden-reconcile", "gpuwarden-bind", "gpuid-leader"}
+    assert await names_of(kube, LEASES) == {"gpuwarden-reconcile", "gpuwarden-scheduler", "gpuid-leader"}
     # No webhook of gpuwarden blocks anything any more.
     async with new_namespace(kube, ENABLED) as namespace:
         await wait_until(lambda: is_taken(kube, namespace))
