@@ -22,9 +22,8 @@ from urllib.parse import urlsplit
 
 from attrs import frozen
 
-from bench.bind import cpu_seconds
 from bench.figures import typical
-from bench.servers import GPUWARDEN, BenchError
+from bench.servers import GPUWARDEN, BenchError, cpu_seconds
 from scripts.controlplane.build import BuildError
 from scripts.controlplane.cluster import Cluster
 from scripts.controlplane.components import API_SERVER

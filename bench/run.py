@@ -12,7 +12,7 @@ from typing import Any
 
 from attrs import frozen
 
-from bench import bind, decision, extender, idle, machine, memory, proofs, smi, spire, throughput
+from bench import decision, extender, idle, machine, memory, proofs, smi, spire, throughput
 from bench.figures import Target
 from bench.servers import BenchError
 from webhook.runtime.clock import utc_now
@@ -38,14 +38,6 @@ class Part:
 
 
 PARTS = (
-    Part(
-        "bind",
-        "The scheduler",
-        lambda is_short: bind.run_somewhere(bind.SHORT if is_short else bind.Plan()),
-        bind.targets,
-        bind.lines,
-        is_checked=False,
-    ),
     Part(
         "decision",
         "The decision",

@@ -48,8 +48,12 @@ class Running:
 
     def cpu_seconds(self) -> float:
         """User and system time of all threads so far."""
-        after_name = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(after_name[11]) + int(after_name[12])) / TICKS_PER_SECOND
+        return cpu_seconds(self.pid)
+
+
+def cpu_seconds(pid: int) -> float:
+    after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(after_name[11]) + int(after_name[12])) / TICKS_PER_SECOND
 
 
 def write_inventory(directory: Path, gpus: int) -> Path:

@@ -68,7 +68,7 @@ SAID: Final[Mapping[str, str]] = {
     f"'{HOST_PATH}'": "{{ range $i, $path := .Values.policies.hostPaths }}{{ if $i }}, {{ end }}'{{ $path }}'{{ end }}",
     RESOURCE: '{{ default "nvidia.com/gpu" .Values.settings.gpuResource }}',
     GPU_NAMESPACE: '{{ default "gpu-operator" .Values.export.settings.namespace }}',
-    **{ACCOUNT.format(component): account_name(component) for component in ("reconcile", "bind", "export")},
+    **{ACCOUNT.format(component): account_name(component) for component in ("reconcile", "scheduler", "export")},
     FAILURE_POLICY: "{{ .Values.webhooks.failurePolicy }}",
     str(PATIENCE): "{{ .Values.webhooks.timeoutSeconds }}",
     str(MAX_GRACE): '{{ include "gpuwarden.seconds" (default "3600s" .Values.settings.maxGrace) | float64 | int }}',
@@ -89,7 +89,7 @@ RELEASE: Final = Installation(
     resource=RESOURCE,
     gpu_namespace=GPU_NAMESPACE,
     reconciler=ACCOUNT.format("reconcile"),
-    binder=ACCOUNT.format("bind"),
+    scheduler_account=ACCOUNT.format("scheduler"),
     exporter=ACCOUNT.format("export"),
     ca_bundle=BUNDLE,
     max_grace=MAX_GRACE,
@@ -232,7 +232,7 @@ def crds_template() -> str:
 # Roles that only some installations need: their shipped name, their name in the chart and the condition.
 EXTRA_ROLES: Final = {
     "gpuwarden-extender-bind": ("extender-bind", "serve", ".Values.extender.bind"),
-    "gpuwarden-wake": ("wake", "reconcile", ".Values.extender.enabled"),
+    "gpuwarden-wake": ("wake", "reconcile", "(or .Values.extender.enabled .Values.scheduler.enabled)"),
     # For other clients: not bound to any account.
     "gpuwarden-finalize": ("finalize", "serve", ".Values.serve.enabled"),
 }

@@ -114,7 +114,7 @@ OWN_SETTINGS: Final = frozenset(
         *("config", "host", "port", "ui_port", "extender_port", "drain_timeout", "tls_cert", "tls_key", "client_ca"),
         *("extender_client_ca", "kubeconfig", "kubernetes_url", "access_token", "ca_certificate", "in_cluster"),
         *("inventory", "lease_namespace", "bundle_endpoint_ca", "nonce_key", "server", "server_ca", "node"),
-        *("runtime_socket", "pod_resources_socket", "pod_uid"),
+        *("runtime_socket", "pod_resources_socket", "pod_uid", "scheduler_certs", "scheduler_port", "scheduler_lease"),
         "scorer_ca",
         *("certs_namespace", "certs_service", "certs_secret", "certs_configurations", "certs_dir"),
         *("extender_plain_address", "extender_plain_anywhere", "opt_in_label", "host_paths"),
@@ -459,13 +459,32 @@ MONITORING: Final = [
     ),
 ]
 
-BIND: Final = component(
-    "bind",
-    "The scheduler of the pods that name it by `schedulerName`: settings.schedulerName.",
-    on=False,
-    replicas=2,
-    resources=asking("50m", "128Mi", "512Mi"),
-)
+# Not a component: it runs in the Pods of `serve`.
+SCHEDULER: Final = [
+    Value(
+        "scheduler.enabled",
+        False,
+        BOOL,
+        "Whether each Pod of `serve` has a second container with kube-scheduler, whose profile places the pods that "
+        "name it. One of them is the leader.",
+    ),
+    Value(
+        "scheduler.name",
+        "gpu-scheduler",
+        {"type": "string", "pattern": f"^{SUBDOMAIN.pattern}$", "maxLength": MAX_SUBDOMAIN},
+        "The profile's name, which pods have in schedulerName.",
+    ),
+    Value(
+        "scheduler.image.repository",
+        "registry.k8s.io/kube-scheduler",
+        {"type": "string", "minLength": 1},
+        "The image of kube-scheduler, with its registry.",
+    ),
+    Value("scheduler.image.tag", "", TEXT, "Its tag; empty: the version of the cluster."),
+    Value("scheduler.image.digest", "", {"type": "string", "pattern": "^(sha256:[0-9a-f]{64})?$"}, "Instead of a tag."),
+    Value("scheduler.resources", asking("50m", "128Mi", "512Mi"), OBJECT, "Requests and limits of its container."),
+    Value("scheduler.serviceAccountName", "", NAME, "Its service account, if not named by the chart."),
+]
 SCORE: Final = component(
     "score",
     "Run `score`, a small scorer. `serve` asks it unless settings.scorer names another.",
@@ -518,7 +537,7 @@ def values() -> list[Value]:
         *TLS,
         *RECONCILE,
         *ATTEST,
-        *BIND,
+        *SCHEDULER,
         *SCORE,
         *EXPORT,
         *CERTS,
@@ -527,11 +546,11 @@ def values() -> list[Value]:
     ]
 
 
-PART: Final = "each component has its own: serve, reconcile, bind, export, score, attest, certs"
+PART: Final = "each component has its own: serve, reconcile, export, score, attest, certs"
 
 # Values of the charts gpu-scheduler and scheduler-webhook. All others work under the same name.
 MOVED: Final = [
-    Moved("replicaCount", "replicaCount is serve.replicas (and reconcile.replicas, bind.replicas, …)"),
+    Moved("replicaCount", "replicaCount is serve.replicas (and reconcile.replicas, score.replicas, …)"),
     Moved("resources", "resources is serve.resources: " + PART),
     Moved("env", "env is serve.env: " + PART),
     Moved("volumes", "volumes is serve.volumes: " + PART),
@@ -558,7 +577,6 @@ MOVED: Final = [
         "service.targetPort is fixed: service.port, service.uiPort and extender.port lead to the container's ports",
     ),
     Moved("service.name", "service.name is fixed: the ports are called https, http and extender"),
-    Moved("scheduler.name", "scheduler.name is settings.schedulerName"),
     Moved("webhook.enabled", "webhook.enabled is webhooks.enabled"),
     Moved("webhook.caBundle", "webhook.caBundle is tls.caBundle, with tls.mode=existingSecret and tls.existingSecret"),
     Moved("webhook.failurePolicy", "webhook.failurePolicy is webhooks.failurePolicy"),
@@ -581,6 +599,12 @@ MOVED: Final = [
     Moved(
         "cert-manager", "cert-manager is not part of this chart: install it separately, then set tls.mode=certManager"
     ),
+    # Of this chart before it ran kube-scheduler; for one release.
+    Moved(
+        "bind",
+        "bind is gone, with its command: scheduler.enabled=true runs kube-scheduler with a profile instead",
+    ),
+    Moved("settings.schedulerName", "settings.schedulerName is scheduler.name"),
 ]
 
 
@@ -605,7 +629,7 @@ GROUPS: Final = {
     "serve": "`gpuwarden serve`.",
     "reconcile": "`gpuwarden reconcile`.",
     "attest": "`gpuwarden attest`, on every node.",
-    "bind": "`gpuwarden bind`.",
+    "scheduler": "kube-scheduler, in the Pods of `serve`: docs/how-to/scheduler.md.",
     "score": "`gpuwarden score`.",
     "export": "`gpuwarden export`.",
     "certs": "`gpuwarden certs`, for tls.mode selfManaged.",

@@ -91,10 +91,10 @@ def serving(directory: Path, inventory: Any, flags: Sequence[str] = ()) -> Itera
 
 
 @contextmanager
-def reconciling(directory: Path, flags: Sequence[str], command: str = "reconcile") -> Iterator[Running]:
-    """A `gpuwarden reconcile`, or `bind`, that watches; killed at the end if the test has not stopped it."""
-    all_flags = ["--ui-port", "0", *WITHOUT_EVIDENCE, *taken_by(command, flags)]
-    with started([GPUWARDEN, command, *all_flags], directory) as running:
+def reconciling(directory: Path, flags: Sequence[str]) -> Iterator[Running]:
+    """A `gpuwarden reconcile` that watches; killed at the end if the test has not stopped it."""
+    all_flags = ["--ui-port", "0", *WITHOUT_EVIDENCE, *taken_by("reconcile", flags)]
+    with started([GPUWARDEN, "reconcile", *all_flags], directory) as running:
         yield running
 
 

@@ -147,8 +147,8 @@ def make_parser() -> Parser:
     )
     with_settings(one, reconcile)
 
-    one = added(commands, "bind", "the scheduler of the pods that name it; one of many acts")
-    with_settings(one, bind)
+    one = commands.add_parser("bind")  # for one release; `--help` does not list it
+    one.set_defaults(parser=one, run=bind)
 
     one = added(commands, "attest", "prove this node to a server, repeatedly")
     one.add_argument("--once", action="store_true", help="prove the node once; the exit code is the result")
@@ -206,6 +206,10 @@ def make_parser() -> Parser:
     with_settings(one, certs_ensure)
     one = added(certs, "keep", "create, publish and renew the certificate of `serve` and its CA")
     with_settings(one, certs_keep)
+
+    one = added(certs, "scheduler", "make the certificates of a kube-scheduler and its extender in one Pod")
+    one.add_argument("--dir", type=Path, required=True, help="where to")
+    without_settings(one, certs_scheduler)
 
     one = added(commands, "crds", "print the custom resource definitions as YAML")
     without_settings(one, crds)
@@ -360,18 +364,11 @@ def reconcile(args: Namespace, chosen: Settings) -> int:
     return 0
 
 
-def bind(args: Namespace, chosen: Settings) -> int:
-    import asyncio
-
-    import uvloop
-
-    if chosen.is_embedded:
-        raise GpuwardenError("there are no pods to bind without a cluster: name one by --kubeconfig")
-    from webhook.commands.bind import schedule
-
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(schedule(chosen))
-    return 0
+def bind(_args: Namespace) -> int:
+    raise GpuwardenError(
+        "`gpuwarden bind` is gone: a profile of kube-scheduler replaces it, which the chart runs with "
+        "scheduler.enabled=true (docs/how-to/scheduler.md)"
+    )
 
 
 def attest(args: Namespace, chosen: Settings) -> int:
@@ -530,6 +527,14 @@ def certs_dev(args: Namespace) -> int:
 
     made = make_dev_certificates(args.dir, now=utc_now())
     for path in (made.ca_cert, made.cert, made.key):
+        print(path)
+    return 0
+
+
+def certs_scheduler(args: Namespace) -> int:
+    from webhook.scheduler.profile import make_certificates
+
+    for path in make_certificates(args.dir, now=utc_now()):
         print(path)
     return 0
 

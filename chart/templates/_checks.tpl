@@ -88,7 +88,7 @@
 {{- if and (eq (default "uuid" $settings.mapVisible) "index") (ne (default "nvidia" $settings.injection) "cuda") }}
   {{- fail "\n\nsettings.mapVisible is index, but a container that sees some of its node's GPUs counts them from 0: set settings.injection=cuda or settings.mapVisible=uuid." }}
 {{- end }}
-{{- /* serve, reconcile and bind read these in every tls.mode. */ -}}
+{{- /* serve and reconcile read these in every tls.mode. */ -}}
 {{- $leaf := include "gpuwarden.seconds" (default "2160h" $settings.certsLeafLife) | float64 }}
 {{- $before := include "gpuwarden.seconds" (default "360h" $settings.certsRenewBefore) | float64 }}
 {{- if le $leaf $before }}
@@ -136,14 +136,18 @@
 {{- if and $values.extender.bind (not $values.extender.enabled) }}
   {{- fail "\n\nextender.bind is true and extender.enabled is false: schedulers could not reach the extender." }}
 {{- end }}
+{{- if and $values.scheduler.enabled (not $values.serve.enabled) }}
+  {{- fail "\n\nscheduler.enabled is true and serve.enabled is false: kube-scheduler runs in the Pods of serve, which answers it. Set serve.enabled=true." }}
+{{- end }}
 {{- $ports := list (int $values.service.port) (int $values.service.uiPort) }}
 {{- if $values.extender.enabled }}{{ $ports = append $ports (int $values.extender.port) }}{{ end }}
 {{- with $values.extender.plainPort }}{{ $ports = append $ports (int .) }}{{ end }}
 {{- if ne (len $ports) (len (uniq $ports)) }}
   {{- fail "\n\nservice.port, service.uiPort, extender.port and extender.plainPort are ports of one Service and have to differ." }}
 {{- end }}
-{{- if or (has (int $values.service.uiPort) (list 8443 8444)) (has (int $values.extender.plainPort) (list 8443 8444)) }}
-  {{- fail "\n\nservice.uiPort and extender.plainPort are also ports of the container, where 8443 and 8444 are the TLS listeners: choose another." }}
+{{- $taken := concat (list 8443 8444) (ternary (list 8445 10259) list $values.scheduler.enabled) }}
+{{- if or (has (int $values.service.uiPort) $taken) (has (int $values.extender.plainPort) $taken) }}
+  {{- fail (printf "\n\nservice.uiPort and extender.plainPort are also ports of the container, where %s are the TLS listeners: choose another." (join " and " $taken)) }}
 {{- end }}
 {{- if and $values.score.enabled $settings.scorer }}
   {{- fail "\n\nscore.enabled is true and settings.scorer names another scorer: choose one." }}

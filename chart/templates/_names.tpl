@@ -122,7 +122,7 @@ http://{{ include "gpuwarden.component" (list . "score") }}.{{ .Release.Namespac
 {{- /* The enabled components. */ -}}
 {{- define "gpuwarden.components" -}}
 {{- $found := list -}}
-{{- range $name := list "serve" "reconcile" "attest" "bind" "score" "export" -}}
+{{- range $name := list "serve" "reconcile" "attest" "score" "export" -}}
 {{- if (index $.Values $name).enabled }}{{ $found = append $found $name }}{{ end -}}
 {{- end -}}
 {{- if include "gpuwarden.makesCerts" . }}{{ $found = append $found "certs" }}{{ end -}}
@@ -171,7 +171,7 @@ digits would have an exponent. */ -}}
 {{- define "gpuwarden.namedPorts" -}}
 {{- $root := index . 0 -}}{{- $component := index . 1 -}}{{- $places := list -}}{{- $ports := list -}}
 {{- $settings := $root.Values.settings -}}{{- $export := $root.Values.export.settings -}}
-{{- if has $component (list "serve" "reconcile" "bind") -}}
+{{- if has $component (list "serve" "reconcile") -}}
 {{- $places = list $settings.spireServer $settings.bundleEndpoint (ternary $settings.scorer "" (eq $component "serve")) -}}
 {{- else if eq $component "export" -}}
 {{- $types := include "gpuwarden.exporters" $root | fromYamlArray -}}

@@ -1,7 +1,8 @@
 {{- /*
 The Pod of a component. Takes a dict: root, component, args, mounts (names of what is mounted, below), and where there is
 such a thing: port (that it has the plain listener, and probes), ports (more of them), preStop, env, annotations, may
-(what its container may do besides).
+(what its container may do besides), called (its container's name), before (init containers), beside (more containers),
+volumes.
 */ -}}
 {{- define "gpuwarden.podTemplate" -}}
 {{- $root := .root -}}{{- $values := $root.Values -}}{{- $own := index $values .component -}}{{- $mounts := default list .mounts -}}
@@ -34,8 +35,12 @@ spec:
     {{- toYaml . | nindent 4 }}
   {{- end }}
   terminationGracePeriodSeconds: {{ add $values.drainSeconds (default 0 .preStop) 15 }}
+  {{- with .before }}
+  initContainers:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
   containers:
-    - name: {{ .component }}
+    - name: {{ default .component .called }}
       image: {{ include "gpuwarden.image" $root | quote }}
       imagePullPolicy: {{ $values.image.pullPolicy }}
       args:
@@ -110,9 +115,15 @@ spec:
         - {name: runtime, mountPath: /run/gpuwarden/runtime, readOnly: true}
         - {name: kubelet, mountPath: /run/gpuwarden/kubelet, readOnly: true}
         {{- end }}
+        {{- if has "schedulerCerts" $mounts }}
+        - {name: scheduler-certs, mountPath: /etc/gpuwarden/scheduler, readOnly: true}
+        {{- end }}
         {{- with $own.volumeMounts }}
         {{- toYaml . | nindent 8 }}
         {{- end }}
+    {{- with .beside }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
   volumes:
     - name: tmp
       emptyDir: {}
@@ -161,7 +172,7 @@ spec:
     - name: kubelet
       hostPath: {path: {{ $own.podResourcesDirectory }}, type: Directory}
     {{- end }}
-    {{- with $own.volumes }}
+    {{- with concat (default list .volumes) $own.volumes }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
   {{- with (ternary $own.nodeSelector (default $values.nodeSelector $own.nodeSelector) (eq .component "attest")) }}

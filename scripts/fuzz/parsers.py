@@ -14,7 +14,7 @@ from scripts.fuzz.parsers_of_objects import stored
 from webhook.admission import audit, binding_ends, evidence_loss
 from webhook.admission.manifest_pods import pods_of
 from webhook.commands.score import QuestionWire
-from webhook.core import binding, claim, extender_wire, gpu_map, hashes, hints, pod, quantity, review
+from webhook.core import binding, claim, extender_wire, gpu_map, hashes, hints, pod, review
 from webhook.core.caller import CallersUnavailableError
 from webhook.core.dress import DressRules
 from webhook.core.errors import GpuwardenError
@@ -36,7 +36,7 @@ from webhook.ledger.api_pods import pod_in
 from webhook.ledger.end_of_use import NodeSnapshot
 from webhook.ledger.pods import PodsUnavailableError
 from webhook.ledger.reserved_pod import PodSnapshot, ReservedPod
-from webhook.scheduler import binder_wire, wakeups
+from webhook.scheduler import wakeups
 from webhook.web.evidence import ProofBody
 from webhook.web.finalize import FinalizeBody
 
@@ -85,7 +85,6 @@ PARSERS = (
     Parser("claim of a pod", raw(claims_of), "pods", UNREADABLE),
     Parser("pod with a reservation", raw(ReservedPod.of), "pods", UNREADABLE),
     Parser("pod as it is found", raw(PodSnapshot.of), "pods", UNREADABLE),
-    Parser("pod of the binder", raw(lambda one: msgspec.convert(one, binder_wire.PodWire)), "pods", UNREADABLE),
     Parser("pod by its name", lambda content: pod_in(content, "ml", "train"), "pods", (PodsUnavailableError,)),
     Parser("Job", raw(hints.with_features_in_template), "pods", UNREADABLE),
     Parser("Binding", raw(lambda one: binding.Binding.parse(one, "ns", "name")), "bindings", UNREADABLE),
@@ -98,7 +97,6 @@ PARSERS = (
     Parser("inventory file", lambda content: InventoryParser(content).contents(), "inventories"),
     Parser("placement map", text(gpu_map.parse_map), "maps", (gpu_map.MapLineError, GpuwardenError)),
     Parser("list of hashes", text(lambda one: hashes.hashes_in(one, "here")), "hashes"),
-    Parser("quantity", text(quantity.thousandths), "quantities"),
     Parser("extender's arguments", extender_wire.ExtenderArgs.parse, "extender"),
     Parser("extender's binding", extender_wire.BindArgs.parse, "extender"),
     Parser("extender's victims", extender_wire.PreemptArgs.parse, "extender"),
@@ -132,8 +130,6 @@ PARSERS = (
     Parser("sandboxes of a container runtime", answers.sandboxes_of_a_runtime, "nodepods"),
     Parser("containers of a container runtime", answers.containers_of_a_runtime, "nodepods"),
     Parser("pod that is audited", stored(audit.AuditRules(RULES, DressRules()).pod), "pods", UNREADABLE),
-    Parser("pod as the binder sees it", stored(objects.seen_by_binder), "pods", UNREADABLE),
-    Parser("node as the binder sees it", stored(objects.seen_by_binder), "nodes", UNREADABLE),
     Parser("bundle of certificates", answers.certificate_bundle, "certificates"),
     Parser("answer of a scorer", answers.scorers_answer, "scores", (*UNREADABLE, RecursionError, UnicodeDecodeError)),
     Parser("question to a scorer", lambda one: decoded(one, QuestionWire), "questions", UNREADABLE),

@@ -13,7 +13,6 @@ from webhook.evidence.jwt import cluster_proofs as node_proofs
 from webhook.evidence.jwt.jwt_bundle import BadBundleError, JwtBundle, check_succession
 from webhook.kube.json_objects import object_in
 from webhook.ledger import end_of_use
-from webhook.scheduler.binder_view import NodesOfWorld, PodsOfWorld, World
 
 Raw = dict[str, Any]
 NAMES = ("name", "namespace", "uid", "creationTimestamp", "resourceVersion")
@@ -44,14 +43,6 @@ def end_of_pod(raw: Raw) -> object:
     histories = end_of_use.PodHistories()
     histories.seen("uid", raw)
     return history.is_over(raw), end_of_use.has_ended(raw), histories.is_over("uid", raw), histories.grace("uid")
-
-
-def seen_by_binder(raw: Raw) -> object:
-    world = World(["gpu-scheduler"])
-    for kind in (NodesOfWorld(world), PodsOfWorld(world)):
-        kind.changed(raw)
-        kind.deleted(raw)
-    return world.changes
 
 
 def kept_ends(raw: Raw) -> object:

@@ -46,7 +46,7 @@ def loaded(values: Raw, tmp_path: Path) -> dict[str, Settings | export_settings.
     return chosen
 
 
-ALL: Raw = {"bind.enabled": True, "score.enabled": True, "export.enabled": True, "export.settings.clusterName": "prod"}
+ALL: Raw = {"score.enabled": True, "export.enabled": True, "export.settings.clusterName": "prod"}
 
 
 def test_setting_every_shown_default_changes_nothing(tmp_path: Path) -> None:
@@ -54,7 +54,7 @@ def test_setting_every_shown_default_changes_nothing(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
     found = loaded({**ALL, **{one.path: shown(one) for one in SAID}}, tmp_path / "said")
     unsaid = loaded(ALL, tmp_path / "unsaid")
-    assert found.keys() == {"serve", "reconcile", "bind", "score", "export", "certs"}
+    assert found.keys() == {"serve", "reconcile", "score", "export", "certs"}
     said = {one.path for one in SAID}
     serve, before = found["serve"], unsaid["serve"]
     assert isinstance(serve, Settings)
@@ -86,7 +86,7 @@ NUMBERS: Raw = {
 
 def test_number_of_seven_digits_is_not_rendered_with_exponent(tmp_path: Path) -> None:
     found = loaded({**ALL, **NUMBERS}, tmp_path)
-    for component in ("serve", "reconcile", "bind", "certs"):
+    for component in ("serve", "reconcile", "certs"):
         chosen = found[component]
         assert isinstance(chosen, Settings)
         assert chosen.certs_leaf_life.total_seconds() == 7776000, component
@@ -113,7 +113,6 @@ SAMPLES: dict[str, tuple[SettingKind[Any], list[str], list[str]]] = {
     "namespace": (kinds.NAMESPACE, ["a", "a-b", "a" * 63], ["A", "a.b", "-a", "a" * 64, ""]),
     "name": (kinds.NAME, ["nvidia", "a.b-c"], ["Nvidia", "a_b", ""]),
     "names": (kinds.OBJECT_NAMES, ["a", "a, b.c"], ["a b", "a,,b", ""]),
-    "schedulers": (kinds.SCHEDULERS, ["gpu-scheduler", "a,b"], ["A", "a,"]),
     "hosts": (kinds.HOSTS, ["a.example.org,10.0.0.1,::1"], ["a b", "http://x", ""]),
     "attestors": (kinds.ATTESTORS, ["x509pop,tpm_devid"], ["x509pop tpm", ""]),
     "users": (kinds.USERS, ["system:serviceaccount:a:b, c"], ["a b", ","]),
@@ -205,7 +204,7 @@ BAD: Raw = {
     "settings.priorityBuckets": [{"minScore": 101, "priorityClassName": "a"}],
     "settings.tenantPriorities": {"a": "high"},
     "settings.nodeHashMap": {"a": ""},
-    "settings.schedulerName": ["Gpu"],
+    "scheduler.name": "Gpu",
     "settings.certsLeafLife": "a year",
     "export.settings.labelSelector": "app nvidia",
     "export.settings.timeout": "30",
@@ -221,7 +220,7 @@ def test_helm_names_all_bad_values_at_once() -> None:
 
 def test_helm_accepts_good_values() -> None:
     forms = {
-        "settings.schedulerName": "a,b",
+        "scheduler.name": "a.b-c",
         "settings.spireHashSelector": "spiffe://{trust_domain}/spire/agent/x/{node}/{hash}",
     }
     done = helm_template({**ALL, **forms, "export.settings.labelSelector": "a=b,!c,d in (e,f), g!=h"})
@@ -247,7 +246,7 @@ EVERYTHING: Raw = {
 
 def test_each_component_passes_only_flags_that_its_command_takes() -> None:
     found = dict(pods(rendered(EVERYTHING)))
-    assert found.keys() == {"serve", "reconcile", "bind", "score", "export", "certs", "attest"}
+    assert found.keys() == {"serve", "reconcile", "score", "export", "certs", "attest"}
     for component, pod in found.items():
         (container,) = pod["spec"]["containers"]
         args, rest = cli.make_parser().parse_known_args(container["args"])

@@ -106,6 +106,14 @@ REFUSED: dict[str, tuple[Raw, str]] = {
     "callers-without-an-audience": ({"settings.reviewCallers": "x"}, "set settings.reviewTokenAudience"),
     "binder-without-extender": ({"extender.bind": True}, "extender.enabled is false"),
     "one-port-twice": ({"service.port": 8080}, "have to differ"),
+    "scheduler-without-serve": (
+        {"scheduler.enabled": True, "serve.enabled": False, "webhooks.enabled": False},
+        "kube-scheduler runs in the Pods of serve",
+    ),
+    "port-of-the-scheduler": (
+        {"scheduler.enabled": True, "service.uiPort": 8445},
+        "8443 and 8444 and 8445 and 10259",
+    ),
     "two-scorers": ({"score.enabled": True, "settings.scorer": "http://agent:8080"}, "choose one"),
     "export-without-cluster-name": ({"export.enabled": True}, "set export.settings.clusterName"),
     "a-store-without-an-address": (
@@ -188,6 +196,7 @@ RULES: dict[str, str] = {
     "plain HTTP authenticates no caller": "the chart says extenderPlainAnywhere with the port",
     "more than one cluster is named": "the chart names it, and leaves no other way",
     "no cluster is named": "the chart names it",
+    "a kube-scheduler needs a cluster": "the chart names it",
     "only a cluster can check a token": "the chart names it",
     "a certificate must outlast its renewal": "renewed-before-it-is-made",
     "a CA must last longer": "a-ca-that-ends-too-soon",

@@ -300,7 +300,7 @@ COMMANDS = {"certs": ["certs", "keep"]}
 @pytest.mark.parametrize("name", SETS)
 def test_commands_accept_the_rendered_settings(name: str, etc: Path) -> None:
     """Every process parses its rendered arguments and file."""
-    found = rendered({"bind.enabled": True, "score.enabled": True, **SETS[name]})
+    found = rendered({"score.enabled": True, **SETS[name]})
     for key, text in one(found, "ConfigMap", "gpuwarden-settings")["data"].items():
         (etc / "settings" / key).write_text(text.replace("/etc/gpuwarden", str(etc)))
     for component, pod in pods(found):
@@ -406,13 +406,12 @@ NAMED: Raw = {
     "settings.spireServer": "spire-server.spire.svc:8081",
     "settings.bundleEndpoint": "https://bundle.example.org/",
     "settings.scorer": "http://scheduler-agent.ml.svc:8080",
-    "bind.enabled": True,
 }
 
 
 def test_network_policy_allows_the_addresses_in_settings() -> None:
-    found = {name: ports_open_anywhere(name, **NAMED) for name in ("serve", "reconcile", "bind", "attest")}
-    assert found == {"serve": {8081, 443, 8080}, "reconcile": {8081, 443}, "bind": {8081, 443}, "attest": set()}
+    found = {name: ports_open_anywhere(name, **NAMED) for name in ("serve", "reconcile", "attest")}
+    assert found == {"serve": {8081, 443, 8080}, "reconcile": {8081, 443}, "attest": set()}
     assert ports_open_anywhere("serve") == set()
     # A socket needs no network.
     assert ports_open_anywhere("serve", **{**NAMED, "settings.spireServer": "unix:/x"}) == {443, 8080}

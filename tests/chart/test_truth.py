@@ -63,7 +63,7 @@ def test_rendered_webhooks_and_policies_equal_gpuwarden_manifests(place: tuple[s
         namespace=namespace,
         service=release,
         reconciler=f"{release}-reconcile",
-        binder=f"{release}-bind",
+        scheduler_account=f"{release}-scheduler",
         exporter=f"{release}-export",
     )
     expected = compared([*while_down(installation), *webhooks(installation), *policies(installation)])
@@ -114,18 +114,16 @@ def test_opt_in_label_is_equal_in_webhooks_and_settings(label: str) -> None:
 
 
 def test_configured_accounts_are_limited_by_policies() -> None:
-    found = rendered({"reconcile.serviceAccountName": "one", "export.serviceAccountName": "one"})
-    for name in ("gpuwarden-own-pods", "gpuwarden-own-nodes"):
+    found = rendered({"reconcile.serviceAccountName": "one", "export.serviceAccountName": "two"})
+    by = "'system:serviceaccount:gpuwarden:{}'".format
+    limited = {"gpuwarden-own-pods": by("one"), "gpuwarden-own-nodes": f"{by('one')}, {by('two')}"}
+    for name, accounts in limited.items():
         assert bare(one(found, "ValidatingAdmissionPolicy", name))["spec"]["matchConditions"] == [
-            {
-                "name": "by-us",
-                "expression": "request.userInfo.username in ['system:serviceaccount:gpuwarden:one', "
-                f"'system:serviceaccount:gpuwarden:{'gpuwarden-bind' if name.endswith('pods') else 'one'}']",
-            }
+            {"name": "by-us", "expression": f"request.userInfo.username in [{accounts}]"}
         ]
-    found = rendered({"bind.serviceAccountName": "two"})
-    (condition,) = bare(one(found, "ValidatingAdmissionPolicy", "gpuwarden-own-claims"))["spec"]["matchConditions"]
-    assert condition["expression"] == "request.userInfo.username in ['system:serviceaccount:gpuwarden:two']"
+    found = rendered({"scheduler.enabled": True, "scheduler.serviceAccountName": "three"})
+    decides = one(found, "ValidatingAdmissionPolicy", "gpuwarden-binding-ends")["spec"]["matchConditions"][0]
+    assert decides["expression"] == f"request.userInfo.username in ['system:kube-scheduler', {by('three')}]"
 
 
 def test_rendered_crds_equal_gpuwarden_crds_and_are_kept_on_uninstall() -> None:
@@ -220,7 +218,6 @@ def test_only_the_certs_account_may_access_its_secret() -> None:
 
 # With the values that each needs to be rendered.
 EVERY_COMPONENT: Raw = {
-    "bind.enabled": True,
     "score.enabled": True,
     "export.enabled": True,
     "export.settings.clusterName": "prod",
@@ -228,7 +225,8 @@ EVERY_COMPONENT: Raw = {
 
 
 def test_every_bound_account_is_created_and_used() -> None:
-    found = rendered({**EVERY_COMPONENT, "extender.enabled": True, "extender.bind": True})
+    values = {**EVERY_COMPONENT, "extender.enabled": True, "extender.bind": True, "scheduler.enabled": True}
+    found = rendered(values)
     bound = {
         (subject["namespace"], subject["name"])
         for each in of_kind(found, "ClusterRoleBinding", "RoleBinding")
@@ -238,6 +236,10 @@ def test_every_bound_account_is_created_and_used() -> None:
     used = {
         (each["metadata"]["namespace"], each["spec"]["template"]["spec"]["serviceAccountName"])
         for each in of_kind(found, "Deployment", "DaemonSet")
+    } | {
+        (each["metadata"]["namespace"], each["metadata"]["annotations"]["kubernetes.io/service-account.name"])
+        for each in of_kind(found, "Secret")
+        if each["type"] == "kubernetes.io/service-account-token"
     }
     assert bound <= made == used
 

@@ -15,7 +15,7 @@ from tests.chart.rendering import Raw, helm_template, pods, refusal, rendered, s
 from webhook.runtime.setting_schemas import Schema
 
 VALUES = values()
-COMPONENTS = ("serve", "reconcile", "attest", "bind", "score", "export", "certs")
+COMPONENTS = ("serve", "reconcile", "attest", "score", "export", "certs")
 # Values that every component has, tested for all components at once.
 PARTS = (
     *("resources", "serviceAccountName", "priorityClassName", "podAnnotations", "podLabels", "nodeSelector"),
@@ -46,8 +46,8 @@ GIVEN: dict[str, Raw] = {
     "spire.mountPath": {**CHALLENGES, "settings.spireWorkloadApi": "unix:/x/y/agent.sock", "spire.mountPath": "/x"},
     "nonceKey.": {**CHALLENGES, "nonceKey.existingSecret": "theirs"},
     "nonceKey.existingSecret": CHALLENGES,
-    "bind.": {"bind.enabled": True},
-    "bind.enabled": {},
+    "scheduler.": {"scheduler.enabled": True},
+    "scheduler.enabled": {},
     "score.": {"score.enabled": True},
     "score.enabled": {},
     "export.": {"export.enabled": True, "export.settings.clusterName": "prod"},
@@ -79,6 +79,7 @@ GIVEN: dict[str, Raw] = {
 CHOSEN: Raw = {
     "attest.runtimeSocket": "/run/crio/crio.sock",
     "image.digest": "sha256:" + "a" * 64,
+    "scheduler.image.digest": "sha256:" + "b" * 64,
     "tls.mode": "certManager",
     "policies.hostPaths": ["/data"],
     "policies.strip": "false",
@@ -202,8 +203,11 @@ def test_every_component_has_its_own_value(part: str) -> None:
 
 
 def test_component_values_do_not_affect_other_components() -> None:
-    before, after = dict(pods(rendered(EVERYTHING))), dict(pods(rendered({**EVERYTHING, "bind.podLabels": {"a": "b"}})))
-    assert [component for component in COMPONENTS if before[component] != after[component]] == ["bind"]
+    before, after = (
+        dict(pods(rendered(EVERYTHING))),
+        dict(pods(rendered({**EVERYTHING, "score.podLabels": {"a": "b"}}))),
+    )
+    assert [component for component in COMPONENTS if before[component] != after[component]] == ["score"]
 
 
 @pytest.mark.parametrize("prefix", ["settings", "export.settings"])
@@ -313,7 +317,11 @@ def test_new_names_of_moved_values_exist() -> None:
     for one in MOVED:
         for word in one.sentence.replace(",", " ").replace(":", " ").replace("(", " ").split():
             name = word.partition("=")[0].rstrip(".;)")
-            if name.partition(".")[0] in {"serve", "settings", "tls", "webhooks", "reconcile", "bind"} and "." in name:
+            if (
+                name.partition(".")[0] in {"serve", "settings", "tls", "webhooks", "reconcile", "scheduler"}
+                and "." in name
+                and "/" not in name
+            ):
                 assert name in BY_PATH or name == one.path, one.sentence
 
 

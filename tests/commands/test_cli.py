@@ -56,6 +56,15 @@ def test_mistake_in_options_is_printed_with_the_usage(words: list[str], capsys: 
     assert err.splitlines()[-1].startswith("gpuwarden")
 
 
+@pytest.mark.parametrize("words", [["bind"], ["bind", "--in-cluster", "true", "--scheduler-name=a"]], ids=len)
+def test_the_command_that_is_gone_names_what_replaces_it(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*words) == 1
+    assert capsys.readouterr().err == (
+        "gpuwarden bind: `gpuwarden bind` is gone: a profile of kube-scheduler replaces it, which the chart runs with "
+        "scheduler.enabled=true (docs/how-to/scheduler.md)\n"
+    )
+
+
 @pytest.mark.parametrize("words", [["--help"], ["serve", "-h"], ["certs", "dev", "--help"]], ids=" ".join)
 def test_help_exits_with_0(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert run(*words) == 0

@@ -17,8 +17,10 @@ from attrs import field, frozen
 
 from scripts.chart_values import CHART
 from scripts.controlplane.cluster import Cluster
+from scripts.controlplane.components import free_ports
 from tests.chart.rendering import HELM, unfolded
 from tests.e2e.kube import CONFIG_MAPS, DEPLOYMENTS, Kube, Raw, Resource, wait_until
+from tests.e2e.profile import Scheduler, configuration, launched
 from tests.running import GPUWARDEN
 
 SECRETS = Resource("api/v1", "secrets")
@@ -95,6 +97,7 @@ class Release:
     port: int = field(factory=free_port)
     http_port: int = field(factory=free_port)
     running: dict[str, Process] = field(factory=dict)
+    schedulers: list[Scheduler] = field(factory=list)
 
     def helm(self, *words: str, values: Mapping[str, Any] | None = None) -> subprocess.CompletedProcess[str]:
         """Runs helm as the cluster's administrator, with helm's own files in the test's directory."""
@@ -136,12 +139,31 @@ class Release:
             await started.is_ready()
         return started
 
+    async def schedule(self, serve: Process) -> Scheduler:
+        """Starts the container of kube-scheduler, with the token that the controller manager created."""
+        spec = (await self.kube.get(DEPLOYMENTS, self.name, self.namespace))["spec"]["template"]["spec"]
+        (container,) = (each for each in spec["containers"] if each["name"] == "scheduler")
+        (token,) = (each["secret"] for each in spec["volumes"] if each["name"] == "scheduler-token")
+        directory = serve.log.parent
+        secret = await self._secret(token)
+        user = {"token": secret["token"].decode()}
+        kubeconfig = self.cluster.credentials.kubeconfig(f"{directory.name}:scheduler", self.cluster.url, user)
+        config = (await self.kube.get(CONFIG_MAPS, f"{self.name}-scheduler", self.namespace))["data"]["config.yaml"]
+        (port,) = free_ports(1)
+        path = configuration(config, kubeconfig, directory / "scheduler", serve.urls["scheduler"], port, directory)
+        started = launched(container["command"], path, port)
+        self.schedulers.append(started)
+        return started
+
     async def launch(self, spec: Raw, name: str, ports: Mapping[str, int]) -> Process:
         """Starts the process that a kubelet would start for a Pod, on the given ports and otherwise on free ones."""
         directory = self.directory / name
         directory.mkdir()
         await self._mount(spec, directory)
-        (container,) = spec["containers"]
+        for each in spec.get("initContainers", ()):
+            words = [word.replace(MOUNTED_AT, str(directory)) for word in each["args"]]
+            await asyncio.to_thread(subprocess.run, [GPUWARDEN, *words], check=True, stdout=subprocess.DEVNULL)
+        container = spec["containers"][0]
         take = self._kubeconfig if container["name"] == "export" else self._account
         account = await asyncio.to_thread(take, spec["serviceAccountName"], directory)
         args = [
@@ -182,7 +204,7 @@ class Release:
                 return list(account)
             case "--host":
                 return ["--host=127.0.0.1"]
-            case "--port" | "--ui-port" | "--extender-port" | "--server-port":
+            case "--port" | "--ui-port" | "--extender-port" | "--scheduler-port" | "--server-port":
                 return [f"{flag}={ports.get(flag, 0)}"]
             case "--config" if "export" in word:
                 # The exporter uses the Pod's account by default.
@@ -193,7 +215,7 @@ class Release:
     async def _mount(self, spec: Raw, directory: Path) -> None:
         """Writes volumes as files. Like a Pod, it waits for a Secret that does not exist yet."""
         mounts = {each["name"]: each["mountPath"] for each in spec["containers"][0]["volumeMounts"]}
-        for volume in spec["volumes"]:
+        for volume in (each for each in spec["volumes"] if each["name"] in mounts):
             if "configMap" in volume:
                 found = await self.kube.get(CONFIG_MAPS, volume["configMap"]["name"], self.namespace)
                 content = {key: text.encode() for key, text in found["data"].items()}
@@ -231,5 +253,7 @@ class Release:
 
     async def end(self) -> None:
         """Kills all processes."""
+        for scheduler in self.schedulers:
+            scheduler.kill()
         for one in self.running.values():
             await one.kill()

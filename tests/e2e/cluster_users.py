@@ -86,7 +86,7 @@ BLINDED: Raw = {
     "image": "example.test/main:1",
     "env": [{"name": "NVIDIA_VISIBLE_DEVICES", "value": "void"}],
 }
-OWN_ACCOUNTS = ("gpuwarden-reconcile", "gpuwarden-bind", "gpuwarden-export")
+OWN_ACCOUNTS = ("gpuwarden-reconcile", "gpuwarden-export")
 GPU_NODE: Raw = {
     "apiVersion": "gpuwarden.io/v1alpha1",
     "kind": "GPUNode",
@@ -112,7 +112,6 @@ class ClusterUsers:
     boss: Kube  # bound to cluster-admin
     # gpuwarden's own accounts, with more rights than they use.
     reconciler: Kube
-    binder: Kube
     exporter: Kube
 
 

@@ -279,12 +279,12 @@ async def test_kubeconform_rejects_an_unknown_field(kube: Kube, tmp_path: Path) 
 BASE = {
     "settings.requireEvidence": "asked",
     "settings.logLevel": "warn",
-    "bind.enabled": True,
+    "scheduler.enabled": True,
     "score.enabled": True,
     "export.enabled": True,
     "export.settings.clusterName": "rig",
 }
-EXPECTED = {"certs": 1, "serve": 2, "reconcile": 2, "bind": 2, "score": 2, "export": 2}
+EXPECTED = {"certs": 1, "serve": 2, "reconcile": 2, "score": 2, "export": 2}
 
 
 async def is_dressed(kube: Kube, namespace: str) -> bool:
@@ -338,7 +338,8 @@ async def life_of_release(
         assert first < FIRST_POD_WITHIN
         await measure_idle_serve(serve, request)
         await wait_until(lambda: own_pods(kube), lambda seen: seen == EXPECTED)
-        await asyncio.gather(*(release.start(component) for component in ("bind", "score", "export")))
+        await asyncio.gather(*(release.start(component) for component in ("score", "export")))
+        await scheduler_of_the_chart_binds(kube, release, serve, namespace)
         await wait_until(lambda: kube.find(LEASES, "gpuid-leader", OURS))
 
         await all_replicas_deleted_come_back(kube, release, namespace)
@@ -348,6 +349,24 @@ async def life_of_release(
         await kube.delete(PODS, "first", namespace)
         await gone(kube, PODS, "first", namespace)
     await nothing_is_left(cluster, kube, release)
+
+
+async def scheduler_of_the_chart_binds(kube: Kube, release: Release, serve: Process, namespace: str) -> None:
+    """With the account and token that the chart made for it. Before, `serve` answers that it has no scheduler."""
+
+    async def health() -> tuple[int, object]:
+        async with httpx.AsyncClient(base_url=serve.urls["http"], trust_env=False) as client:
+            reply = await client.get("/health")
+            return reply.status_code, reply.json()["service"]
+
+    assert await health() == (503, "gpu-scheduler")
+    await release.schedule(serve)
+    await wait_until(health, lambda seen: seen == (200, "gpu-scheduler"))
+    made = await kube.create(PODS, pod("named", gpus=1, schedulerName="gpu-scheduler"), namespace)
+    node = made["metadata"]["annotations"]["gpuwarden.io/node"]
+    await wait_until(lambda: kube.get(PODS, "named", namespace), lambda seen: seen["spec"].get("nodeName") == node)
+    await kube.delete(PODS, "named", namespace)
+    await gone(kube, PODS, "named", namespace)
 
 
 async def measure_idle_serve(serve: Process, request: pytest.FixtureRequest) -> None:
@@ -464,7 +483,7 @@ async def nothing_is_left(cluster: Cluster, kube: Kube, release: Release) -> Non
     )
     assert await names_of(kube, SECRETS) == set()  # the key of gpuwarden's CA is deleted
     # The processes create these; docs/how-to/install.md names them.
-    assert await names_of(kube, LEASES) == {"gpuwarden-reconcile", "gpuwarden-bind", "gpuid-leader"}
+    assert await names_of(kube, LEASES) == {"gpuwarden-reconcile", "gpuwarden-scheduler", "gpuid-leader"}
     # No webhook of gpuwarden blocks anything any more.
     async with new_namespace(kube, ENABLED) as namespace:
         await wait_until(lambda: is_taken(kube, namespace))

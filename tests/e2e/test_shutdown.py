@@ -14,20 +14,19 @@ from tests.running import reconciling
 LEASES = Resource("apis/coordination.k8s.io/v1", "leases")
 
 
-@pytest.mark.parametrize("command", ["reconcile", "bind"])
 async def test_stopped_process_releases_its_lease(
-    cluster: Cluster, kube: Kube, namespace: str, tmp_path: Path, request: pytest.FixtureRequest, command: str
+    cluster: Cluster, kube: Kube, namespace: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     await installed(kube)
     flags = ("--kubeconfig", str(cluster.kubeconfig), "--lease-namespace", namespace, "--log-level", "info")
 
     async def holder() -> str:
-        lease = await kube.find(LEASES, f"gpuwarden-{command}", namespace)
+        lease = await kube.find(LEASES, "gpuwarden-reconcile", namespace)
         return str(lease and lease["spec"].get("holderIdentity", ""))
 
-    with reconciling(tmp_path, flags, command) as first:
+    with reconciling(tmp_path, flags) as first:
         await wait_until(holder, lambda name: f"-{first.process.pid}_" in name)
-        with reconciling(tmp_path, flags, command) as second:
+        with reconciling(tmp_path, flags) as second:
             assert f"-{first.process.pid}_" in await holder()
             signalled = time.monotonic()
             code, _, log = first.stop()

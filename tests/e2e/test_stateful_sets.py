@@ -1,13 +1,15 @@
-"""StatefulSets with a placement map: mapped pods behind the webhook, with the scheduler of gpuwarden. There are three
-nodes with logical names, two replicas, a reconciler and a binder. Each ordinal runs with the GPUs of its map line, also
-after its pods, its node or the processes are replaced."""
+"""StatefulSets with a placement map, behind the webhook, with the kube-scheduler that gpuwarden runs.
+
+There are three nodes with logical names, two replicas, a reconciler and a scheduler. Each ordinal runs with the GPUs of
+its map line, also after its pods, its node or the processes are replaced.
+"""
 
 import asyncio
 import json
 import random
 import time
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -35,12 +37,12 @@ from tests.e2e.kube import (
 )
 from tests.e2e.measurements import report_figures
 from tests.e2e.processes import Site, site
-from tests.e2e.test_bind import OURS, binding
+from tests.e2e.profile import OURS, Profile, Scheduler, certified, profile
 from tests.e2e.test_extender import NODE_EVIDENCES
 from tests.e2e.test_ledger import GPU_NODES
 from tests.e2e.test_maps import KEEPS
 from tests.e2e.test_queue import gates, wait_for_event
-from tests.running import Running, challenging
+from tests.running import challenging
 from webhook.core import keys
 from webhook.core.evidence import Evidence
 from webhook.evidence.jwt.jwt_svid import SOURCE
@@ -137,23 +139,20 @@ class Harness:
     here: Site
     kube: Kube
     cluster: Cluster
-    binders: ExitStack
-    _started: list[Running] = field(factory=list)
+    profile: Profile
+    _started: list[Scheduler] = field(factory=list)
 
     @property
     def namespace(self) -> str:
         return self.here.namespace
 
-    def bind(self) -> None:
-        """Starts another binder, which tries to be elected."""
-        directory = self.here.directory / f"bind-{len(self._started)}"
-        flags = ("--log-level", "info", *self.here.flags)
-        running = binding(directory, self.here.kubeconfig, self.here.own_namespace, *flags)
-        self._started.append(self.binders.enter_context(running))
+    def schedule(self) -> None:
+        """Starts another scheduler, which tries to be elected."""
+        self._started.append(self.profile.start(self.here.replicas[0].urls["scheduler"]))
 
     @property
-    def binder(self) -> Running:
-        """The binder that was started last."""
+    def scheduler(self) -> Scheduler:
+        """The scheduler that was started last."""
         return self._started[-1]
 
     async def create(self, content: Raw) -> None:
@@ -251,7 +250,7 @@ class Harness:
     async def is_node(self, node: str) -> bool:
         return await self.kube.find(NODES, node) is not None
 
-    async def bound_by_ours(self) -> list[str]:
+    async def bound(self) -> list[str]:
         events = await self.kube.list(EVENTS, self.namespace, fieldSelector="reason=Scheduled")
         return [one["involvedObject"]["uid"] for one in events]
 
@@ -296,16 +295,16 @@ async def processes(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) 
             gpus=GPUS,
             name="sets",
             replicas=2,
-            flags=(*challenging(directory), *ORPHANS),
+            flags=(*challenging(directory), *ORPHANS, *certified(directory)),
         ) as here,
     ):
         assert here.nodes == NAMES
         await here.reconciler()
         await kube.patch(NAMESPACES, here.namespace, KEEPS)
         await discovered(kube)
-        with ExitStack() as binders:
-            made = Harness(here, kube, cluster, binders)
-            made.bind()
+        with profile(cluster, here.own_namespace, directory) as schedulers:
+            made = Harness(here, kube, cluster, schedulers)
+            made.schedule()
             await here.wait_until_offered()
             yield made
 
@@ -329,7 +328,7 @@ async def delete_all(harness: Harness) -> None:
         await harness.kube.delete(STATEFUL_SETS, one["metadata"]["name"], harness.namespace)
     await harness.here.free_all()
     await wait_until(harness.pods, lambda found: not found)
-    await wait_until(harness.here.held, lambda held: not held)
+    await wait_until(harness.here.held, lambda held: not held, LONG)  # an orphan of unknown grace has --max-grace
 
 
 async def repair(harness: Harness) -> None:
@@ -340,8 +339,8 @@ async def repair(harness: Harness) -> None:
         said = {**raw_node(name)["metadata"]["annotations"], READY: None}
         meta = {"labels": {keys.LOGICAL_NODE_LABEL: LOGICAL[name]}, "annotations": said}
         await harness.kube.patch(NODES, name, {"metadata": meta, "spec": {"unschedulable": None}})
-    if harness.binder.process.poll() is not None:
-        harness.bind()
+    if harness.scheduler.process.poll() is not None:
+        harness.schedule()
 
 
 @pytest.mark.defect("S1-1")
@@ -416,7 +415,7 @@ async def a_rolling_update_leaves_each_where_it_was(harness: Harness) -> float:
     assert all(one["metadata"]["annotations"]["example.test/release"] == "2" for one in after.values())
     began = [after[f"{SET}-{n}"]["metadata"]["creationTimestamp"] for n in (2, 1, 0)]
     assert began == sorted(began)
-    bound = await harness.bound_by_ours()
+    bound = await harness.bound()
     assert len(bound) == len(set(bound))
     return took
 
@@ -535,7 +534,7 @@ async def replaced(harness: Harness, uuids: Sequence[str]) -> None:
 
 @pytest.mark.defect("S1-8")
 @pytest.mark.defect("S1-11")
-async def test_next_binder_binds_every_pod_of_a_killed_binder(harness: Harness, request: pytest.FixtureRequest) -> None:
+async def test_next_scheduler_binds_every_pod_of_a_killed_one(harness: Harness, request: pytest.FixtureRequest) -> None:
     """Killed while one pod is on its node, one has its GPUs and waits for room there, and one does not exist yet."""
     hog = pod("hog", nodeName="sets-1")
     hog["spec"]["containers"][0]["resources"] = {"requests": {"cpu": "64"}}
@@ -546,17 +545,16 @@ async def test_next_binder_binds_every_pod_of_a_killed_binder(harness: Harness, 
     await harness.runs(0)
     waits = await wait_until(lambda: harness.find(1))
     assert waits is not None
-    await wait_for_event(harness.kube, waits, "FailedScheduling", "are on node sets-1, which is with too little cpu")
-    harness.binder.process.kill()
-    harness.binder.process.wait()
+    await wait_for_event(harness.kube, waits, "FailedScheduling", "Insufficient cpu")
+    harness.scheduler.kill()
     await harness.kube.delete(PODS, "hog", harness.namespace, grace=0)
     old = await harness.delete(0)
     started = time.monotonic()
-    harness.bind()
+    harness.schedule()
     await harness.runs(0, 1, 2, without={old})
     report_figures(request, until_all_run=time.monotonic() - started)
     assert (await harness.get(1))["metadata"]["uid"] == waits["metadata"]["uid"]
-    bound = await harness.bound_by_ours()
+    bound = await harness.bound()
     assert len(bound) == len(set(bound))
 
 
@@ -632,10 +630,9 @@ async def a_node_is_not_ready(harness: Harness, chance: random.Random) -> None:
     await asyncio.sleep(chance.uniform(0, 3))
 
 
-async def the_binder_is_killed(harness: Harness, chance: random.Random) -> None:
+async def the_scheduler_is_killed(harness: Harness, chance: random.Random) -> None:
     await asyncio.sleep(chance.uniform(0, 1))
-    harness.binder.process.kill()
-    harness.binder.process.wait()
+    harness.scheduler.kill()
 
 
 async def the_reconciler_is_killed(harness: Harness, chance: random.Random) -> None:
@@ -650,6 +647,6 @@ CHANGES = (
     the_template_changes,
     a_node_is_lost,
     a_node_is_not_ready,
-    the_binder_is_killed,
+    the_scheduler_is_killed,
     the_reconciler_is_killed,
 )

@@ -30,7 +30,6 @@ from webhook.kube.install.policies import (
     webhooks,
     while_down,
 )
-from webhook.scheduler.binder_volumes import SELECTED_NODE
 
 EVERYTHING = Installation(ca_bundle=b"PEM", reviews_deletes=True, reviews_bindings=True)
 BOTH_LABELS = ["gpuwarden.io/enabled", "scheduler.radix.ai/enabled"]
@@ -93,8 +92,6 @@ def test_files_contain_the_expected_objects() -> None:
         ("ValidatingAdmissionPolicyBinding", "gpuwarden-own-pods"),
         ("ValidatingAdmissionPolicy", "gpuwarden-own-nodes"),
         ("ValidatingAdmissionPolicyBinding", "gpuwarden-own-nodes"),
-        ("ValidatingAdmissionPolicy", "gpuwarden-own-claims"),
-        ("ValidatingAdmissionPolicyBinding", "gpuwarden-own-claims"),
         ("ValidatingAdmissionPolicy", "gpuwarden-grace"),
         ("ValidatingAdmissionPolicyBinding", "gpuwarden-grace"),
         ("ValidatingAdmissionPolicy", "gpuwarden-grace-of-evictions"),
@@ -389,7 +386,7 @@ def test_manifests_for_older_kubernetes_use_no_newer_cel_function(manifest: Mani
 
 # Our service accounts.
 
-OWN = ("gpuwarden-own-pods", "gpuwarden-own-nodes", "gpuwarden-own-claims")
+OWN = ("gpuwarden-own-pods", "gpuwarden-own-nodes")
 
 
 def named(name: str, installation: Installation | None = None) -> Manifest:
@@ -428,9 +425,8 @@ def writers(resources: set[str], installation: Installation) -> set[str]:
     [
         ("gpuwarden-own-pods", {"pods", "pods/status", "pods/ephemeralcontainers", "pods/resize"}),
         ("gpuwarden-own-nodes", {"nodes", "nodes/status"}),
-        ("gpuwarden-own-claims", {"persistentvolumeclaims", "persistentvolumeclaims/status"}),
     ],
-    ids=["pods", "nodes", "claims"],
+    ids=["pods", "nodes"],
 )
 @pytest.mark.parametrize("namespace", ["gpuwarden", "wardens"])
 def test_every_account_with_write_rights_is_limited_by_a_policy(name: str, resources: set[str], namespace: str) -> None:
@@ -441,11 +437,10 @@ def test_every_account_with_write_rights_is_limited_by_a_policy(name: str, resou
 
 
 def test_policies_use_the_configured_account_names() -> None:
-    other = Installation(namespace="wardens", reconciler="one", binder="two", exporter="three")
+    other = Installation(namespace="wardens", reconciler="one", exporter="three")
     of = "system:serviceaccount:wardens:{}".format
-    assert limited_accounts("gpuwarden-own-pods", other) == {of("one"), of("two")}
+    assert limited_accounts("gpuwarden-own-pods", other) == {of("one")}
     assert limited_accounts("gpuwarden-own-nodes", other) == {of("one"), of("three")}
-    assert limited_accounts("gpuwarden-own-claims", other) == {of("two")}
     for name in OWN:
         assert "gpuwarden-" not in " ".join(expressions(named(name, other)))
 
@@ -458,7 +453,6 @@ def test_policies_allow_what_our_accounts_write() -> None:
     assert keys.QUEUE_GATE.startswith(f"{keys.DOMAIN}/")
     for word in (SERIALS, keys.NODE_GPUS, keys.EVIDENCE_LOST_TAINT):
         assert f"'{word}'" in policy("gpuwarden-own-nodes")
-    assert f"'{SELECTED_NODE}'" in policy("gpuwarden-own-claims")
 
 
 @pytest.mark.parametrize("plural", [one["spec"]["names"]["plural"] for one in crds()])
@@ -488,7 +482,6 @@ def test_accounts_that_write_our_objects_may_manage_reservations() -> None:
     assert {name for name, may in uses.items() if may & writes} == {
         "gpuwarden",
         "gpuwarden-reconcile",
-        "gpuwarden-bind",
     }
     assert all(("reservations", "manage") in may for may in uses.values() if may & writes)
     assert [name for name, may in uses.items() if ("nodeevidences", "delete") in may] == ["gpuwarden-reconcile"]
@@ -565,12 +558,8 @@ def test_all_namespaced_objects_are_in_the_namespace_of_the_installation() -> No
     assert {one["metadata"]["name"] for one in whole} == {
         "gpuwarden",
         "gpuwarden-reconcile",
-        "gpuwarden-bind",
         "gpuwarden-finalize",
     }
-
-
-BINDER_ROLE = ("ClusterRole", "gpuwarden-bind")
 
 
 def test_roles_grant_no_more_than_expected() -> None:
@@ -583,32 +572,13 @@ def test_roles_grant_no_more_than_expected() -> None:
     ours = {"gpunodes", "gpunodes/status", "nodeevidences", "nodeevidences/status"}
     ours |= {"bindingends", "trustbundles", "trustbundles/status"}  # with --bundle-endpoint
     by_policy = {"nodes", "pods/eviction"}  # with --on-evidence-lost
-    by_bind = {"pods/binding", "pods/status", "persistentvolumeclaims"}
-    assert may_write == ours | by_policy | by_bind | {
+    assert may_write == ours | by_policy | {
         "pods",
         "events",
         "leases",
         "tokenreviews",
         "subjectaccessreviews",
     }
-
-
-@pytest.mark.defect("S1-19")
-def test_bind_role_cannot_write_pods_or_read_secrets() -> None:
-    """gpu-scheduler's role also had secrets, webhook configurations and all rights on pods."""
-    (role,) = [one for one in rbac(Installation()) if (one["kind"], one["metadata"]["name"]) == BINDER_ROLE]
-    uses = {(name, verb) for rule in role["rules"] for name in rule["resources"] for verb in rule["verbs"]}
-    writes = {use for use in uses if use[1] not in ("get", "list", "watch")}
-    assert writes == {
-        ("pods/binding", "create"),
-        ("pods/status", "patch"),
-        ("persistentvolumeclaims", "patch"),
-        ("events", "create"),
-        ("gpunodes/status", "update"),
-        ("reservations", "manage"),
-    }
-    volumes = {(name, "get") for name in ("persistentvolumeclaims", "persistentvolumes", "storageclasses")}
-    assert {name for name, _ in uses - writes - volumes} == {"gpunodes", "nodeevidences", "nodes", "namespaces", "pods"}
 
 
 def test_printed_manifests_equal_the_applied_ones() -> None:
@@ -637,7 +607,9 @@ def test_invalid_names_are_refused() -> None:
 
 
 def test_binding_matches_exactly_one_hook_and_the_policy_matches_the_first() -> None:
-    named = Installation(namespace="wardens", binder="b", schedulers=("system:kube-scheduler", "system:second"))
+    named = Installation(
+        namespace="wardens", scheduler_account="b", schedulers=("system:kube-scheduler", "system:second")
+    )
     users = "['system:kube-scheduler', 'system:second', 'system:serviceaccount:wardens:b']"
     one, other = "MutatingWebhookConfiguration", "ValidatingWebhookConfiguration"
     for twin in ("", ".alias"):

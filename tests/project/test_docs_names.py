@@ -26,7 +26,6 @@ COMMANDS = [
     *(
         "serve",
         "reconcile",
-        "bind",
         "attest",
         "export",
         "history",

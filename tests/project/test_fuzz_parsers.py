@@ -59,7 +59,6 @@ ELSEWHERE = {
     "webhook/evidence/jwt/bundle_endpoint.py": "around bundles: tests/evidence/jwt/test_bundle_endpoint.py",
     "webhook/node/attest.py": "the server that a node was given: tests/node/test_attest.py",
     "webhook/commands/certs.py": "around Secrets: tests/commands/test_certs.py",
-    "webhook/scheduler/binder_volumes.py": "an object that the binder has just written",
     "webhook/commands/explain/sources.py": "the server that a person has named: tests/commands/test_explain.py",
     "webhook/commands/explain/dry_run.py": "the API server that a person has named: tests/e2e/test_explain_server.py",
 }

@@ -19,7 +19,6 @@ PAGES = Path(__file__).resolve().parents[2] / "docs" / "moving"
 
 VARIABLES = {
     "extender": "BGS_LISTEN_ADDR BGS_REQUIRED_ANNOTATION BGS_NODE_HASH_MAP",
-    "binder": "SCHEDULER_NAME",
     "exporter": """EXPORTER_TYPE CLUSTER_NAME NAMESPACE LABEL_SELECTOR CONTAINER WORKERS TIMEOUT RESYNC QPS BURST
         KUBECONFIG LOG_LEVEL SERVER_PORT LEADER_ELECTION LEASE_NAMESPACE LEASE_NAME LEASE_DURATION LEASE_RENEW_DEADLINE
         LEASE_RETRY_PERIOD POD_NAME POD_NAMESPACE HTTP_ENDPOINT HTTP_TIMEOUT HTTP_AUTH_TOKEN POSTGRES_HOST POSTGRES_PORT
@@ -64,8 +63,8 @@ OTHERS = {
     "extender": """/filter /healthz NodeNames FailedNodes Error Pod urlPrefix filterVerb nodeCacheCapable
         managedResources blind-gpu-scheduler IMG""",
     "binder": """gpu-scheduler /mutate /health /ready NAMESPACE SERVICE_NAME CERT_DIR gpu-scheduler-webhook
-        gpu-scheduler-webhook-tls gpu-env-injector.gpu-scheduler.io /certs/tls.crt /certs/tls.key gpu-scheduler-check
-        gpuScheduling.* testService.* LOG_INTERVAL scripts/generate-webhook-certs.sh""",
+        SCHEDULER_NAME gpu-scheduler-webhook-tls gpu-env-injector.gpu-scheduler.io /certs/tls.crt /certs/tls.key
+        gpu-scheduler-check gpuScheduling.* testService.* LOG_INTERVAL scripts/generate-webhook-certs.sh""",
     "exporter": """/metrics /healthz /readyz http-credentials db-credentials s3-credentials gpuid gpuid-leader
         AWS_ACCESS_KEY_ID AWS_SECRET_ACCESS_KEY SMIFAKER_CONTENT_PATH must-have-slsa must-have-spdx-cue
         policy.sigstore.dev/include stdout http postgres s3 prod Content-Type User-Agent X-Records-Count X-Timestamp

@@ -50,6 +50,9 @@ EXAMPLES: dict[str, tuple[str, object, object]] = {
     "port": ("443", 443, 443),
     "ui_port": ("0", 0, 0),
     "extender_port": ("65535", 65535, 65535),
+    "scheduler_port": ("65534", 65534, 65534),
+    "scheduler_certs": ("not-there-yet", "not-there-yet", Path("not-there-yet")),
+    "scheduler_lease": ("one", "one", "one"),
     "drain_timeout": ("0", 0, timedelta(0)),
     "tls_cert": ("FILE", "FILE", "FILE"),
     "tls_key": ("FILE", "FILE", "FILE"),
@@ -72,7 +75,6 @@ EXAMPLES: dict[str, tuple[str, object, object]] = {
     "inventory": ("FILE", "FILE", "FILE"),
     "ledger": ("memory", "memory", "memory"),
     "lease_namespace": ("gpuwarden", "gpuwarden", "gpuwarden"),
-    "scheduler_name": ("one,two", ["one", "two"], ("one", "two")),
     "pending_deadline": ("5m", "5m", timedelta(minutes=5)),
     "bind_deadline": ("10m", "10m", timedelta(minutes=10)),
     "on_bind_deadline": ("keep", "keep", "keep"),
@@ -148,6 +150,7 @@ COMPANIONS: dict[str, dict[str, str]] = {
     "access_token": TRIO,
     "ca_certificate": TRIO,
     "review_token_audience": {"kubeconfig": "FILE"},
+    "scheduler_certs": {"kubeconfig": "FILE"},
     "review_callers": {"kubeconfig": "FILE", "review_token_audience": "gpuwarden"},
 }
 
@@ -584,6 +587,19 @@ def test_what_looks_like_a_service_elsewhere_is_a_mistake() -> None:
 
 def test_a_variable_nobody_knows_is_a_mistake_even_if_empty() -> None:
     assert mistakes({}, {"GPUWARDEN_ZZZ": ""}) == ("variable GPUWARDEN_ZZZ: unknown setting",)
+
+
+def test_a_setting_that_is_gone_is_answered_with_what_replaces_it(tmp_path: Path) -> None:
+    (tmp_path / "settings.yaml").write_text("schedulerName: gpu-scheduler")
+    gone = "`gpuwarden bind` is gone; scheduler.name of the chart names the kube-scheduler profile that replaces it"
+    file = str(tmp_path / "settings.yaml")
+    assert set(mistakes({"scheduler_name": "a", "config": file}, {"GPUWARDEN_SCHEDULER_NAME": "b"})) == {
+        f"flag --scheduler-name: {gone}",
+        f"variable GPUWARDEN_SCHEDULER_NAME: {gone}",
+        f"key schedulerName in {file}: {gone}",
+    }
+    # The older chart set it, and no process looked at it.
+    assert settings.load({}, {"SCHEDULER_NAME": "gpu-scheduler"}).notes == ()
 
 
 def test_flags_of_s4_that_do_nothing_say_so() -> None:

@@ -182,7 +182,6 @@ def test_metric_names_and_types() -> None:
         "gpuwarden_evidence_nodes": "gauge",
         "gpuwarden_extender_duration_seconds": "histogram",
         "gpuwarden_extender_nodes_total": "counter",
-        "gpuwarden_bindings_total": "counter",
         "gpuwarden_scoring_total": "counter",
         "gpuwarden_scoring_duration_seconds": "histogram",
     }

@@ -11,6 +11,7 @@ from webhook.core.decide import ClaimSearch, EvidencePolicy, Objection
 from webhook.core.device import Taint
 from webhook.core.extender_wire import FilterResult
 from webhook.core.fleet import Fleet
+from webhook.scheduler.extender import count_rejections
 from webhook.scheduler.filter import MESSAGES, TEXTS, NodeQuery, filter_nodes, scores
 
 ASKED, ALL = EvidencePolicy(), EvidencePolicy(is_always_required=True)
@@ -156,6 +157,26 @@ def test_mapped_pod_fits_its_mapped_node_only() -> None:
     assert filtered(query, fleet).passed == {"node-a"}
     fleet.hold(reservation(slot("GPU-a1")))
     assert filtered(query, fleet).failed == {"node-a": "too few free GPUs"}
+
+
+def test_mapped_pod_fits_a_node_without_known_devices() -> None:
+    """Without webhooks no GPU is reserved: the map selects the node only."""
+    fleet = builders.fleet(node("node-a"), node("node-b", labels={"gpu-node-name": "hall-1"}), node("node-c"))
+    for name, meant in (("node-a", "node-a"), ("hall-1", "node-b")):
+        mapped = {"gpu-scheduling-map": f"0={name}:0,3"}
+        query = NodeQuery(builders.claim(raw_pod(annotations=mapped, owners=[builders.stateful_set()])))
+        assert filtered(query, fleet).passed == {meant}
+        assert dict(scores(query, NAMES, fleet, ASKED))[meant] == 0
+
+
+@pytest.mark.parametrize("policy", [ASKED, ALL])
+def test_ordinal_without_a_line_fits_no_node(policy: EvidencePolicy) -> None:
+    mapped = {"gpu-scheduling-map": "7=node-a:0"}
+    query = NodeQuery(builders.claim(raw_pod(annotations=mapped, owners=[builders.stateful_set()])))
+    found = filtered(query, policy=policy)
+    assert found.unresolvable == dict.fromkeys(NAMES, "the placement map has no line for ordinal 0")
+    assert count_rejections(found) == {"the placement map has no line for ordinal": len(NAMES)}
+    assert dict(scores(query, NAMES, three_nodes(), policy)) == dict.fromkeys(NAMES, 0)
 
 
 ODD_EVIDENCE: dict[int, Raw] = {1: {"until": NOW}, 2: {"is_banned": True}, 3: {"is_conflict": True}}

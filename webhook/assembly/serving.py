@@ -14,6 +14,7 @@ from webhook.runtime.clock import utc_now
 from webhook.runtime.settings import Settings
 from webhook.scheduler.extender import Bindings
 from webhook.web.callers import Authority, CallerGate, Reviewers
+from webhook.web.health import AtWork
 
 log = structlog.get_logger(__name__)
 
@@ -28,6 +29,8 @@ class Assembly:
     bindings: Bindings | None = None
     # Creates the objects that must exist before a pod may be bound.
     prepare: Callable[[], Awaitable[None]] | None = None
+    # The Lease of a kube-scheduler in the same Pod.
+    scheduler: AtWork | None = None
 
     def gate(self, settings: Settings) -> CallerGate:
         reviewers = Reviewers(
@@ -52,19 +55,21 @@ async def assembled(settings: Settings) -> AsyncIterator[Assembly]:
     from webhook.kube.paths import BINDING_ENDS
     from webhook.ledger.api_pods import ApiPods
     from webhook.scheduler.api import ApiBindings
+    from webhook.scheduler.profile_lease import scheduler_lease
 
     async with await connect(settings) as api:
         pods, callers = ApiPods(api), ApiCallers(api)
+        lease = None if settings.scheduler_certs is None else scheduler_lease(settings, api)
         if settings.keeps_in_cluster:
             parts = clustered(settings, utc_now, api, pods)
         else:
             log.warning("reservations are kept in memory, and reviews are trusted: for development only")
             parts = embedded(settings, utc_now)
         if not settings.keeps_in_cluster:
-            yield Assembly(parts, pods, callers)
+            yield Assembly(parts, pods, callers, scheduler=lease)
             return
         prepare = partial(ensure_binding_ends, ApiObjects(api, BINDING_ENDS))
-        yield Assembly(parts, pods, callers, ApiBindings(api), prepare)
+        yield Assembly(parts, pods, callers, ApiBindings(api), prepare, lease)
 
 
 @asynccontextmanager

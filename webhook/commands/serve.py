@@ -24,14 +24,16 @@ from webhook.runtime.telemetry import configure_logging
 from webhook.runtime.tls.certificate_source import CertificateSource, Reload
 from webhook.runtime.tls.dev_certificates import make_dev_certificates
 from webhook.scheduler.extender import Extender
+from webhook.scheduler.profile import HOST
 from webhook.web.admission import Admission
 from webhook.web.app import extender_app, plain_app, plain_extender_app, tls_app
+from webhook.web.callers import CallerGate
 from webhook.web.devices import Devices
 from webhook.web.evidence import EvidenceRoutes
 from webhook.web.explain import Explain
 from webhook.web.extender import ExtenderRoutes
 from webhook.web.finalize import Finalize
-from webhook.web.health import Health, Stage
+from webhook.web.health import Health, SchedulerHealth, Stage
 
 log = structlog.get_logger(__name__)
 
@@ -82,6 +84,7 @@ class Server:
         self._settings = settings
         self._parts = parts = assembly.parts
         self._prepare = assembly.prepare
+        self._scheduler = assembly.scheduler
         self._health = Health()
         self._certificates = certificates(settings)
         self._hinting: asyncio.Future[None] | None = None
@@ -109,6 +112,7 @@ class Server:
         explain = Explain(Explainer(parts, reviewer), health, gate)
         if not settings.is_embedded:
             metrics.show_review_callers(settings.proof_of_reviewers)
+        scheduler = None if self._scheduler is None else SchedulerHealth(self._scheduler)
         host, tls = settings.host, self._certificates["tls"].context
         evidence = None if parts.attestation is None else EvidenceRoutes(parts.attestation, health)
         self._tls = Listener(
@@ -119,7 +123,7 @@ class Server:
             budgets=budgets,
         )
         self._plain = Listener(
-            plain_app(finalize, devices, health, metrics, budgets, gate),
+            plain_app(finalize, devices, health, metrics, budgets, gate, scheduler),
             host=host,
             port=settings.ui_port,
             budgets=budgets,
@@ -133,6 +137,20 @@ class Server:
             ssl_context=self._certificates["extender"].context,
             budgets=budgets,
         )
+        # On loopback for every --host: kube-scheduler is in the same Pod.
+        self._pod_extender = (
+            None
+            if self._scheduler is None
+            else Listener(
+                extender_app(
+                    routes, health, metrics, budgets, CallerGate(parts.clock, schedulers_use_certificates=True)
+                ),
+                host=HOST,
+                port=settings.scheduler_port,
+                ssl_context=self._certificates["scheduler"].context,
+                budgets=budgets,
+            )
+        )
         plain_at = settings.plain_extender_at
         self._plain_extender = plain_at and Listener(
             plain_extender_app(routes, health, metrics, budgets),
@@ -143,7 +161,7 @@ class Server:
 
     @property
     def _listeners(self) -> tuple[Listener, ...]:
-        asked = () if self._plain_extender is None else (self._plain_extender,)
+        asked = (one for one in (self._plain_extender, self._pod_extender) if one is not None)
         return (self._tls, self._plain, self._extender, *asked)
 
     async def start(self) -> None:
@@ -194,6 +212,7 @@ class Server:
                 every(COLLECT_INTERVAL, self._collect),
                 *([] if self._parts.attestation is None else [self._parts.attestation.run()]),
                 *([] if self._hinting is None else [self._hinting]),
+                *([] if self._scheduler is None else [self._scheduler.run()]),
             )
         ]
         waiting = asyncio.ensure_future(stop.wait())
@@ -232,7 +251,8 @@ class Server:
 
     @property
     def ready_line(self) -> str:
-        return f"ready https={self._tls.url} http={self._plain.url} extender={self._extender.url}"
+        scheduler = "" if self._pod_extender is None else f" scheduler={self._pod_extender.url}"
+        return f"ready https={self._tls.url} http={self._plain.url} extender={self._extender.url}{scheduler}"
 
     @property
     def hints(self) -> str:
@@ -260,7 +280,14 @@ def certificates(settings: Settings) -> dict[str, CertificateSource]:
             cert, key, clock=utc_now, client_ca=settings.client_ca, requires_client_certificate=False
         ),
         "extender": CertificateSource(cert, key, clock=utc_now, client_ca=settings.extender_client_ca),
+        **({} if settings.scheduler_certs is None else {"scheduler": pod_certificates(settings.scheduler_certs)}),
     }
+
+
+def pod_certificates(directory: Path) -> CertificateSource:
+    """Accepts the client certificate of the kube-scheduler in the same Pod, and no other."""
+    cert, key, ca = (directory / name for name in ("tls.crt", "tls.key", "ca.crt"))
+    return CertificateSource(cert, key, clock=utc_now, client_ca=ca)
 
 
 def warn_if_open(settings: Settings) -> None:

@@ -50,8 +50,6 @@ class Reason(StrEnum):
     EVIDENCE_CHANGED = "EvidenceChanged"
     EVIDENCE_LOST = "EvidenceLost"
     GATE_OPENED = "GateOpened"
-    FAILED_SCHEDULING = "FailedScheduling"
-    SCHEDULED = "Scheduled"
 
 
 # The status codes that clients of the API server get with the reasons.
@@ -97,8 +95,6 @@ EVENTS_ONLY = frozenset(
         Reason.EVIDENCE_CHANGED,
         Reason.EVIDENCE_LOST,
         Reason.GATE_OPENED,
-        Reason.FAILED_SCHEDULING,
-        Reason.SCHEDULED,
     }
 )
 

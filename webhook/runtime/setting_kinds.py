@@ -431,12 +431,6 @@ NODE: Final = SettingKind("the name of a node", named("a node"))
 OBJECT_NAMES: Final = SettingKind(
     "a comma list of names of objects", listed(NAME.read), list, schemas.comma_list(SUBDOMAIN.pattern)
 )
-SCHEDULERS: Final = SettingKind(
-    "a comma list of names that pods may have in `schedulerName`",
-    listed(named("a scheduler")),
-    list,
-    schemas.comma_list(SUBDOMAIN.pattern),
-)
 AUDIENCE: Final = SettingKind("one printable word", read_printable, schema=schemas.text(PRINTABLE))
 USERS: Final = SettingKind(
     "a comma list of user names, such as `system:serviceaccount:kube-system:apiserver-webhook`",

@@ -34,7 +34,6 @@ class Command(StrEnum):
 
     SERVE = "serve"
     RECONCILE = "reconcile"
-    BIND = "bind"
     ATTEST = "attest"
     EXPORT = "export"
     HISTORY = "history"
@@ -115,8 +114,7 @@ class Setting:
 
     @property
     def key(self) -> str:
-        first, *others = self.name.split("_")
-        return first + "".join(word.capitalize() for word in others)
+        return key_of(self.name)
 
     @property
     def variables(self) -> Iterator[str]:
@@ -164,6 +162,12 @@ def add_retired(parser: ArgumentParser, retired: Sequence[Retired]) -> None:
         parser.add_argument(flag.flag, f"-{flag.short}", dest=flag.name, help=SUPPRESS)
 
 
+def add_replaced(parser: ArgumentParser, replaced: Iterable[str]) -> None:
+    """Adds the flags of settings that are gone, so that a `TableReader` can name what replaces them."""
+    for name in replaced:
+        parser.add_argument(flag_of(name), dest=name, help=SUPPRESS)
+
+
 def is_read_by(command: Command | None, one: Setting) -> bool:
     """Whether the command reads the setting; None stands for all commands together."""
     return command is None or command in one.commands
@@ -193,10 +197,12 @@ class StrictLoader(yaml.SafeLoader):
 class TableReader:
     """Reads a table of settings once and collects the mistakes.
 
+    `replaced` are the names of settings that are gone, each with a sentence that names what replaces it.
     Variables that begin with one of `other_prefixes` belong to other tables.
     """
 
     table: tuple[Setting, ...] = ()
+    replaced: Mapping[str, str] = {}
     prefix = PREFIX
     other_prefixes: tuple[str, ...] = ()
 
@@ -218,6 +224,7 @@ class TableReader:
         """The values that are set. Raises SettingsError with every mistake."""
         self.given = self._from_variables() | self._from_flags()
         self.given = self._from_file() | self.given
+        self._check_replaced()
         values = dict(self._values())
         self._check_names()
         self.check_together(values)
@@ -261,11 +268,14 @@ class TableReader:
             return {}
         content = self._content(named)
         by_key = {one.key: one for one in self.table if one.in_file}
+        replaced: dict[object, str] = {key_of(name): sentence for name, sentence in self.replaced.items()}
         found = {}
         for key, value in content.items():
             where = f"key {key} in {named.text}"
             one = by_key.get(str(key))
-            if one is None:
+            if one is None and key in replaced:
+                self.mistakes.append(f"{where}: {replaced[key]}")
+            elif one is None:
                 self.mistakes.append(f"{where}: unknown setting{did_you_mean(str(key), by_key)}")
             elif value is not None:
                 try:
@@ -304,11 +314,19 @@ class TableReader:
                     else:
                         self.mistakes.append(mistake)
 
+    def _check_replaced(self) -> None:
+        for name, sentence in self.replaced.items():
+            if self.flags.get(name) is not None:
+                self.mistakes.append(f"flag {flag_of(name)}: {sentence}")
+            if self.environ.get(variable := self.prefix + name.upper()):
+                self.mistakes.append(f"variable {variable}: {sentence}")
+
     def _check_names(self) -> None:
         known = {one.variable for one in self.table}
+        replaced = {self.prefix + name.upper() for name in self.replaced}
         for name in sorted(self.environ):
             is_ours = name.startswith(self.prefix) and not name.startswith(self.other_prefixes)
-            if is_ours and name not in known:
+            if is_ours and name not in known | replaced:
                 self.mistakes.append(f"variable {name}: unknown setting{did_you_mean(name, known)}")
 
     def check_all_or_none(self, *names: str) -> None:
@@ -324,6 +342,11 @@ class TableReader:
 
 def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
+
+
+def key_of(name: str) -> str:
+    first, *others = name.split("_")
+    return first + "".join(word.capitalize() for word in others)
 
 
 def is_service_link(name: str, text: str) -> bool:

@@ -53,7 +53,6 @@ from webhook.runtime.setting_kinds import (
     PORT,
     REQUIRE_EVIDENCE,
     RESOURCE,
-    SCHEDULERS,
     SCORES,
     SOCKET,
     SPIFFE_ID,
@@ -72,6 +71,7 @@ from webhook.runtime.setting_table import (
     Setting,
     SettingsError,
     TableReader,
+    add_replaced,
     add_retired,
     add_table,
     declared,
@@ -83,6 +83,7 @@ from webhook.runtime.setting_table import (
 )
 
 __all__ = [
+    "REPLACED",
     "RETIRED",
     "SETTINGS",
     "Command",
@@ -101,7 +102,6 @@ __all__ = [
 ALL: Final = frozenset(Command) - {Command.EXPORT, Command.HISTORY}
 SERVE: Final = frozenset({Command.SERVE})
 RECONCILE: Final = frozenset({Command.RECONCILE})
-BIND: Final = frozenset({Command.BIND})
 ATTEST: Final = frozenset({Command.ATTEST})
 SCORE: Final = frozenset({Command.SCORE})
 EXPLAIN: Final = frozenset({Command.EXPLAIN})
@@ -112,13 +112,13 @@ CERTS: Final = CERTS_KEEP | {Command.CERTS_ENSURE}
 # Talk to an API server.
 CLUSTER: Final = ALL - ATTEST
 # Have a listener.
-LISTENING: Final = SERVE | RECONCILE | BIND | SCORE | CERTS_KEEP
+LISTENING: Final = SERVE | RECONCILE | SCORE | CERTS_KEEP
 # Ask evidence providers, or read an inventory file.
 PROVIDERS: Final = SERVE | RECONCILE | SCORE | EXPLAIN
 # Know which nodes are proven and which GPUs are free.
-FLEET: Final = PROVIDERS | BIND
+FLEET: Final = PROVIDERS
 # Read the claims of pods, and know what a pod with GPUs looks like.
-PODS: Final = SERVE | RECONCILE | BIND | EXPLAIN | AUDIT
+PODS: Final = SERVE | RECONCILE | EXPLAIN | AUDIT
 SCORING: Final = SERVE | EXPLAIN
 
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
@@ -150,6 +150,23 @@ class Settings:
         ),
     )
     extender_port: int = field(default=8444, metadata=declared(PORT, SERVE, "port of the extender listener"))
+    scheduler_port: int = field(
+        default=8445,
+        metadata=declared(PORT, SERVE, "port of the extender listener on loopback, with --scheduler-certs"),
+    )
+    scheduler_certs: Path | None = field(
+        default=None,
+        metadata=declared(
+            DIRECTORY,
+            SERVE,
+            "certificates of `gpuwarden certs scheduler`: `serve` is the extender of a kube-scheduler in the same Pod, "
+            "and /health and /ready report whether one holds the Lease. Not set: no such scheduler",
+        ),
+    )
+    scheduler_lease: str = field(
+        default="gpuwarden-scheduler",
+        metadata=declared(NAME, SERVE, "the Lease of that kube-scheduler, in --lease-namespace"),
+    )
     # Less than the 30 s of a Pod's default grace period.
     drain_timeout: timedelta = field(
         default=timedelta(seconds=25),
@@ -296,18 +313,8 @@ class Settings:
         default="default",
         metadata=declared(
             NAMESPACE,
-            RECONCILE | BIND | AUDIT,
-            "namespace of the Leases that elect one of several reconcilers or binders; not set, with --in-"
-            "cluster: the Pod's own",
-        ),
-    )
-    scheduler_name: tuple[str, ...] = field(
-        default=("gpu-scheduler",),
-        metadata=declared(
-            SCHEDULERS,
-            BIND,
-            "whose pods `bind` puts on nodes, by their `schedulerName`",
-            older_variable="SCHEDULER_NAME",
+            SERVE | RECONCILE | AUDIT,
+            "namespace of the Leases that elect one of several reconcilers; not set, with --in-cluster: the Pod's own",
         ),
     )
     pending_deadline: timedelta = field(
@@ -777,11 +784,19 @@ RETIRED: Final = (
 )
 
 
+# Settings that are gone fail for one release, with the name of what replaces them.
+REPLACED: Final = {
+    "scheduler_name": "`gpuwarden bind` is gone; scheduler.name of the chart names the kube-scheduler profile that "
+    "replaces it",
+}
+
+
 def add_flags(parser: ArgumentParser, command: Command | None = None) -> None:
     """The flags of the settings that the command reads; without a command, of all."""
     add_table(parser, SETTINGS, command)
     if command in (None, Command.SERVE):
         add_retired(parser, RETIRED)
+    add_replaced(parser, REPLACED)
 
 
 def load(
@@ -802,6 +817,7 @@ class SettingsReader(TableReader):
     """Reads the table and applies the rules between its settings."""
 
     table = SETTINGS
+    replaced = REPLACED
     other_prefixes = (EXPORT_PREFIX,)
 
     def read(self) -> Settings:
@@ -861,6 +877,9 @@ class SettingsReader(TableReader):
             return
         if values.get("ledger") == "cluster":
             self.mistakes.append(f"{self.where(['ledger'])}: no cluster is named; name one by --kubeconfig")
+        if "scheduler_certs" in self.given:
+            where = self.where(["scheduler_certs"])
+            self.mistakes.append(f"{where}: a kube-scheduler needs a cluster; name it by --kubeconfig")
         if "review_token_audience" in self.given:
             self.mistakes.append(
                 f"{self.where(['review_token_audience'])}: only a cluster can check a token; name one by --kubeconfig"

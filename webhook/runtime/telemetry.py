@@ -305,7 +305,6 @@ class Metrics:
         bundles = self._counter("gpuwarden_trust_bundle_looks_total", "Fetches of the trust bundle", "outcome")
         nodes = self._counter("gpuwarden_extender_nodes_total", "Nodes offered by the scheduler, by answer", "answer")
         events = self._counter("gpuwarden_events_total", "Events about pods and nodes", "reason")
-        bindings = self._counter("gpuwarden_bindings_total", "Pods to be put on nodes, by what became of it", "outcome")
         scorings = self._counter("gpuwarden_scoring_total", "Scoring requests for pods, by outcome", "outcome")
         scoring_seconds = Histogram(
             "gpuwarden_scoring_duration_seconds",
@@ -322,7 +321,6 @@ class Metrics:
         self._extender = BoundLabels[tuple[str, str], Histogram](lambda key: extender.labels(*key))
         self._nodes = BoundLabels[str, Counter](nodes.labels)
         self._proofs = BoundLabels[str, Counter](proofs.labels)
-        self._bindings = BoundLabels[str, Counter](bindings.labels)
         self._scorings = BoundLabels[str, Counter](scorings.labels)
         self._scoring_seconds = BoundLabels[str, Histogram](scoring_seconds.labels)
         self._bundles = BoundLabels[str, Counter](bundles.labels)
@@ -378,10 +376,6 @@ class Metrics:
     def count_proof(self, outcome: str) -> None:
         """Count one answer to a challenge: accepted, or the fault."""
         self._proofs[outcome].inc()
-
-    def count_binding(self, outcome: str) -> None:
-        """What became of one try to put a pod on a node, or that no node would do; a word of ours."""
-        self._bindings[outcome].inc()
 
     def count_scoring(self, outcome: str) -> None:
         """Count one scoring of a pod. `outcome` is one of `SCORING_OUTCOMES`."""

@@ -34,16 +34,7 @@ MAX_MESSAGE = 1000
 
 
 class BindingRefusedError(GpuwardenError):
-    """The API server refused the Binding; text and status are the API server's."""
-
-    def __init__(self, message: str, status: int = 0) -> None:
-        super().__init__(message)
-        self.status = status
-
-    @property
-    def is_race(self) -> bool:
-        """Whether the pod has changed in the meantime: it is gone, replaced, or on a node."""
-        return self.status in (404, 409)
+    """The API server refused the Binding; the text is the API server's."""
 
 
 class BindingLostError(GpuwardenError):
@@ -187,4 +178,8 @@ def node_of(living: Pod | None, pod: PodIdentity) -> str | None:
 def count_rejections(result: FilterResult) -> Mapping[str, int]:
     """The number of refused nodes by text. Texts that quote a pod count as one."""
     texts = (*result.failed.values(), *result.unresolvable.values())
-    return Counter(text if text in node_filter.TEXTS else node_filter.UNREADABLE for text in texts)
+    return Counter(text if text in node_filter.TEXTS else text_about_the_pod(text) for text in texts)
+
+
+def text_about_the_pod(text: str) -> str:
+    return node_filter.NOT_IN_MAP if text.startswith(node_filter.NOT_IN_MAP) else node_filter.UNREADABLE

@@ -1,7 +1,7 @@
 """Decides which of the scheduler's nodes fit a pod, and scores them. No I/O, no clock, no await.
 
-The scheduler counts refused nodes by text, so no text names a node, a GPU or an age. The text about a claim that cannot
-be read quotes the pod and is the same for all nodes.
+The scheduler counts refused nodes by text, so no text names a node, a GPU or an age. A text about the pod itself is the
+same for all nodes.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -36,10 +36,12 @@ RESERVED_ELSEWHERE = "the pod's GPUs are reserved on another node"
 NOT_RESERVED = "the pod's GPU reservation is gone"
 TOO_LATE = "the pod's GPU reservation is given up: it waited too long"
 UNREADABLE = "the pod's claim cannot be read"
+# The ordinal follows.
+NOT_IN_MAP = "the placement map has no line for ordinal"
 # Shorter than elsewhere: the filter repeats the text for each of possibly thousands of nodes.
 MAX_UNREADABLE = 200
 # All texts of the filter. One of them in a scheduler's message shows that we refused the pod.
-TEXTS = frozenset({*MESSAGES.values(), NOT_KNOWN, RESERVED_ELSEWHERE, NOT_RESERVED, TOO_LATE, UNREADABLE})
+TEXTS = frozenset({*MESSAGES.values(), NOT_KNOWN, RESERVED_ELSEWHERE, NOT_RESERVED, TOO_LATE, UNREADABLE, NOT_IN_MAP})
 
 # Texts that may no longer apply once other pods are gone, so that preemption can help.
 RESOLVABLE = frozenset({MESSAGES[Objection.FEWER_FREE]})
@@ -58,7 +60,7 @@ class NodeQuery:
     def is_of_gpus_alone(self) -> bool:
         """Whether the claim is only for a number of GPUs, which the scheduler can count itself."""
         record = self.claim.record
-        return not (record.hashes or record.requirements or record.node or record.shared)
+        return not (record.hashes or record.requirements or self.claim.is_mapped or record.shared)
 
 
 def passes_unchecked(query: NodeQuery | None, policy: EvidencePolicy) -> bool:
@@ -72,6 +74,8 @@ def filter_nodes(query: NodeQuery | None, names: Collection[str], fleet: Fleet, 
     """Each node ends up in exactly one of the lists."""
     if query is None or passes_unchecked(query, policy):
         return FilterResult(frozenset(names))
+    if query.claim.record.unmapped is not None:
+        return reject_all(names, f"{NOT_IN_MAP} {query.claim.record.unmapped}")
     answers = FilterAnswers(query, ClaimSearch(query.claim, fleet, policy))
     passed: list[str] = []
     failed: dict[str, str] = {}
@@ -159,9 +163,10 @@ def message_for(objection: Objection | None) -> str | None:
 
 
 def is_counted_elsewhere(claim: Claim) -> bool:
-    """Whether the scheduler counts the GPUs itself, as an extended resource, on a node whose devices we do not know."""
+    """Whether the scheduler counts the GPUs itself, as an extended resource, on a node whose devices we do not know. A
+    map may name such a node: no review has seen the pod, so no GPU is reserved for it."""
     record = claim.record
-    return not (record.requirements or record.node or record.shared)
+    return not (record.requirements or record.shared)
 
 
 def scores(

@@ -15,7 +15,7 @@ from webhook.web.evidence import EvidenceRoutes
 from webhook.web.explain import Explain
 from webhook.web.extender import ExtenderRoutes
 from webhook.web.finalize import Finalize
-from webhook.web.health import Health
+from webhook.web.health import Health, SchedulerHealth
 from webhook.web.routes import Endpoint, RouteDeclaration, application, get, post
 
 
@@ -63,12 +63,13 @@ def plain_app(
     metrics: Metrics,
     budgets: Budgets | None = None,
     gate: CallerGate | None = None,
+    scheduler: SchedulerHealth | None = None,
 ) -> ASGIApp:
     """The plain HTTP listener. If callers are authenticated it has open routes only: plain HTTP would reveal tokens."""
     return application(
         metrics,
         *(summary(devices) if gate is not None and gate.checks_callers else without_tokens(finalize, devices)),
-        *probes(health, metrics),
+        *probes(health, metrics, scheduler),
         budgets=budgets,
         gate=gate,
     )
@@ -89,16 +90,21 @@ def probes_app(health: Health, metrics: Metrics) -> ASGIApp:
     return application(metrics, *probes(health, metrics))
 
 
-def probes(health: Health, metrics: Metrics) -> Iterator[RouteDeclaration]:
-    """Metrics and probes, which are open to all callers and contain no names."""
+def probes(health: Health, metrics: Metrics, scheduler: SchedulerHealth | None = None) -> Iterator[RouteDeclaration]:
+    """Metrics and probes, which are open to all callers and contain no names.
+
+    With a scheduler, /health and /ready are about it."""
+    older = health if scheduler is None else scheduler
 
     async def render(request: Request) -> Response:
         body, media_type = metrics.render()
         return Response(body, headers={"content-type": media_type})
 
     yield get("/metrics", render, Guard.OPEN)
-    yield from (get(path, health.live, Guard.OPEN) for path in ("/healthz", "/health"))
-    yield from (get(path, health.ready, Guard.OPEN) for path in ("/readyz", "/ready"))
+    yield get("/healthz", health.live, Guard.OPEN)
+    yield get("/health", older.live, Guard.OPEN)
+    yield get("/readyz", health.ready, Guard.OPEN)
+    yield get("/ready", older.ready, Guard.OPEN)
 
 
 def scorer_app(score: Endpoint, health: Health, metrics: Metrics) -> ASGIApp:

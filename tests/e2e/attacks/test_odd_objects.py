@@ -62,16 +62,16 @@ def all_processes(directory: Path, kubeconfig: Path, name: str) -> Iterator[list
     where = ["--kubeconfig", str(kubeconfig), "--lease-namespace", "default"]
     with ExitStack() as stack:
         processes = []
-        for command in ("serve", "reconcile", "bind"):
+        for command in ("serve", "reconcile"):
             place = directory / f"{name}-{command}"
             place.mkdir()
-            process = serving(place, None, where) if command == "serve" else reconciling(place, where, command)
+            process = serving(place, None, where) if command == "serve" else reconciling(place, where)
             processes.append(stack.enter_context(process))
         yield processes
 
 
 async def bound(kube: Kube, name: str) -> None:
-    await kube.create(PODS, pod(name, schedulerName=OURS), "default")
+    await kube.create(PODS, pod(name), "default")
     await wait_until(lambda: kube.get(PODS, name, "default"), lambda seen: seen["spec"].get("nodeName") == "node-0")
 
 

@@ -19,16 +19,13 @@ from tests.e2e.cluster_users import (
 )
 from tests.e2e.conftest import new_namespace
 from tests.e2e.kube import (
-    CLAIMS,
     NODES,
     PODS,
     Changes,
     Kube,
     Raw,
-    gone,
     pod,
 )
-from webhook.scheduler.binder_volumes import SELECTED_NODE
 
 OTHERS_TAINT: Raw = {"key": "example.test/mine", "effect": "NoSchedule"}
 OUR_TAINT: Raw = {"key": "gpuwarden.io/evidence-lost", "effect": "NoSchedule"}
@@ -87,42 +84,6 @@ async def test_reconciler_account_removes_only_its_own_gate_and_sets_a_node(user
     await users.reconciler.patch(PODS, "a", opened, enabled)
     await refused(users.reconciler.patch(PODS, "a", {"spec": {"nodeSelector": {"a": "b"}}}, enabled), "spec.nodeSel")
     await users.reconciler.patch(PODS, "a", forged("gpuwarden.io/woken-at", "now"), enabled)
-
-
-async def test_binder_account_writes_only_the_scheduled_condition(users: ClusterUsers, enabled: str) -> None:
-    await users.user.create(PODS, pod("a", schedulerName="nobody"), enabled)
-    said = {"conditions": [{"type": "PodScheduled", "status": "False", "reason": "Unschedulable"}]}
-    await users.binder.patch(PODS, "a", {"status": said}, enabled, "status")
-    for change, what in (
-        ({"status": {"podIP": "10.9.9.9", "podIPs": [{"ip": "10.9.9.9"}]}}, "status.podIP"),
-        ({"status": {"phase": "Succeeded"}}, "status.phase"),
-        ({"metadata": {"labels": {"app": "other"}}}, "metadata.labels[app]"),
-    ):
-        await refused(users.binder.patch(PODS, "a", change, enabled, "status"), what, "gpuwarden-bind")
-    await users.user.delete(PODS, "a", enabled)
-    await gone(users.admin, PODS, "a", enabled)
-
-
-async def test_binder_account_sets_only_the_selected_node_of_a_claim_once(users: ClusterUsers, enabled: str) -> None:
-    spec = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "1Gi"}}, "storageClassName": "x"}
-    await users.user.create(CLAIMS, {"metadata": {"name": "data"}, "spec": spec}, enabled)
-    path = CLAIMS.path(enabled, "data")
-    others: list[tuple[Raw, str]] = [
-        ({"metadata": {"annotations": {"example.test/note": "x"}}}, ""),
-        ({"metadata": {"labels": {"app": "other"}}}, ""),
-        ({"metadata": {"finalizers": None}}, ""),
-        ({"spec": {"volumeName": "of-somebody"}}, ""),
-        ({"status": {"phase": "Lost"}}, "status"),
-    ]
-    for change, subresource in others:
-        await refused(users.binder.patch(CLAIMS, "data", change, enabled, subresource), "gpuwarden-bind")
-        await users.user.call("PATCH", CLAIMS.path(enabled, "data", subresource), change, {"dryRun": "All"})
-    await users.binder.patch(CLAIMS, "data", forged(SELECTED_NODE, "node-0"), enabled)
-    for value in ("node-1", None):
-        change = {"metadata": {"annotations": {SELECTED_NODE: value}}}
-        assert not await is_allowed(users.binder, path, change)
-        assert await is_allowed(users.user, path, change)
-    await users.user.delete(CLAIMS, "data", enabled)
 
 
 async def test_reconciler_account_changes_only_its_own_taint(users: ClusterUsers) -> None:

@@ -44,11 +44,11 @@ def make_dev_certificates(
         ca = _load_pair(directory / "ca.crt", directory / "ca.key")
         if ca is None or not is_young(ca, now):
             ca = new_ca("development CA", (now - BACKDATED, now + CA_LIFE))
-            _store_pair(ca, directory / "ca.crt", directory / "ca.key")
+            store_pair(ca, directory / "ca.crt", directory / "ca.key")
         leaf = _load_pair(directory / "tls.crt", directory / "tls.key")
         if leaf is None or not is_young(leaf, now) or not serves(leaf.cert, ca.cert, names):
             leaf = new_leaf(ca, "development server", names, (now - BACKDATED, now + LEAF_LIFE))
-            _store_pair(leaf, directory / "tls.crt", directory / "tls.key")
+            store_pair(leaf, directory / "tls.crt", directory / "tls.key")
     return DevCertificates(directory / "ca.crt", directory / "tls.crt", directory / "tls.key")
 
 
@@ -67,7 +67,8 @@ def _load_pair(cert_path: Path, key_path: Path) -> KeyPair | None:
         return None
 
 
-def _store_pair(pair: KeyPair, cert_path: Path, key_path: Path) -> None:
+def store_pair(pair: KeyPair, cert_path: Path, key_path: Path) -> None:
+    """Only the owner can read the key."""
     _write_atomically(key_path, pair.key_pem, mode=0o600)
     _write_atomically(cert_path, pair.cert_pem, mode=0o644)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from datetime import datetime, timedelta
+from enum import Enum
 from ipaddress import ip_address
 
 from attrs import field, frozen
@@ -16,6 +17,13 @@ from webhook.runtime.tls.certificates import certificates_in
 BACKDATED = timedelta(hours=1)  # for a browser or container whose clock is behind
 
 Span = tuple[datetime, datetime]
+
+
+class Use(Enum):
+    """What a certificate proves."""
+
+    SERVER = ExtendedKeyUsageOID.SERVER_AUTH
+    CLIENT = ExtendedKeyUsageOID.CLIENT_AUTH
 
 
 @frozen
@@ -67,15 +75,15 @@ def new_ca(title: str, span: Span) -> KeyPair:
     return KeyPair(builder.sign(key, hashes.SHA256()), key)
 
 
-def new_leaf(ca: KeyPair, title: str, names: Sequence[str], span: Span) -> KeyPair:
-    """A server's certificate; it ends with its CA at the latest."""
+def new_leaf(ca: KeyPair, title: str, names: Sequence[str], span: Span, use: Use = Use.SERVER) -> KeyPair:
+    """A certificate that ends with its CA at the latest."""
     key = ec.generate_private_key(ec.SECP256R1())
     span = (span[0], min(span[1], ca.end))
     builder = begun(key.public_key(), named(title), ca.cert.subject, span, x509.random_serial_number())
     builder = builder.add_extension(x509.SubjectAlternativeName(general_names(names)), critical=False)
     builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
     builder = builder.add_extension(key_usage(digital_signature=True), critical=True)
-    builder = builder.add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+    builder = builder.add_extension(x509.ExtendedKeyUsage([use.value]), critical=False)
     authority = x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(
         ca.cert.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
     )

@@ -50,7 +50,7 @@ SCHEDULER = "system:kube-scheduler"
 MAX_GRACE = 3600
 HOST_PATHS = "dyn([])"
 OWN_ACCOUNTS = "system:serviceaccount:{}:"
-RECONCILER, BINDER, EXPORTER = "gpuwarden-reconcile", "gpuwarden-bind", "gpuwarden-export"
+RECONCILER, SCHEDULER_ACCOUNT, EXPORTER = "gpuwarden-reconcile", "gpuwarden-scheduler", "gpuwarden-export"
 
 # Users' names that can be quoted in CEL without escapes; then names of labels, annotations and resources.
 USER_NAME = re.compile(r"[A-Za-z0-9@:._/-]+")
@@ -79,7 +79,8 @@ class Installation:
     url: str | None = None
     # Service accounts that write pods and nodes.
     reconciler: str = RECONCILER
-    binder: str = BINDER
+    # The account of the scheduler that the chart runs.
+    scheduler_account: str = SCHEDULER_ACCOUNT
     exporter: str = EXPORTER
     # In PEM. If empty, the API server uses its system roots.
     ca_bundle: bytes = b""
@@ -130,7 +131,7 @@ class Installation:
         }
 
     def _accounts(self) -> tuple[tuple[str, str], ...]:
-        return ((RECONCILER, self.reconciler), (BINDER, self.binder), (EXPORTER, self.exporter))
+        return ((RECONCILER, self.reconciler), (SCHEDULER_ACCOUNT, self.scheduler_account), (EXPORTER, self.exporter))
 
     @staticmethod
     def _account(namespace: str, name: str) -> str:
@@ -138,7 +139,7 @@ class Installation:
 
     def _given(self) -> tuple[str, ...]:
         names = (self.namespace, self.service, self.gpu_namespace, self.opt_in, self.resource, *self.hash_aliases)
-        return (*names, self.reconciler, self.binder, self.exporter)
+        return (*names, self.reconciler, self.scheduler_account, self.exporter)
 
 
 def webhooks(installation: Installation) -> list[Manifest]:
