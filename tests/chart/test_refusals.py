@@ -205,10 +205,10 @@ RULES: dict[str, str] = {
     "a key that all replicas share": "the chart makes it, or mounts nonceKey.existingSecret",
     "an SVID is verified with its roots": "an-endpoint-without-roots",
     "spire-server needs": "spire-without-an-address",
-    "the burst has to be at least the rate": "fewer-at-once-than-in-a-second",
-    "each must be shorter than the previous one": "a-lease-that-is-lost-before-it-is-renewed",
+    "--burst must not be less than --qps": "fewer-at-once-than-in-a-second",
+    "each must be shorter than the one before": "a-lease-that-is-lost-before-it-is-renewed",
     "both are set; set one": "the chart knows no files with secrets",
-    "the token would be sent unencrypted": "a-token-in-plain",
+    "everyone on the way could read the token": "a-token-in-plain",
     "is below 1000": "the chart says the port as a flag",
 }
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Final
 
 from webhook.runtime.tls.dev_certificates import store_pair
-from webhook.runtime.tls.issuing import BACKDATED, Use, new_ca, new_leaf
+from webhook.runtime.tls.issuing import BACKDATED, CertificateUse, new_ca, new_leaf
 
 # Longer than the life of any Pod: kube-scheduler reads its CA once.
 CERTIFICATE_LIFE: Final = timedelta(days=3650)
@@ -21,7 +21,7 @@ def make_certificates(directory: Path, *, now: datetime) -> tuple[Path, ...]:
     authority = directory / "ca.crt"
     authority.write_bytes(ca.cert_pem)
     made = [authority]
-    for name, use in (("tls", Use.SERVER), ("client", Use.CLIENT)):
+    for name, use in (("tls", CertificateUse.SERVER), ("client", CertificateUse.CLIENT)):
         cert, key = directory / f"{name}.crt", directory / f"{name}.key"
         store_pair(new_leaf(ca, "kube-scheduler's extender", [HOST], span, use), cert, key)
         made += [cert, key]

@@ -19,7 +19,7 @@ BACKDATED = timedelta(hours=1)  # for a browser or container whose clock is behi
 Span = tuple[datetime, datetime]
 
 
-class Use(Enum):
+class CertificateUse(Enum):
     """What a certificate proves."""
 
     SERVER = ExtendedKeyUsageOID.SERVER_AUTH
@@ -75,7 +75,9 @@ def new_ca(title: str, span: Span) -> KeyPair:
     return KeyPair(builder.sign(key, hashes.SHA256()), key)
 
 
-def new_leaf(ca: KeyPair, title: str, names: Sequence[str], span: Span, use: Use = Use.SERVER) -> KeyPair:
+def new_leaf(
+    ca: KeyPair, title: str, names: Sequence[str], span: Span, use: CertificateUse = CertificateUse.SERVER
+) -> KeyPair:
     """A certificate that ends with its CA at the latest."""
     key = ec.generate_private_key(ec.SECP256R1())
     span = (span[0], min(span[1], ca.end))
