@@ -324,8 +324,8 @@ WEBHOOKS: Final = [
         one_of("auto", "policy", "webhook", "nobody"),
         "Which component writes NVIDIA_VISIBLE_DEVICES=void into containers of opted-in namespaces whose pods have no "
         "claim. policy: two MutatingAdmissionPolicies, which about halve the rate of pod creation there; webhook: the "
-        "API server sends every pod and debug container of these namespaces to gpuwarden; nobody: none; auto: policy "
-        "if Kubernetes is 1.36 or newer and settings.injection is nvidia, else nobody.",
+        "API server sends every pod and debug container of these namespaces to gpuwarden; `nobody`: none; auto: policy "
+        "if Kubernetes is 1.36 or newer and settings.injection is nvidia, else `nobody`.",
     ),
     Value(
         "crds.install",
