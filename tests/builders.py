@@ -274,3 +274,7 @@ def reservation(
         uid=uid,
         is_shared=is_shared,
     )
+
+
+def is_slot_free(fleet: Fleet, slot: Slot) -> bool:
+    return slot.k not in fleet.holders(slot.uuid)

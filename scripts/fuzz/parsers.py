@@ -29,9 +29,8 @@ from webhook.inventory import discovery, node_annotations, node_gpus, nvidia_smi
 from webhook.inventory.file import InventoryParser
 from webhook.kube import pods
 from webhook.kube.gpu_node import GpuNode
-from webhook.kube.json_objects import decoded, object_in
+from webhook.kube.json_objects import decoded, object_in, status_message
 from webhook.kube.node import node_of
-from webhook.kube.requests import error_message
 from webhook.ledger.api_pods import pod_in
 from webhook.ledger.end_of_use import NodeSnapshot
 from webhook.ledger.pods import PodsUnavailableError
@@ -117,7 +116,7 @@ PARSERS = (
     Parser("resident pod", stored(lambda one: evidence_loss.BoundPod.of(one, RULES)), "pods", UNREADABLE),
     Parser("pod that waits for a scheduler", stored(wakeups.is_rejected_by_us), "pods", UNREADABLE),
     Parser("refusal of a Binding", lambda content: pods.error_message(409, content), "refusals"),
-    Parser("refusal of a request", error_message, "refusals"),
+    Parser("refusal of a request", status_message, "refusals"),
     Parser("refusal of an object", answers.refused_object, "refusals"),
     Parser("TrustBundle", stored(objects.trust_bundle), "trustbundles", UNREADABLE),
     Parser("TokenReview", answers.token_review, "tokenreviews", (CallersUnavailableError,)),

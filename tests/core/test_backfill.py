@@ -250,7 +250,7 @@ class World:
         held = builders.reservation(
             *place.slots, id=waiter.pod.uid, node=place.node, phase=Phase.FINALIZED, uid=waiter.pod.uid
         )
-        assert all(self.fleet.is_slot_free(slot) for slot in held.slots)
+        assert all(builders.is_slot_free(self.fleet, slot) for slot in held.slots)
         self.running[waiter.pod.uid] = held
         self.fleet.hold(held)
 

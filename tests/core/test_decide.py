@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from tests import builders
 from tests.builders import (
     HASH,
     NOW,
@@ -502,7 +503,7 @@ def test_pod_constraints_limit_the_nodes(spec: Raw, names: list[str]) -> None:
 def test_decision_holds_no_slots() -> None:
     there = fleet(node("node-a", device("GPU-1")))
     assert places(gpus(1), there) == places(gpus(1), there) == [("node-a", ["GPU-1/0"])]
-    assert there.is_slot_free(slot("GPU-1"))
+    assert builders.is_slot_free(there, slot("GPU-1"))
 
 
 def test_number_of_nodes_checked_one_by_one_is_bounded() -> None:

@@ -7,6 +7,7 @@ from typing import Protocol
 
 import pytest
 
+from tests import builders
 from webhook.core.device import DeviceUuid, Slot
 from webhook.core.errors import (
     DeadlinePassedError,
@@ -442,6 +443,6 @@ class LedgerContract:
     async def test_fleet_is_updated_on_every_change(self, bench: Bench) -> None:
         slot = Slot(DeviceUuid("GPU-a0"), 0)
         await self.reserve(bench, ask(1), on("node-a", "GPU-a0"))
-        assert not bench.fleet.is_slot_free(slot)
+        assert not builders.is_slot_free(bench.fleet, slot)
         await bench.ledger.release(ReservationId("r1"), pod(1))
-        assert bench.fleet.is_slot_free(slot)
+        assert builders.is_slot_free(bench.fleet, slot)

@@ -223,10 +223,10 @@ async def test_slots_of_a_write_in_flight_are_not_offered_to_other_reviews(bench
     slot = on("node-a", "GPU-a0").slots[0]
     taking = asyncio.create_task(bench.reserve(ask(1), on("node-a", "GPU-a0")))
     await asyncio.sleep(0)
-    assert not bench.fleet.is_slot_free(slot)
+    assert not builders.is_slot_free(bench.fleet, slot)
     bench.store.faults = [Fault.NOT_WRITTEN] * 3
     await taking
-    assert not bench.fleet.is_slot_free(slot)
+    assert not builders.is_slot_free(bench.fleet, slot)
 
 
 async def test_failed_reservation_restores_actual_holders_in_the_fleet(bench: ClusterBench) -> None:
@@ -235,7 +235,7 @@ async def test_failed_reservation_restores_actual_holders_in_the_fleet(bench: Cl
     slots = on("node-a", "GPU-a0", "GPU-a1")
     with pytest.raises(SlotsTakenError):
         await bench.reserve(ask(2), slots)
-    assert [bench.fleet.is_slot_free(slot) for slot in slots.slots] == [False, True]
+    assert [builders.is_slot_free(bench.fleet, slot) for slot in slots.slots] == [False, True]
 
 
 async def test_one_of_four_replicas_wins_each_device_without_watches(bench: ClusterBench) -> None:
@@ -303,7 +303,7 @@ async def test_offered_slots_are_taken_back_when_their_pod_is_alive(bench: Clust
     assert [one.id for one in await other.ledger.collect(bench.now)] == ["r1"]
     with pytest.raises(SlotsTakenError):
         await bench.reserve(ask(2), on("node-a", "GPU-a0"), by=other)
-    assert not other.fleet.is_slot_free(on("node-a", "GPU-a0").slots[0])
+    assert not builders.is_slot_free(other.fleet, on("node-a", "GPU-a0").slots[0])
 
 
 async def test_existing_pod_keeps_its_devices_without_finalize(bench: ClusterBench) -> None:
@@ -478,9 +478,9 @@ async def test_expired_slots_are_offered_again_after_a_failed_reservation(bench:
     with pytest.raises(SlotsTakenError):
         await bench.reserve(ask(2), on("node-a", "GPU-a0"))
     slot = on("node-a", "GPU-a0").slots[0]
-    assert not bench.fleet.is_slot_free(slot)
+    assert not builders.is_slot_free(bench.fleet, slot)
     await bench.ledger.collect(bench.now)
-    assert bench.fleet.is_slot_free(slot)
+    assert builders.is_slot_free(bench.fleet, slot)
 
 
 # One id on two nodes.
@@ -551,7 +551,7 @@ async def test_reused_id_replaces_the_unobserved_earlier_reservation(bench: Clus
     await bench.ledger.bind_to_pod(PodProof.CONFIRMED, R1, pod(2))
     behind.ledger.learn(bench.store.objects["node-a"])
     assert behind.ledger.of_pod("uid-1") is None
-    assert [behind.fleet.is_slot_free(on("node-a", f"GPU-a{k}").slots[0]) for k in (0, 1)] == [True, False]
+    assert [builders.is_slot_free(behind.fleet, on("node-a", f"GPU-a{k}").slots[0]) for k in (0, 1)] == [True, False]
 
 
 # Faults.
@@ -677,7 +677,7 @@ async def test_deleted_object_takes_no_reservation_and_its_reservations_stay_kno
     with pytest.raises(SlotsTakenError):
         await bench.reserve(ask(2), on("node-a", "GPU-a1"))
     assert await bench.ledger.find(R1) is not None
-    assert not bench.fleet.is_slot_free(on("node-a", "GPU-a0").slots[0])
+    assert not builders.is_slot_free(bench.fleet, on("node-a", "GPU-a0").slots[0])
 
 
 async def test_reservations_of_an_unreadable_object_stay_known(bench: ClusterBench) -> None:

@@ -10,6 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from tests import builders
 from tests.ledger.contract import CLOCK_SKEW, PENDING_DEADLINE, LedgerContract, on
 from webhook.core.device import Device, DeviceUuid, Node
 from webhook.core.errors import LedgerError
@@ -119,7 +120,7 @@ class AnyOrder(RuleBasedStateMachine):
     def a_slot_has_one_live_reservation(self) -> None:
         held = [slot for one in self.live() for slot in one.slots]
         assert len(held) == len(set(held))
-        assert {slot for slot in held if self.bench.fleet.is_slot_free(slot)} == set()
+        assert {slot for slot in held if builders.is_slot_free(self.bench.fleet, slot)} == set()
         assert set(self.bench.fleet.held_devices) == {slot.uuid for slot in held}
 
     @invariant()

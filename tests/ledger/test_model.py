@@ -15,6 +15,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
+from tests import builders
 from tests.builders import Raw
 from tests.ledger.contract import CLOCK_SKEW, PENDING_DEADLINE, on
 from tests.ledger.fake_store import FakeStore, Fault, gpu_node
@@ -284,7 +285,7 @@ class Protocol(RuleBasedStateMachine):
             self.number += 1
             ask = ReservationRequest(ReservationId(f"end-{self.number}-{number}"), "ml", "d")
             is_free = place.slots[0] not in busy and str(place.slots[0]) not in final
-            assert last.fleet.is_slot_free(place.slots[0]) is is_free
+            assert builders.is_slot_free(last.fleet, place.slots[0]) is is_free
             held = self.run(last.ledger.reserve(ask, [place], answer_by=now + timedelta(seconds=10)))
             assert (held is not None) is is_free
 

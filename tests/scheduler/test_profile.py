@@ -102,7 +102,7 @@ async def test_a_lease_that_is_given_back_is_a_problem_until_another_has_it(
 
 
 @pytest.mark.parametrize(
-    "trouble", [ApiUnavailableError("it does not answer"), ApiRefusesError(403, ": no")], ids=["away", "forbidden"]
+    "trouble", [ApiUnavailableError("it does not answer"), ApiRefusesError(403, "no")], ids=["away", "forbidden"]
 )
 async def test_who_cannot_look_is_well_until_the_lease_may_be_over(
     lease: SchedulerLease, leases: Leases, trouble: ApiUnavailableError | ApiRefusesError

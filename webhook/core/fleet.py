@@ -12,7 +12,7 @@ from datetime import datetime
 from itertools import chain, islice
 from typing import TypeVar
 
-from webhook.core.device import Device, DeviceUuid, Node, Slot
+from webhook.core.device import Device, DeviceUuid, Node
 from webhook.core.evidence import Evidence, EvidenceState, next_change, state_of
 from webhook.core.fleet_index import (
     ClassNodes,
@@ -269,9 +269,6 @@ class Fleet:
     def holders(self, uuid: DeviceUuid) -> Mapping[int, ReservationId]:
         return self._held.get(uuid, {})
 
-    def is_slot_free(self, slot: Slot) -> bool:
-        return slot.uuid not in self._held_exclusively and slot.k not in self._held.get(slot.uuid, ())
-
     # The index.
 
     def _regroup_nodes_of(self, uuids: Iterable[DeviceUuid]) -> None:
@@ -427,11 +424,6 @@ class Fleet:
         if labels is None:
             labels = self._class_labels[number] = dict(self._classes[number].labels)
         return labels
-
-    @property
-    def cell_count(self) -> int:
-        """The number of groups that a decision may visit."""
-        return sum(len(row.shapes) for rows in self._groups.values() for row in rows.values())
 
     def spare_by_shape(self, kinds: frozenset[int], count: int) -> list[int]:
         """By shape: the number of devices of these kinds that would stay free, or `FEWER_MATCHING` or `FEWER_FREE`."""

@@ -121,5 +121,5 @@ class ApiNode:
         if len(metadata) == 1:
             return False
         if await self._call("PATCH", "/api/v1/nodes/{name}", {"name": name}, {"metadata": metadata}) is None:
-            raise ApiRefusesError(404, ": the node is gone")
+            raise ApiRefusesError(404, "the node is gone")
         return True

@@ -26,7 +26,7 @@ from webhook.export.files import Flush, write_whole
 from webhook.export.records import Batch, Use
 from webhook.kube.gpu_node import GpuNode
 from webhook.kube.view import ObjectView
-from webhook.runtime.clock import Clock
+from webhook.runtime.clock import LONG_AGO, Clock
 
 log = structlog.get_logger(__name__)
 
@@ -370,7 +370,7 @@ class UseRecorder:
         await asyncio.to_thread(self._open.save, name, still)
 
 
-LONG_AGO, NEVER = datetime.min.replace(tzinfo=UTC), datetime.max.replace(tzinfo=UTC)
+NEVER = datetime.max.replace(tzinfo=UTC)
 
 
 def batches_of(uses: Iterable[Use]) -> Sequence[Batch]:

@@ -12,7 +12,7 @@ from webhook.core.errors import GpuwardenError
 from webhook.core.names import is_object_name
 from webhook.core.raw import Raw
 from webhook.kube.client import REQUEST_TIMEOUT, as_raw, translated_errors
-from webhook.kube.json_objects import decoded, object_in
+from webhook.kube.json_objects import object_in, status_message
 from webhook.kube.requests import NODE_PATH, request_json
 from webhook.kube.store import RefusedError, StoreUnavailableError
 
@@ -165,13 +165,6 @@ async def errors_with_message() -> AsyncIterator[None]:
 
 
 def error_message(exc: ApiException) -> str:
-    try:
-        text: bytes | str = exc.body or b""
-        status: StatusMessage = decoded(text if isinstance(text, bytes) else text.encode(), StatusMessage)
-    except (msgspec.DecodeError, AttributeError):
-        return str(exc.reason)
-    return status.message[:MAX_MESSAGE]
-
-
-class StatusMessage(msgspec.Struct, frozen=True):
-    message: str = ""
+    body: bytes | str = exc.body or b""
+    content = body if isinstance(body, bytes) else str(body).encode()
+    return status_message(content, MAX_MESSAGE) or str(exc.reason)

@@ -53,3 +53,16 @@ def end_of_list(text: bytes, start: int) -> int:
         if not depth:
             return token.start()
     raise msgspec.DecodeError("truncated")
+
+
+class StatusWire(msgspec.Struct, frozen=True):
+    message: str = ""
+
+
+def status_message(body: bytes, longest: int = 800) -> str:
+    """The message of a Status with which the API server answers a request; empty if there is none."""
+    try:
+        status: StatusWire = decoded(body, StatusWire)
+    except msgspec.DecodeError:
+        return ""
+    return status.message[:longest]

@@ -154,7 +154,7 @@ class Candidate:
                 return
             raise
         if made is None:
-            raise ApiRefusesError(404, f": there is no namespace {self._path_names['namespace']}")
+            raise ApiRefusesError(404, f"there is no namespace {self._path_names['namespace']}")
 
     def _is_expired(self, raw: Raw, spec: Raw) -> bool:
         version = str(raw["metadata"]["resourceVersion"])

@@ -13,9 +13,10 @@ from kubernetes.aio.client.exceptions import ApiException
 from webhook.core.errors import GpuwardenError
 from webhook.core.names import is_object_name
 from webhook.core.raw import Raw
-from webhook.kube.json_objects import decoded, object_in
+from webhook.kube.json_objects import object_in, status_message
 
 REQUEST_TIMEOUT: Final = 10.0
+MAX_MESSAGE: Final = 400
 JSON: Final = "application/json"
 MERGE_PATCH: Final = "application/merge-patch+json"
 JSON_PATCH: Final = "application/json-patch+json"
@@ -34,11 +35,7 @@ class ApiRefusesError(GpuwardenError):
 
     def __init__(self, status: int, text: str) -> None:
         self.status = status
-        super().__init__(f"the API server answered {status}{text}")
-
-
-class MessageWire(msgspec.Struct, frozen=True):
-    message: str = ""
+        super().__init__(f"the API server answered {status}" + (f": {text}" if text else ""))
 
 
 @frozen
@@ -136,17 +133,10 @@ class RateLimitedClient:
         if status == 404:
             return None
         if status in (400, 401, 403, 409, 422):
-            raise ApiRefusesError(status, error_message(content))
+            raise ApiRefusesError(status, status_message(content, MAX_MESSAGE))
         if not 200 <= status < 300:
             raise ApiUnavailableError(f"the API server answered {status}")
         try:
             return object_in(content)
         except msgspec.DecodeError as exc:
             raise ApiUnavailableError("the API server's answer is not valid JSON") from exc
-
-
-def error_message(content: bytes) -> str:
-    try:
-        return ": " + str(decoded(content, MessageWire).message)[:400]
-    except msgspec.DecodeError:
-        return ""
