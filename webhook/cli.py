@@ -1,7 +1,7 @@
 """The command line of `gpuwarden`: its commands, their flags and its exit codes. Each command imports what it needs.
 
 A mistake in the options prints the usage and the mistake to stderr, and the exit code is 1, as in the older webhook
-(S4). A server that cannot start exits with 1 too.
+(the GPU Device Assigner). A server that cannot start exits with 1 too.
 """
 
 import sys
@@ -22,7 +22,7 @@ from webhook.runtime.settings import Command, Settings, SettingsError
 FAILED: Final = 1
 # A longer usage is not printed: it would hide the mistake.
 MAX_USAGE_LINES: Final = 4
-# The older exporter's (S2) exit code for invalid settings and a failed start.
+# gpuid's exit code for invalid settings and a failed start.
 NOT_STARTED: Final = 2
 # `explain` and `audit` have no answer.
 NO_ANSWER: Final = 2
@@ -304,7 +304,7 @@ def with_all_settings(parser: Parser, run: Callable[[Namespace, Settings], int])
 
 
 def with_export_settings(parser: Parser, run: Callable[[Namespace], int]) -> None:
-    """With the older exporter's (S2) exit codes: 2 if the settings or anything else keep the command from starting."""
+    """With gpuid's exit codes: 2 if the settings or anything else keep the command from starting."""
     from webhook.export.settings import add_flags
 
     add_flags(parser, Command(parser.command))

@@ -33,7 +33,7 @@ async def verdict(house: House, uid: str) -> str:
     return "Admitted" if response["allowed"] else str(response["status"]["reason"])
 
 
-@pytest.mark.defect("S0-1")
+@pytest.mark.defect("extender-1")
 async def test_changed_evidence_file_changes_the_verdict(house: House) -> None:
     assert await verdict(house, "r1") == "Admitted"
     node = {**INVENTORY["nodes"][0], "evidence": {"hash": OTHER_HASH}}
@@ -50,7 +50,7 @@ async def test_evidence_ends_at_the_second_without_a_new_reading(build: Build) -
     assert await verdict(house, "r2") == "NoProvenNode"
 
 
-@pytest.mark.defect("S0-2")
+@pytest.mark.defect("extender-2")
 async def test_evidence_from_the_future_is_not_valid_yet(build: Build) -> None:
     node = {**INVENTORY["nodes"][0], "evidence": {"hash": HASH, "since": "2026-03-02T12:00:30Z"}}
     house = await build({"nodes": [node]})
@@ -59,7 +59,7 @@ async def test_evidence_from_the_future_is_not_valid_yet(build: Build) -> None:
     assert await verdict(house, "r2") == "Admitted"
 
 
-@pytest.mark.defect("S4-14")
+@pytest.mark.defect("assigner-14")
 async def test_invalid_file_keeps_the_last_state(house: House) -> None:
     await rewrite(house, "nodes: [")
     assert await verdict(house, "r1") == "Admitted"

@@ -173,7 +173,7 @@ def test_gpu_of_two_sets_is_free_when_both_are_gone(scene: Scene) -> None:
     assert scene.free() == 3
 
 
-@pytest.mark.defect("S1-3")
+@pytest.mark.defect("binder-3")
 @pytest.mark.parametrize("late", ["0=node-a:0", "0=node-a:GPU-0", "7=rack-1:90000"], ids=["index", "uuid", "serial"])
 @pytest.mark.parametrize("is_heard_first", [True, False], ids=["late-first", "early-first"])
 def test_older_of_two_sets_owns_the_gpu_by_any_of_its_names(scene: Scene, late: str, is_heard_first: bool) -> None:
@@ -215,7 +215,7 @@ def test_label_counts_while_no_node_has_it_as_name() -> None:
     assert not scene.fleet.is_offered(device("GPU-b0", index=0))
 
 
-@pytest.mark.defect("S1-3")
+@pytest.mark.defect("binder-3")
 def test_pod_outside_the_set_gets_none_of_its_gpus(scene: Scene) -> None:
     raw = builders.raw_pod(
         name="web-0",
@@ -275,7 +275,7 @@ def test_map_is_not_parsed_again_when_its_set_changes_elsewhere(scene: Scene) ->
     assert scene.free() == 1
 
 
-@pytest.mark.defect("S1-12")
+@pytest.mark.defect("binder-12")
 async def test_logical_name_of_two_nodes_is_reported_once_on_both() -> None:
     fleet, heard = Fleet(), RecordedEvents()
     names = NodeNameConflicts(fleet, heard)

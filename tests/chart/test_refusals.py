@@ -159,7 +159,7 @@ REFUSED: dict[str, tuple[Raw, str]] = {
 }
 
 
-@pytest.mark.defect("S1-17")
+@pytest.mark.defect("binder-17")
 @pytest.mark.parametrize("name", REFUSED)
 def test_unusable_values_are_refused_with_a_message(name: str) -> None:
     values, sentence = REFUSED[name]

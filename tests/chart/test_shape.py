@@ -37,7 +37,7 @@ def test_helm_lints_it() -> None:
     assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.defect("S1-16")
+@pytest.mark.defect("binder-16")
 def test_own_namespace_and_kube_system_are_excluded_from_webhooks() -> None:
     for hook in webhooks(rendered({"webhooks.excludedNamespaces": ["cni"]}, namespace="guards")):
         expressions = hook["namespaceSelector"]["matchExpressions"]
@@ -86,7 +86,7 @@ def wrong_kinds(found: Any, path: str = "") -> Iterator[str]:
             yield from wrong_kinds(one, f"{path}[{number}]")
 
 
-@pytest.mark.defect("S1-16")
+@pytest.mark.defect("binder-16")
 def test_failure_policy_is_configurable_except_for_bindings() -> None:
     for said in ("Fail", "Ignore"):
         for hook in webhooks(rendered({"webhooks.failurePolicy": said})):
@@ -96,7 +96,7 @@ def test_failure_policy_is_configurable_except_for_bindings() -> None:
             assert hook["failurePolicy"] == expected, hook["name"]
 
 
-@pytest.mark.defect("S1-17")
+@pytest.mark.defect("binder-17")
 @pytest.mark.parametrize("enabled", [True, False], ids=["webhooks", "no-webhooks"])
 @pytest.mark.parametrize("mode", ["selfManaged", "certManager", "existingSecret"])
 @pytest.mark.parametrize("release", ["gpuwarden", "other"])
@@ -376,7 +376,7 @@ def policy(component: str, **values: Any) -> Raw:
     return dict(one(found, "NetworkPolicy", "gpuwarden" if component == "serve" else f"gpuwarden-{component}")["spec"])
 
 
-@pytest.mark.defect("S3-18")
+@pytest.mark.defect("scoring-18")
 @pytest.mark.parametrize("component", ["serve", "reconcile"])
 def test_network_policy_allows_dns_and_the_api_server(component: str) -> None:
     egress = policy(component)["egress"]
@@ -387,7 +387,7 @@ def test_network_policy_allows_dns_and_the_api_server(component: str) -> None:
     assert [peer["ipBlock"]["cidr"] for rule in to_api for peer in rule["to"]] == ["0.0.0.0/0", "::/0"]
 
 
-@pytest.mark.defect("S3-18")
+@pytest.mark.defect("scoring-18")
 def test_network_policy_lets_the_api_server_reach_serve() -> None:
     (rule,) = [rule for rule in policy("serve")["ingress"] if rule["ports"] == [{"port": "https", "protocol": "TCP"}]]
     assert {"ipBlock": {"cidr": "0.0.0.0/0"}} in rule["from"]

@@ -149,7 +149,7 @@ EVERY_USE: Raw = {
 }
 
 
-@pytest.mark.defect("S1-19")
+@pytest.mark.defect("binder-19")
 def test_rendered_roles_equal_gpuwarden_manifests() -> None:
     assert compared(of_kind(rendered({**EVERY_COMPONENT, **EVERY_USE}), *ROLES)) == compared(shipped(Installation()))
 
@@ -189,7 +189,7 @@ def test_conditional_permissions_are_rendered_only_if_needed() -> None:
     assert {name for name, _ in may("serve", ALONE)} == {"pods", "tokenreviews", "subjectaccessreviews"}
 
 
-@pytest.mark.defect("S2-20")
+@pytest.mark.defect("gpuid-20")
 def test_exporter_may_exec_only_in_the_device_plugins_namespace() -> None:
     found = rendered({**EVERY_COMPONENT, "export.settings.namespace": "gpus"})
     may = [

@@ -176,8 +176,8 @@ def outcomes() -> dict[str, list[tuple[int, str]]]:
         return dict(zip((one.path for one in OWN), pool.map(both, OWN), strict=True))
 
 
-@pytest.mark.defect("S1-18")
-@pytest.mark.defect("S3-12")
+@pytest.mark.defect("binder-18")
+@pytest.mark.defect("scoring-12")
 @pytest.mark.parametrize("path", [one.path for one in OWN])
 def test_every_value_changes_what_is_rendered(outcomes: dict[str, list[tuple[int, str]]], path: str) -> None:
     without, with_it = outcomes[path]
@@ -193,7 +193,7 @@ EVERYTHING: Raw = {
 }
 
 
-@pytest.mark.defect("S1-18")
+@pytest.mark.defect("binder-18")
 @pytest.mark.parametrize("part", PARTS)
 def test_every_component_has_its_own_value(part: str) -> None:
     others = {f"{component}.{part}": another(BY_PATH[f"{component}.{part}"]) for component in COMPONENTS}

@@ -46,7 +46,7 @@ def run(*words: str) -> int:
 
 
 @pytest.mark.parametrize("words", COMMANDS.values(), ids=COMMANDS.keys())
-@pytest.mark.defect("S4-21")
+@pytest.mark.defect("assigner-21")
 def test_mistake_in_options_is_printed_with_the_usage(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     # Of `explain` 1 is a denial.
     assert run(*words) == (2 if words[:1] == ["explain"] else 1)
@@ -277,7 +277,7 @@ IN_USE = OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
     ],
 )
 @pytest.mark.skipif(sys.platform != "linux", reason="the number of the error is Linux's")
-@pytest.mark.defect("S4-21")
+@pytest.mark.defect("assigner-21")
 def test_a_start_that_fails_is_one_line_and_exit_code_1(
     exc: Exception, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -34,7 +34,7 @@ class Store:
             raise ExportError(self.problem)
 
 
-@pytest.mark.defect("S2-15")
+@pytest.mark.defect("gpuid-15")
 async def test_readiness_is_that_of_the_stores() -> None:
     store = Store()
     health = StoreHealth(store.check, every=0.0)

@@ -59,14 +59,14 @@ async def test_it_says_one_line_and_stops_cleanly(tmp_path: Path) -> None:
     assert "evidence is static (configured by hand, nothing is attested): for development only" in events
 
 
-@pytest.mark.defect("S4-21")
+@pytest.mark.defect("assigner-21")
 async def test_the_log_level_applies(tmp_path: Path) -> None:
     with serving(tmp_path, INVENTORY, ["--log-level", "error"]) as running:
         assert await admitted(running)
         assert running.stop() == (0, "", "")
 
 
-@pytest.mark.defect("S4-21")
+@pytest.mark.defect("assigner-21")
 def test_a_start_that_fails_says_why_and_exits_1(tmp_path: Path) -> None:
     (tmp_path / "bad.yaml").write_text("nodes: [{name: a, label: {}}]")
     done = refusing(
@@ -77,7 +77,7 @@ def test_a_start_that_fails_says_why_and_exits_1(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.defect("S4-21")
+@pytest.mark.defect("assigner-21")
 def test_a_port_in_use_is_a_sentence_and_exit_1(tmp_path: Path) -> None:
     (tmp_path / "inventory.yaml").write_text("nodes: []")
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -172,10 +172,10 @@ async def within(seconds: float, look: Any, is_right: Any) -> bool:
     return False
 
 
-# The API server behind S4's three flags.
+# The API server behind the GPU Device Assigner's three flags.
 
 
-@pytest.mark.defect("S4-16")
+@pytest.mark.defect("assigner-16")
 async def test_finalize_asks_the_api_server_where_there_is_one(tmp_path: Path) -> None:
     pods: dict[str, Raw] = {}
     seen: list[str] = []

@@ -79,7 +79,7 @@ def mistakes(*containers: Raw, **members: Any) -> tuple[str, ...]:
         ),
     ],
 )
-@pytest.mark.defect("S4-12")
+@pytest.mark.defect("assigner-12")
 def test_claim_is_parsed_from_each_key(raw: Raw, record: ClaimRecord) -> None:
     assert claim(raw).record == record
 
@@ -101,7 +101,7 @@ def test_claim_is_parsed_from_each_key(raw: Raw, record: ClaimRecord) -> None:
         pytest.param({"metadata": None, "spec": None}, id="null"),
     ],
 )
-@pytest.mark.defect("S4-11")
+@pytest.mark.defect("assigner-11")
 def test_pod_without_requests_or_keys_has_no_claim(raw: Raw) -> None:
     assert claim_of(Pod.parse(raw), RULES) is None
 
@@ -126,9 +126,9 @@ def test_count_annotation_is_ignored_with_a_warning_if_containers_request_gpus()
         pytest.param({"gpuwarden.io/gpu.model": "h100"}, ("model=h100",), id="ours-by-key-and-value"),
         pytest.param({"gpuwarden.io/gpu.model": "false"}, ("model=false",), id="false-is-a-value-of-ours"),
         pytest.param({"gpuwarden.io/gpu.big": ""}, ("big=",), id="ours-empty"),
-        pytest.param({"fudo.org/gpu.memory-80g": "true"}, ("fudo.org/gpu.memory-80g",), id="s4-by-its-key"),
-        pytest.param({"fudo.org/gpu.memory-80g": ""}, ("fudo.org/gpu.memory-80g",), id="s4-empty"),
-        pytest.param({"fudo.org/gpu": "x"}, ("fudo.org/gpu",), id="s4-bare"),
+        pytest.param({"fudo.org/gpu.memory-80g": "true"}, ("fudo.org/gpu.memory-80g",), id="assigner-by-its-key"),
+        pytest.param({"fudo.org/gpu.memory-80g": ""}, ("fudo.org/gpu.memory-80g",), id="assigner-empty"),
+        pytest.param({"fudo.org/gpu": "x"}, ("fudo.org/gpu",), id="assigner-bare"),
         pytest.param(
             {"fudo.org/gpu.a": "true", "fudo.org/gpu.b": "False", "fudo.org/gpu.assign": "x"},
             ("fudo.org/gpu.a",),
@@ -139,7 +139,7 @@ def test_count_annotation_is_ignored_with_a_warning_if_containers_request_gpus()
         ),
     ],
 )
-@pytest.mark.defect("S4-12")
+@pytest.mark.defect("assigner-12")
 def test_requirements_are_parsed_from_labels(labels: dict[str, str], requirements: tuple[str, ...]) -> None:
     assert asked_by(labels=labels).requirements == requirements
 
@@ -247,7 +247,7 @@ def test_map_gives_the_entry_of_the_ordinal() -> None:
     assert claim(mapped("0=node-a:0\n1=rack-1:GPU-1,GPU-2", "1")).map_entry == MapEntry("rack-1", ("GPU-1", "GPU-2"))
 
 
-@pytest.mark.defect("S1-2")
+@pytest.mark.defect("binder-2")
 def test_ordinal_without_a_map_line_makes_an_unmapped_claim() -> None:
     found = claim(mapped("1=node-a:0", "7"))
     assert (found.map_entry, found.record.unmapped, found.count, found.is_mapped) == (None, 7, 1, True)

@@ -67,7 +67,7 @@ def hold(there: Fleet, *slots: Slot, id: str = "r-1", is_shared: bool = False) -
 # Placements.
 
 
-@pytest.mark.defect("S4-17")
+@pytest.mark.defect("assigner-17")
 def test_free_gpus_are_found_for_every_set_of_held_gpus() -> None:
     there = fleet(node("node-a", *(device(f"GPU-{n}") for n in range(8))))
     hold(there, slot("GPU-0"))
@@ -467,7 +467,7 @@ def test_status_code_is_403_without_a_proven_node_and_429_without_a_free_gpu() -
         pytest.param({"taints": [Taint("gpu", effect="NoExecute")]}, Reason.NODE_NOT_READY, id="tainted"),
     ],
 )
-@pytest.mark.defect("S4-10")
+@pytest.mark.defect("assigner-10")
 def test_unavailable_node_is_never_chosen(members: Raw, reason: Reason) -> None:
     assert denial(gpus(1), fleet(node("node-a", device("GPU-1"), **members))).reason is reason
 

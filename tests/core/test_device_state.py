@@ -27,7 +27,7 @@ RELEASING = reservation(slot("GPU-1"), phase=Phase.RELEASING)
         pytest.param([OVERDUE, RELEASING], "orphaned", id="shared-and-all-on-the-way-out"),
     ],
 )
-@pytest.mark.defect("S4-22")
+@pytest.mark.defect("assigner-22")
 def test_a_device_is_as_busy_as_its_busiest_holder(holders: list[Reservation], state: str) -> None:
     assert device_state(holders, NOW, is_quarantined=False) is DeviceState(state)
 

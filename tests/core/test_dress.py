@@ -98,7 +98,7 @@ def test_aliases_are_written_only_if_enabled() -> None:
     }
 
 
-@pytest.mark.defect("S4-9")
+@pytest.mark.defect("assigner-9")
 def test_the_users_annotations_stay() -> None:
     raw = raw_pod(annotations={"team": "vision", "a/b~c": "x", "a/b": "", "~1": "y"})
     kept = worn(raw)["metadata"]["annotations"]
@@ -121,7 +121,7 @@ def test_keys_with_slash_and_tilde_are_escaped_in_the_patch() -> None:
     ]
 
 
-@pytest.mark.defect("S4-13")
+@pytest.mark.defect("assigner-13")
 def test_uuids_are_written_without_a_leading_colon() -> None:
     assert worn(raw_pod())["metadata"]["annotations"]["fudo.org/gpu.uuid"] == "GPU-1,GPU-2"
 
@@ -261,7 +261,7 @@ def test_every_other_affinity_stays() -> None:
     }
 
 
-@pytest.mark.defect("S4-10")
+@pytest.mark.defect("assigner-10")
 def test_dressing_does_not_set_node_name() -> None:
     assert "nodeName" not in worn(raw_pod())["spec"]
 
@@ -584,7 +584,7 @@ def test_patch_of_any_pod_gives_the_dressed_pod(raw: Raw, fit: Allocation, how: 
 
 
 @given(raw_pods, outfits, rules)
-@pytest.mark.defect("S4-20")
+@pytest.mark.defect("assigner-20")
 def test_copy_of_a_dressed_pod_is_dressed_for_its_own_reservation(raw: Raw, fit: Allocation, how: DressRules) -> None:
     copied = dressed(raw, fit, how)
     other = Allocation(fit.claim, ("node-z",), "r-2" if fit.uuids else None, ("GPU-9",) if fit.uuids else ())

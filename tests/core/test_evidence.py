@@ -31,7 +31,7 @@ MICROSECOND = timedelta(microseconds=1)
         pytest.param(evidence("a", is_conflict=True, until=NOW - SECOND), "conflict", id="in-conflict-and-over"),
     ],
 )
-@pytest.mark.defect("S0-2")
+@pytest.mark.defect("extender-2")
 def test_evidence_is_stale_at_its_end(known: Evidence | None, state: str) -> None:
     assert state_of(known, NOW) is EvidenceState(state)
 

@@ -48,7 +48,7 @@ def test_names_are_answered_with_names() -> None:
     }
 
 
-@pytest.mark.defect("S0-3")
+@pytest.mark.defect("extender-3")
 def test_objects_are_answered_with_the_same_objects_byte_for_byte() -> None:
     offer = ExtenderArgs.parse(args(Nodes=sent(NODE, named("node-b"), metadata={"resourceVersion": "7"}))).offer
     assert offer.names == ("node-a", "node-b")
@@ -116,7 +116,7 @@ MALFORMED = [
 ]
 
 
-@pytest.mark.defect("S0-8")
+@pytest.mark.defect("extender-8")
 @pytest.mark.parametrize("body", MALFORMED)
 def test_invalid_args_are_rejected(body: bytes) -> None:
     with pytest.raises(MalformedArgsError):

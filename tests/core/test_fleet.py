@@ -317,7 +317,7 @@ class IndexedFleet(RuleBasedStateMachine):
 IndexedFleet.TestCase.settings = settings(
     max_examples=150, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
-TestIndexedFleet = pytest.mark.defect("S4-10")(IndexedFleet.TestCase)
+TestIndexedFleet = pytest.mark.defect("assigner-10")(IndexedFleet.TestCase)
 
 
 # A label with more values has a directory instead of classes; these nodes have one value each.
@@ -635,7 +635,7 @@ def test_a_gpu_that_moves_to_another_node_stays_held() -> None:
     assert [placement.node for placement in found] == ["node-b"]
 
 
-@pytest.mark.defect("S4-18")
+@pytest.mark.defect("assigner-18")
 def test_release_frees_only_the_slots_of_its_reservation() -> None:
     there = fleet(node("node-a", device("GPU-1")))
     there.hold(reservation(slot("GPU-1"), id="second"))

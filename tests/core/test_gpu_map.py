@@ -79,7 +79,7 @@ def test_map_is_parsed(text: str, entries: dict[int, tuple[str, str]]) -> None:
     assert parsed(text) == entries
 
 
-@pytest.mark.defect("S1-2")
+@pytest.mark.defect("binder-2")
 @pytest.mark.parametrize(("text", "line", "code"), INVALID.values(), ids=INVALID)
 def test_invalid_line_is_named(text: str, line: int, code: str) -> None:
     with pytest.raises(InvalidPodError) as caught:

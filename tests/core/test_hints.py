@@ -73,7 +73,7 @@ def test_features_are_parsed_from_annotations() -> None:
     assert found == Features("train-bert", "team-a", 40.0, 16)
 
 
-@pytest.mark.defect("S3-11")
+@pytest.mark.defect("scoring-11")
 @pytest.mark.parametrize(
     "text", ["nan", "NaN", "inf", "-inf", "Infinity", "-1", "-0.0", "40Gi", "1e400", "", "0x10", "1_000", "٤٠", "4 0"]
 )
@@ -93,7 +93,7 @@ def test_memory_is_a_decimal_number(text: str, number: float) -> None:
     assert features(gpu__mem__gi=text).gpu_mem_gb == number
 
 
-@pytest.mark.defect("S3-11")
+@pytest.mark.defect("scoring-11")
 @pytest.mark.parametrize("text", ["16.0", "many", "", "1e3", "9" * 40, "-1", "nan", "40Gi", "1e400"])
 def test_invalid_batch_size_is_ignored_with_a_warning(text: str) -> None:
     found = features(ml__batch_size=text)
@@ -115,7 +115,7 @@ def test_memory_of_a_gpu_pod_defaults_to_40_gb() -> None:
     ],
     ids=["limits-only", "cpu", "none-of-it"],
 )
-@pytest.mark.defect("S3-17")
+@pytest.mark.defect("scoring-17")
 def test_a_pod_that_requests_no_gpu_is_not_scored(container: Raw) -> None:
     pod = Pod.parse(scored(container))
     assert not should_score(pod, None)
@@ -160,14 +160,14 @@ def test_priority_class_replaces_priority_and_preemption_policy() -> None:
     assert not {"priority", "preemptionPolicy"} & spec.keys()
 
 
-@pytest.mark.defect("S3-14")
+@pytest.mark.defect("scoring-14")
 def test_a_pods_own_class_stays() -> None:
     raw = scored(priorityClassName="mine", priority=7)
     spec = patched(raw, advised(raw))["spec"]
     assert (spec["priorityClassName"], spec["priority"]) == ("mine", 7)
 
 
-@pytest.mark.defect("S3-14")
+@pytest.mark.defect("scoring-14")
 def test_missing_priority_class_is_not_written() -> None:
     raw = scored(priority=0)
     hints = advised(raw, around=HintContext(A100, classes=frozenset({"gpu-ultra"})))
@@ -186,7 +186,7 @@ def test_default_class_of_the_cluster_is_replaced() -> None:
 # Selector.
 
 
-@pytest.mark.defect("S3-1")
+@pytest.mark.defect("scoring-1")
 @pytest.mark.defect("X-1")
 @pytest.mark.parametrize("own", [None, {}, {"pool": "gpu"}, {"a/b~c": "d"}], ids=repr)
 def test_selector_with_special_characters_is_merged(own: Any) -> None:
@@ -210,7 +210,7 @@ def test_own_selector_of_the_pod_is_kept() -> None:
     assert hints.warnings == ("nodeSelector gpu.nvidia.com/class=L4-24GB is kept; the scorer chose A100-80GB",)
 
 
-@pytest.mark.defect("S3-6")
+@pytest.mark.defect("scoring-6")
 def test_model_is_selected_by_the_label_that_nodes_have() -> None:
     by_product = {"gpu.nvidia.com/class": {"L4-24GB": 1}, "nvidia.com/gpu.product": {"A100-80GB": 3}}
     raw = scored()
@@ -267,7 +267,7 @@ def test_hints_that_make_the_pod_invalid_are_ignored(wrong: Toleration) -> None:
     assert len(hints.warnings) == 1
 
 
-@pytest.mark.defect("S3-4")
+@pytest.mark.defect("scoring-4")
 def test_anti_affinity_is_appended_and_the_rest_stays() -> None:
     hard = [{"labelSelector": {"matchLabels": {"app": "bert"}}, "topologyKey": "kubernetes.io/hostname"}]
     soft = [{"weight": 1, "podAffinityTerm": hard[0]}]
@@ -291,7 +291,7 @@ def test_anti_affinity_is_appended_and_the_rest_stays() -> None:
     assert found["podAntiAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"] == [*soft, ours]
 
 
-@pytest.mark.defect("S3-5")
+@pytest.mark.defect("scoring-5")
 def test_the_job_type_is_a_label_that_others_can_avoid() -> None:
     raw = scored(labels={"app": "bert"})
     assert patched(raw, advised(raw))["metadata"]["labels"] == {
@@ -313,8 +313,8 @@ def test_job_type_that_is_not_a_label_value_gives_a_warning() -> None:
 # Annotations.
 
 
-@pytest.mark.defect("S3-9")
-@pytest.mark.defect("S3-10")
+@pytest.mark.defect("scoring-9")
+@pytest.mark.defect("scoring-10")
 def test_the_decision_is_written_under_both_names() -> None:
     raw = scored()
     found = patched(raw, advised(raw))["metadata"]["annotations"]
@@ -367,7 +367,7 @@ def job(said: dict[str, str] | None, template: Any = None) -> Raw:
     return {"metadata": meta, "spec": {"template": {"metadata": template, "spec": {"containers": []}}}}
 
 
-@pytest.mark.defect("S3-3")
+@pytest.mark.defect("scoring-3")
 @pytest.mark.parametrize("template", [None, {}, {"annotations": None}], ids=repr)
 def test_features_of_a_job_are_copied_to_its_template(template: Any) -> None:
     said = {"app.kubernetes.io/job-type": "train-bert", "gpu.mem.gi": "40", "other": "not ours"}

@@ -187,7 +187,7 @@ TAINT = Taint("gpu", "yes", "NoSchedule")
         pytest.param({"key": None, "operator": "Exists", "value": None, "effect": None}, True, id="nulls"),
     ],
 )
-@pytest.mark.defect("S4-10")
+@pytest.mark.defect("assigner-10")
 def test_taint_is_tolerated_as_in_kubernetes(toleration: dict[str, str], tolerates: bool) -> None:
     assert NodesAsked.of(pod(tolerations=[toleration])).tolerates(TAINT) is tolerates
 

@@ -34,7 +34,7 @@ def counted(*, init: list[Raw], containers: list[Raw]) -> int:
         pytest.param([("i", 0)], [("a", 0)], 0, id="nothing-asked"),
     ],
 )
-@pytest.mark.defect("S4-12")
+@pytest.mark.defect("assigner-12")
 def test_gpus_are_counted_by_kubernetes_own_rule(
     init: list[tuple[str, int]], containers: list[tuple[str, int]], total: int
 ) -> None:

@@ -37,7 +37,7 @@ def test_move_outside_of_the_table_is_rejected(phase: Phase, event: ReservationE
         assert held.after(event).phase is Phase(expected)
 
 
-@pytest.mark.defect("S4-5")
+@pytest.mark.defect("assigner-5")
 def test_a_finalized_reservation_cannot_expire() -> None:
     finalized = reservation(slot("GPU-1")).after(ReservationEvent.POD_EXISTS)
     assert finalized.deadline is None

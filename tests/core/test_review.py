@@ -183,7 +183,7 @@ UID_LENGTH = "the review's uid is not a printable text of up to 128 characters"
         ),
     ],
 )
-@pytest.mark.defect("S4-15")
+@pytest.mark.defect("assigner-15")
 def test_review_without_a_valid_uid_is_rejected_with_a_message(text: bytes, message: str) -> None:
     with pytest.raises(MalformedReviewError) as caught:
         Review.parse(text)

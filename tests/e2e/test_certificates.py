@@ -191,7 +191,7 @@ async def wait_for_rotations(load: Load, times: int, seconds: float) -> None:
 
 
 @pytest.mark.parametrize("times", [10, pytest.param(LONG, marks=pytest.mark.long)])
-@pytest.mark.defect("S1-21")
+@pytest.mark.defect("binder-21")
 async def test_no_review_is_lost_while_own_certificates_change_under_load(
     cluster: Cluster, kube: Kube, tmp_path: Path, request: pytest.FixtureRequest, times: int
 ) -> None:

@@ -309,8 +309,8 @@ def denied(log: Path) -> list[object]:
     return [one for one in requests(log) if one[2] in (401, 403)]
 
 
-@pytest.mark.defect("S1-16")
-@pytest.mark.defect("S3-13")
+@pytest.mark.defect("binder-16")
+@pytest.mark.defect("scoring-13")
 async def test_from_install_to_uninstall(
     cluster: Cluster, kube: Kube, release: Release, directory: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:

@@ -195,7 +195,7 @@ async def test_pod_gets_a_gpu_that_a_node_annotation_lists(harness: Harness) -> 
     assert running["spec"]["nodeName"] == A
 
 
-@pytest.mark.defect("S4-14")
+@pytest.mark.defect("assigner-14")
 async def test_invalid_annotation_is_reported_on_its_node_and_affects_no_other_node(harness: Harness) -> None:
     await harness.node(A, said("GPU-a"))
     await harness.wait_for_devices(A, GPU_a=True)

@@ -152,7 +152,7 @@ async def cleared(kube: Kube, namespace: str) -> None:
                 await kube.delete(EVENTS, event["metadata"]["name"], "default")
 
 
-@pytest.mark.defect("S0-6")
+@pytest.mark.defect("extender-6")
 @pytest.mark.parametrize("harness", ["report"], indirect=True)
 async def test_evidence_loss_is_reported_on_the_node_the_pod_and_its_owner(harness: Harness) -> None:
     await harness.kube.create(DEPLOYMENTS, deployment("train", 1, 1, ASKING), harness.namespace)

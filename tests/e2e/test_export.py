@@ -252,7 +252,7 @@ async def test_nvidia_smi_output_is_exported_and_labels_the_node(
     }
 
 
-@pytest.mark.defect("S2-4")
+@pytest.mark.defect("gpuid-4")
 async def test_a_node_without_a_provider_is_exported_once(kube: Kube, account: Path, tmp_path: Path) -> None:
     with exporting(account, tmp_path / "export") as running:
         await kube.create(PODS, plugin_pod("plugin-b", NODE_NAMES[1]), PLUGINS)
@@ -302,7 +302,7 @@ async def test_truncated_output_is_a_failure_and_stderr_output_is_not(
         await wait_for(running.records, running, lambda found: len(found) == 4)
 
 
-@pytest.mark.defect("S2-20")
+@pytest.mark.defect("gpuid-20")
 async def test_exec_is_allowed_in_the_watched_namespace_only(
     cluster: Cluster, kube: Kube, account: Path, tmp_path: Path
 ) -> None:
@@ -327,7 +327,7 @@ async def test_exec_is_allowed_in_the_watched_namespace_only(
                 assert said["status"]["allowed"] is is_allowed
 
 
-@pytest.mark.defect("S2-17")
+@pytest.mark.defect("gpuid-17")
 async def test_killed_exporter_repeats_the_same_records_and_no_others(
     kube: Kube, account: Path, tmp_path: Path, fake_nvidia_smi: FakeNvidiaSmi
 ) -> None:
@@ -367,13 +367,13 @@ async def test_reading_from_a_pod_that_was_replaced_is_dropped(
     assert len(running.records()) == 4
 
 
-@pytest.mark.defect("S2-12")
+@pytest.mark.defect("gpuid-12")
 async def test_watch_lasts_longer_than_the_timeout_of_a_pod(kube: Kube, account: Path, tmp_path: Path) -> None:
     await held_for(3.0, kube, account, tmp_path)
 
 
 @pytest.mark.long
-@pytest.mark.defect("S2-12")
+@pytest.mark.defect("gpuid-12")
 async def test_watch_lasts_two_minutes(kube: Kube, account: Path, tmp_path: Path) -> None:
     await held_for(120.0, kube, account, tmp_path)
 
@@ -401,7 +401,7 @@ ELECTING = {
 }
 
 
-@pytest.mark.defect("S2-16")
+@pytest.mark.defect("gpuid-16")
 async def test_second_exporter_takes_over_when_the_leader_stops(
     kube: Kube, account: Path, tmp_path: Path, fake_nvidia_smi: FakeNvidiaSmi
 ) -> None:
@@ -427,7 +427,7 @@ async def test_second_exporter_takes_over_when_the_leader_stops(
     await kube.delete(LEASES, "gpuid-leader", OURS)
 
 
-@pytest.mark.defect("S2-16")
+@pytest.mark.defect("gpuid-16")
 async def test_nothing_is_exported_after_the_lease_is_lost(kube: Kube, account: Path, tmp_path: Path) -> None:
     with HangingStore() as store:
         environ = {**ELECTING, "POD_NAME": "first", "EXPORTER_TYPE": "http", "HTTP_ENDPOINT": store.url}
@@ -482,7 +482,7 @@ async def answers(client: httpx.AsyncClient, url: str) -> bool:
     return (await client.get(url)).status_code == httpx.codes.OK
 
 
-@pytest.mark.defect("S2-19")
+@pytest.mark.defect("gpuid-19")
 async def test_gpu_uses_are_exported_with_start_and_end_across_a_kill(
     kube: Kube, account: Path, tmp_path: Path
 ) -> None:
@@ -535,7 +535,7 @@ def uses(running: Exporting) -> list[Raw]:
     return [one for one in map(json.loads, lines) if "reservation" in one]
 
 
-@pytest.mark.defect("S2-19")
+@pytest.mark.defect("gpuid-19")
 async def test_one_reading_gives_gpu_node_index_uuid_and_serial(
     cluster: Cluster, kube: Kube, account: Path, tmp_path: Path
 ) -> None:
@@ -549,8 +549,8 @@ async def test_one_reading_gives_gpu_node_index_uuid_and_serial(
         assert entries == {(card.number, card.uuid, card.serial) for card in gb200_tray()}
 
 
-@pytest.mark.defect("S2-15")
-@pytest.mark.defect("S2-17")
+@pytest.mark.defect("gpuid-15")
+@pytest.mark.defect("gpuid-17")
 async def test_each_record_is_stored_once_if_the_exporter_is_killed_during_a_database_outage(
     kube: Kube,
     account: Path,
@@ -602,7 +602,7 @@ async def test_each_record_is_stored_once_if_the_exporter_is_killed_during_a_dat
 SPARE = {("", "pods/exec", "create"): "asked for beside the GET, by the API server itself"}
 
 
-@pytest.mark.defect("S2-20")
+@pytest.mark.defect("gpuid-20")
 async def test_exporter_account_has_exactly_the_permissions_it_uses(
     cluster: Cluster, kube: Kube, account: Path, tmp_path: Path
 ) -> None:

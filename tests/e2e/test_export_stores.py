@@ -119,7 +119,7 @@ async def until(is_so: Callable[[], bool]) -> None:
 
 
 class TestPostgres:
-    @pytest.mark.defect("S2-11")
+    @pytest.mark.defect("gpuid-11")
     async def test_password_can_be_any_text(self, postgres: Postgres, table: str) -> None:
         async with exporting(target_of(postgres, table)) as exporter:
             await exporter.export(batch())
@@ -138,7 +138,7 @@ class TestPostgres:
             await exporter.export(batch())
         assert rows(postgres, table) == "2"
 
-    @pytest.mark.defect("S2-10")
+    @pytest.mark.defect("gpuid-10")
     @pytest.mark.parametrize(
         "name",
         [
@@ -180,7 +180,7 @@ class TestPostgres:
         indexes = postgres.run_sql("SELECT indexname FROM pg_indexes WHERE tablename = 'fresh' ORDER BY 1").split()
         assert {f"idx_fresh_{name}" for name in ("cluster", "node", "read_time", "created_at")} <= set(indexes)
 
-    @pytest.mark.defect("S2-8")
+    @pytest.mark.defect("gpuid-8")
     async def test_repeated_batch_changes_nothing(self, postgres: Postgres, table: str) -> None:
         whole = batch(uses=(use(), use(1, until=later(60))))
         for _ in range(3):
@@ -189,14 +189,14 @@ class TestPostgres:
                 await exporter.export(whole)
         assert (rows(postgres, table), rows(postgres, table, suffix="_use")) == ("2", "2")
 
-    @pytest.mark.defect("S2-18")
+    @pytest.mark.defect("gpuid-18")
     async def test_two_dies_with_one_serial_stay_two_devices(self, postgres: Postgres, table: str) -> None:
         dies = tuple(reading(number, gpu="1760000000011") for number in range(2))
         async with exporting(target_of(postgres, table)) as exporter:
             await exporter.export(Batch("dies", dies))
         assert rows(postgres, table, "string_agg(uuid || ' ' || minor, ',' ORDER BY uuid)") == "GPU-0 0,GPU-1 1"
 
-    @pytest.mark.defect("S2-9")
+    @pytest.mark.defect("gpuid-9")
     async def test_invalid_or_existing_row_does_not_block_other_rows(self, postgres: Postgres, table: str) -> None:
         bad = (reading(1, index=2**40), reading(2, gpu=None), reading(3, node="nul\0"))
         async with exporting(target_of(postgres, table)) as exporter:
@@ -209,7 +209,7 @@ class TestPostgres:
         refused = [line["row"]["uuid"] for line in logs if line["event"] == "row refused"]
         assert sorted(refused) == ["GPU-1", "GPU-2"]
 
-    @pytest.mark.defect("S2-9")
+    @pytest.mark.defect("gpuid-9")
     async def test_namespace_and_pod_of_maximum_length_are_stored_completely(
         self, postgres: Postgres, table: str
     ) -> None:
@@ -293,7 +293,7 @@ class TestTableOfTheOlderExporter:
         postgres.run_sql(OLDER_TABLE.format(name=name))
         return name
 
-    @pytest.mark.defect("S2-9")
+    @pytest.mark.defect("gpuid-9")
     async def test_insert_permission_is_enough_without_migration(self, postgres: Postgres, name: str) -> None:
         postgres.run_sql(
             f"CREATE ROLE w_{name} LOGIN PASSWORD 'w'; GRANT INSERT ON {name} TO w_{name};"
@@ -372,7 +372,7 @@ class TestTableOfTheOlderExporter:
         assert rows(postgres, name) == "2"
 
 
-@pytest.mark.defect("S2-19")
+@pytest.mark.defect("gpuid-19")
 class TestHistory:
     async def asked(self, postgres: Postgres, table: str, **question: str) -> list[PastUse]:
         return list(await find_uses(target_of(postgres, table), UseQuery.from_flags(**question)))
@@ -447,7 +447,7 @@ class TestHistory:
         found = await self.asked(postgres, table, serial="1760000000011")
         assert [(one.gpu_uuid, one.index, one.pod) for one in found] == [("GPU-0", 0, "job-0"), ("GPU-1", 1, "job-1")]
 
-    @pytest.mark.defect("S2-2")
+    @pytest.mark.defect("gpuid-2")
     async def test_use_shows_the_gpu_index_and_node_of_its_time(self, postgres: Postgres, table: str) -> None:
         """The GPU moves to another node and chassis and is read only there; another cluster has a node of the same
         name."""
@@ -465,7 +465,7 @@ class TestHistory:
         ]
         assert {one.serial for one in found} == {"1760000000011"}
 
-    @pytest.mark.defect("S2-2")
+    @pytest.mark.defect("gpuid-2")
     async def test_chassis_that_is_known_later_is_stored(self, postgres: Postgres, table: str) -> None:
         for one in (use(), use(chassis="C-1"), use(until=later(9))):
             await self.stored(postgres, table, Batch(f"{one}", uses=(one,)))
@@ -552,7 +552,7 @@ class TestDatabaseOutage:
         await running
         assert (rows(postgres, table), rows(postgres, table, suffix="_use")) == (str(100 * GPUS), "100")
 
-    @pytest.mark.defect("S2-15")
+    @pytest.mark.defect("gpuid-15")
     async def test_every_batch_is_stored_once_after_a_database_outage(
         self, postgres: Postgres, table: str, tmp_path: Path
     ) -> None:
@@ -565,7 +565,7 @@ class TestDatabaseOutage:
         await self.away(postgres, table, tmp_path, 600)
 
 
-@pytest.mark.defect("S2-16")
+@pytest.mark.defect("gpuid-16")
 async def test_no_write_in_flight_completes_after_drain(postgres: Postgres, table: str, tmp_path: Path) -> None:
     """A process that releases its Lease after `drain` has finished its writes; the next process writes the rest."""
     async with exporting(target_of(postgres, table)) as exporter:
@@ -584,7 +584,7 @@ async def test_no_write_in_flight_completes_after_drain(postgres: Postgres, tabl
     assert rows(postgres, table) == str(2 * GPUS)
 
 
-@pytest.mark.defect("S2-19")
+@pytest.mark.defect("gpuid-19")
 async def test_use_that_ended_without_a_leader_is_closed_by_the_next_leader(
     postgres: Postgres, table: str, tmp_path: Path
 ) -> None:
@@ -618,7 +618,7 @@ def waiting_for_locks(postgres: Postgres) -> int:
     )
 
 
-@pytest.mark.defect("S2-8")
+@pytest.mark.defect("gpuid-8")
 def test_process_killed_at_any_point_stores_every_batch_once(postgres: Postgres, table: str, tmp_path: Path) -> None:
     """A batch that one process has taken is not given to another: the next process finds it in the outbox or in the
     database."""
@@ -767,7 +767,7 @@ class TestObjectStore:
         lines = list(csv.reader(io.StringIO(bytes(found[readings].bytes()).decode())))
         assert [line[5] for line in lines] == ["1760000000011", "1760000000012"]
 
-    @pytest.mark.defect("S2-7")
+    @pytest.mark.defect("gpuid-7")
     async def test_batches_of_the_same_time_get_their_own_objects_and_a_repeat_overwrites(
         self, object_store: ObjectStore, bucket: str
     ) -> None:
@@ -793,7 +793,7 @@ class TestObjectStore:
                 with pytest.raises(ExportError, match=f"^{reason}"):
                     await tried
 
-    @pytest.mark.defect("S2-15")
+    @pytest.mark.defect("gpuid-15")
     async def test_every_object_is_stored_once_after_a_server_outage(
         self, object_store: ObjectStore, bucket: str
     ) -> None:

@@ -258,8 +258,8 @@ async def cleared(kube: Kube, namespace: str) -> None:
     await wait_until(lambda: kube.list(PODS, namespace), lambda pods: not pods)
 
 
-@pytest.mark.defect("S0-3")
-@pytest.mark.defect("S0-4")
+@pytest.mark.defect("extender-3")
+@pytest.mark.defect("extender-4")
 @pytest.mark.parametrize("capable", [True, False], ids=["names", "objects"])
 async def test_pod_with_a_required_hash_is_bound_to_proven_nodes_only(harness: Harness, *, capable: bool) -> None:
     await harness.prove("ext-0", OTHER_HASH)
@@ -310,7 +310,7 @@ async def test_pod_is_scheduled_when_a_gpu_becomes_healthy_again(harness: Harnes
         assert time.monotonic() - started < SOON
 
 
-@pytest.mark.defect("S0-5")
+@pytest.mark.defect("extender-5")
 async def test_no_pod_is_preempted_for_a_pod_that_the_node_can_never_serve(harness: Harness) -> None:
     """The node is full: the scheduler would preempt before it asks the extender about evidence."""
     classes = {"ext-low": 1, "ext-high": 1_000_000}
@@ -341,7 +341,7 @@ async def test_no_pod_is_preempted_for_a_pod_that_the_node_can_never_serve(harne
             await harness.kube.delete(PRIORITIES, name)
 
 
-@pytest.mark.defect("S0-7")
+@pytest.mark.defect("extender-7")
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: str(path.relative_to(ROOT)))
 def test_kube_scheduler_accepts_the_shipped_configurations(cluster: Cluster, path: Path, tmp_path: Path) -> None:
     """The paths are those of this machine; the scheduler writes down what it has read."""
@@ -436,7 +436,7 @@ class ActingExtender:
         return JSONResponse({"NodeNames": asked["NodeNames"], "FailedNodes": {}, "Error": ""})
 
 
-@pytest.mark.defect("S0-6")
+@pytest.mark.defect("extender-6")
 async def test_binding_is_denied_if_evidence_is_lost_between_filter_and_bind(harness: Harness) -> None:
     async def withdraw() -> None:
         await harness.prove("ext-1", None)
@@ -498,7 +498,7 @@ async def test_dressed_pod_is_bound_to_its_reserved_node_only_with_evidence(harn
         assert [one["uid"] for one in held.values()] == [found["metadata"]["uid"]]
 
 
-@pytest.mark.defect("S0-6")
+@pytest.mark.defect("extender-6")
 async def test_binding_is_created_once_and_only_for_the_pod_with_the_given_uid(harness: Harness) -> None:
     await harness.prove("ext-1", HASH)
     await harness.is_known("ext-1", proven=True)

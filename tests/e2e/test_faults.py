@@ -267,7 +267,7 @@ async def test_replicas_with_clock_skew_never_reserve_a_gpu_twice(
         assert {reason for _, reason in storm.tally.why} <= {"NoFreeDevice", "DeadlinePassed"}
 
 
-@pytest.mark.defect("S4-19")
+@pytest.mark.defect("assigner-19")
 async def test_reviews_cause_no_list_requests(
     cluster: Cluster, kube: Kube, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:

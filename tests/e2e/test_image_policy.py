@@ -100,7 +100,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> list[Raw]:
 
 
 @pytest.mark.long
-@pytest.mark.defect("S2-21")
+@pytest.mark.defect("gpuid-21")
 def test_policy_controller_accepts_the_policies_for_this_repository_only(said: list[Raw]) -> None:
     assert [(one["name"], one["problem"]) for one in said] == [("must-have-slsa", ""), ("must-have-spdx-cue", "")]
     assert [one["matched"] for one in said] == [[*OURS, REPOSITORY]] * 2

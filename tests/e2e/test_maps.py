@@ -50,8 +50,8 @@ async def placed(kube: Kube, here: Site, expected: dict[str, tuple[str, str]], u
     await wait_until(look, are_right, 60.0)
 
 
-@pytest.mark.defect("S1-3")
-@pytest.mark.defect("S1-12")
+@pytest.mark.defect("binder-3")
+@pytest.mark.defect("binder-12")
 async def test_a_stateful_set_keeps_its_gpus_through_deletion_scaling_and_a_rolling_update(
     cluster: Cluster, kube: Kube, tmp_path: Path
 ) -> None:

@@ -215,7 +215,7 @@ async def test_manually_removed_reservation_is_restored(reconciling: ApiBench, k
     await wait_until(lambda: is_in_phase(reconciling, "finalized"))
 
 
-@pytest.mark.defect("S4-8")
+@pytest.mark.defect("assigner-8")
 async def test_garbage_collector_deletes_no_reservation(reconciling: ApiBench, kube: Kube, namespace: str) -> None:
     await reserved(reconciling, namespace)
     await kube.create(PODS, dressed_pod("r1"), namespace)

@@ -232,7 +232,7 @@ async def test_of_a_claim_that_one_pod_may_use_a_mapped_pod_waits_its_turn(stage
         await kube.delete(VOLUMES, made)
 
 
-@pytest.mark.defect("S1-7")
+@pytest.mark.defect("binder-7")
 async def test_a_pod_that_is_made_anew_under_its_old_name_is_placed_anew(stage: Stage) -> None:
     await stage.create(mapped("train-0"))
     await stage.is_on("train-0", NODE)
@@ -241,7 +241,7 @@ async def test_a_pod_that_is_made_anew_under_its_old_name_is_placed_anew(stage: 
     await stage.is_on("train-0", OTHER)
 
 
-@pytest.mark.defect("S1-9")
+@pytest.mark.defect("binder-9")
 async def test_nodes_are_listed_for_no_pod(stage: Stage) -> None:
     """Neither by kube-scheduler nor by its extender: both watch them."""
 
@@ -282,7 +282,7 @@ async def unreviewed(stage: Stage, cluster: Cluster) -> AsyncIterator[str]:
             await kube.delete(NODES, BARE)
 
 
-@pytest.mark.defect("S1-12")
+@pytest.mark.defect("binder-12")
 async def test_without_webhooks_a_map_leads_to_the_node_of_its_line(stage: Stage, unreviewed: str) -> None:
     text = f"0=hall-7:0,1\n1={OTHER}:GPU-{OTHER}-0\n2=hall-7:0\n"
     for ordinal, node in ((0, BARE), (1, OTHER), (2, BARE)):
@@ -291,7 +291,7 @@ async def test_without_webhooks_a_map_leads_to_the_node_of_its_line(stage: Stage
         await stage.is_on(f"train-{ordinal}", node, unreviewed)
 
 
-@pytest.mark.defect("S1-6")
+@pytest.mark.defect("binder-6")
 async def test_without_webhooks_a_node_that_is_labelled_later_is_used(stage: Stage, unreviewed: str) -> None:
     await stage.create(mapped("train-0", "0=hall-9:0"), unreviewed)
     await stage.waits("train-0", "not selected by the pod", unreviewed)
@@ -299,7 +299,7 @@ async def test_without_webhooks_a_node_that_is_labelled_later_is_used(stage: Sta
     await stage.is_on("train-0", BARE, unreviewed)
 
 
-@pytest.mark.defect("S1-2")
+@pytest.mark.defect("binder-2")
 async def test_without_webhooks_an_ordinal_without_a_line_is_an_event(stage: Stage, unreviewed: str) -> None:
     await stage.create(mapped("train-7", "0=hall-7:0\n", 7), unreviewed)
     await stage.waits("train-7", "the placement map has no line for ordinal 7", unreviewed)
@@ -310,7 +310,7 @@ async def test_without_webhooks_an_ordinal_without_a_line_is_an_event(stage: Sta
 # Its health. The last test: it takes the Lease away.
 
 
-@pytest.mark.defect("S1-10")
+@pytest.mark.defect("binder-10")
 async def test_it_is_healthy_only_while_it_holds_the_lease_and_upstream_says_otherwise(
     stage: Stage, cluster: Cluster
 ) -> None:

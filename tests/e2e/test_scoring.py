@@ -89,9 +89,9 @@ def is_hinted(found: Raw) -> bool:
     return True
 
 
-@pytest.mark.defect("S3-2")
-@pytest.mark.defect("S3-3")
-@pytest.mark.defect("S3-9")
+@pytest.mark.defect("scoring-2")
+@pytest.mark.defect("scoring-3")
+@pytest.mark.defect("scoring-9")
 @pytest.mark.defect("X-2")
 async def test_documented_pod_and_job_run_with_hints_of_the_own_scorer(
     cluster: Cluster, kube: Kube, tmp_path: Path
@@ -158,9 +158,9 @@ BAD_NOW: dict[str, Raw] = {
 }
 
 
-@pytest.mark.defect("S3-7")
-@pytest.mark.defect("S3-14")
-@pytest.mark.defect("S3-15")
+@pytest.mark.defect("scoring-7")
+@pytest.mark.defect("scoring-14")
+@pytest.mark.defect("scoring-15")
 @pytest.mark.defect("X-1")
 @pytest.mark.defect("X-2")
 async def test_pods_are_created_whatever_a_scorer_answers(

@@ -343,11 +343,11 @@ async def repair(harness: Harness) -> None:
         harness.schedule()
 
 
-@pytest.mark.defect("S1-1")
-@pytest.mark.defect("S1-6")
-@pytest.mark.defect("S1-12")
-@pytest.mark.defect("S1-13")
-@pytest.mark.defect("S1-14")
+@pytest.mark.defect("binder-1")
+@pytest.mark.defect("binder-6")
+@pytest.mark.defect("binder-12")
+@pytest.mark.defect("binder-13")
+@pytest.mark.defect("binder-14")
 async def test_each_ordinal_keeps_the_gpus_of_its_map_line_when_its_pods_are_replaced(
     harness: Harness, request: pytest.FixtureRequest
 ) -> None:
@@ -440,8 +440,8 @@ async def test_ordinal_waits_for_evidence_of_its_node(harness: Harness, request:
         await delete_without_finalizers(harness.kube, NODE_EVIDENCES, node)
 
 
-@pytest.mark.defect("S1-3")
-@pytest.mark.defect("S1-20")
+@pytest.mark.defect("binder-3")
+@pytest.mark.defect("binder-20")
 async def test_newer_set_mapped_to_the_same_gpus_waits_until_the_older_is_scaled_down(
     harness: Harness,
 ) -> None:
@@ -472,7 +472,7 @@ async def test_newer_set_mapped_to_the_same_gpus_waits_until_the_older_is_scaled
     await harness.runs(0, 1, 2)
 
 
-@pytest.mark.defect("S1-8")
+@pytest.mark.defect("binder-8")
 async def test_ordinal_waits_for_its_node_until_it_is_ready(harness: Harness) -> None:
     """The controllers delete the pod: it tolerates such a node only for a moment."""
     brief = {"key": "node.kubernetes.io/not-ready", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 1}
@@ -532,8 +532,8 @@ async def replaced(harness: Harness, uuids: Sequence[str]) -> None:
     await wait_until(devices, lambda found: found == dict.fromkeys(uuids, True))
 
 
-@pytest.mark.defect("S1-8")
-@pytest.mark.defect("S1-11")
+@pytest.mark.defect("binder-8")
+@pytest.mark.defect("binder-11")
 async def test_next_scheduler_binds_every_pod_of_a_killed_one(harness: Harness, request: pytest.FixtureRequest) -> None:
     """Killed while one pod is on its node, one has its GPUs and waits for room there, and one does not exist yet."""
     hog = pod("hog", nodeName="sets-1")

@@ -522,7 +522,7 @@ def test_proof_with_a_fast_clock_is_not_of_the_recreated_node() -> None:
 
 
 @pytest.mark.parametrize("source", ["jwt-svid", "spire-server"])
-@pytest.mark.defect("S0-2")
+@pytest.mark.defect("extender-2")
 def test_written_evidence_is_limited_to_the_configured_age(source: str) -> None:
     """Written with a longer `--max-evidence-age`, by an earlier process or by hand: its real age counts."""
     shown: list[str] = []

@@ -295,7 +295,7 @@ class TestDrain:
         async with asyncio.timeout(PATIENCE.total_seconds()):
             await running
 
-    @pytest.mark.defect("S2-16")
+    @pytest.mark.defect("gpuid-16")
     async def test_nothing_is_written_after_drain_and_remaining_batches_wait_for_the_next_process(
         self, tmp_path: Path
     ) -> None:
@@ -352,7 +352,7 @@ class TestDrain:
         await asyncio.wait([running])
 
 
-@pytest.mark.defect("S2-15")
+@pytest.mark.defect("gpuid-15")
 async def test_check_names_the_stores_that_fail() -> None:
     dead, well = MemoryExporter("dead"), MemoryExporter("well")
     async with delivering(dead, well) as delivery:
@@ -373,7 +373,7 @@ class AnsweringExporter(MemoryExporter):
         await super().export(batch)
 
 
-@pytest.mark.defect("S2-15")
+@pytest.mark.defect("gpuid-15")
 async def test_check_fails_while_a_store_answers_but_stores_nothing() -> None:
     store = AnsweringExporter("store")
     store.has_readings = False
@@ -436,7 +436,7 @@ async def test_locked_outbox_does_not_leave_other_outboxes_locked(tmp_path: Path
     assert await Delivery(exporters, opener(tmp_path), clock).drain(PATIENCE) == 0
 
 
-@pytest.mark.defect("S2-17")
+@pytest.mark.defect("gpuid-17")
 async def test_same_reading_taken_by_two_processes_is_one_batch(tmp_path: Path) -> None:
     """After a failover both processes take it, and a store with a key has it once."""
     old, new = MemoryExporter("store"), MemoryExporter("store")

@@ -184,7 +184,7 @@ async def test_token_is_never_in_errors_or_repr() -> None:
     assert "hush" not in f"{caught.value!r} {HttpTarget('http://x', timedelta(1), 'hush')!r}"
 
 
-@pytest.mark.defect("S2-15")
+@pytest.mark.defect("gpuid-15")
 class TestReadiness:
     @pytest.mark.parametrize("status", [200, 204, 404, 405, 501])
     async def test_check_passes_with_other_status_codes(self, status: int) -> None:

@@ -57,25 +57,25 @@ def test_labels(pairs: list[tuple[str, str]], labels: dict[str, str]) -> None:
     assert short(wanted_labels(gpus(*pairs))) == labels
 
 
-@pytest.mark.defect("S2-3")
+@pytest.mark.defect("gpuid-3")
 def test_gpus_with_empty_and_missing_chassis_have_different_keys() -> None:
     found = short(wanted_labels(gpus(("", "x1"), ("N/A", "x2"), ("", "x3"))))
     assert found == {"gpu-0": "x1", "gpu-1": "x2", "gpu-2": "x3"}
 
 
-@pytest.mark.defect("S2-2")
+@pytest.mark.defect("gpuid-2")
 def test_a_chassis_that_is_not_applicable_is_no_label() -> None:
     assert not [key for key in wanted_labels(gpus(("N/A", "1"))).labels if "chassis" in key]
 
 
-@pytest.mark.defect("S2-5")
+@pytest.mark.defect("gpuid-5")
 def test_long_serial_is_cut_and_noted_and_others_are_unchanged() -> None:
     found = wanted_labels(gpus(("N/A", LONG), ("N/A", "1"), ("N/A", "2" * 62 + "--" + "2" * 9)))
     assert short(found) == {"gpu-0": "1", "gpu-1": "2" * 62, "gpu-2": "9" * 63}
     assert found.notes == ("gpu-1: 73 characters, cut to 63", "gpu-2: 80 characters, cut to 63")
 
 
-@pytest.mark.defect("S2-6")
+@pytest.mark.defect("gpuid-6")
 def test_patch_removes_only_labels_of_our_domain() -> None:
     present = {
         "gpuid.github.com/gpu-0": "1",

@@ -140,7 +140,7 @@ def test_memory_outboxes_fit_the_pods_memory_limit() -> None:
         outbox.put(batch("next", gpus=100), NOW)
 
 
-@pytest.mark.defect("S2-8")
+@pytest.mark.defect("gpuid-8")
 def test_kill_before_any_file_operation_loses_and_duplicates_nothing(tmp_path: Path) -> None:
     """Kills real processes before each open, rename or removal of a file."""
     command = [sys.executable, "-m", "tests.export.killed", str(tmp_path)]

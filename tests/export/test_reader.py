@@ -155,7 +155,7 @@ async def test_all_gpus_of_a_node_have_one_time() -> None:
     assert harness.reader.last_reads == {"node-a": NOW}
 
 
-@pytest.mark.defect("S2-8")
+@pytest.mark.defect("gpuid-8")
 async def test_all_of_a_reading_has_one_time() -> None:
     harness = Harness(says=lambda _: document(h100_host()))
     async with harness.working():
@@ -164,8 +164,8 @@ async def test_all_of_a_reading_has_one_time() -> None:
     assert {one.time for one in harness.readings} == {NOW}
 
 
-@pytest.mark.defect("S2-1")
-@pytest.mark.defect("S2-2")
+@pytest.mark.defect("gpuid-1")
+@pytest.mark.defect("gpuid-2")
 @pytest.mark.parametrize("chassis", [None, "N/A", ""], ids=["no-element", "not-applicable", "empty"])
 async def test_a_missing_chassis_is_unknown(chassis: str | None) -> None:
     harness = Harness(says=lambda _: document([Card(0, serial="1", chassis=chassis)]))
@@ -176,7 +176,7 @@ async def test_a_missing_chassis_is_unknown(chassis: str | None) -> None:
     assert harness.labels["node-a"] == {"gpuid.github.com/gpu-0": "1"}
 
 
-@pytest.mark.defect("S2-18")
+@pytest.mark.defect("gpuid-18")
 async def test_two_dies_that_share_a_serial_are_two_records() -> None:
     harness = Harness()
     async with harness.working():
@@ -210,7 +210,7 @@ async def test_gpu_without_serial_is_exported_with_its_uuid(said: str) -> None:
     assert "unknown" not in harness.labels["node-a"].values()
 
 
-@pytest.mark.defect("S2-4")
+@pytest.mark.defect("gpuid-4")
 @pytest.mark.parametrize("provider_id", [None, ""])
 async def test_a_node_without_a_provider_is_called_na_and_read_once(provider_id: str | None) -> None:
     harness = Harness()
@@ -244,7 +244,7 @@ async def test_pod_that_is_not_ready_is_not_read(raw: Raw) -> None:
     assert harness.execs == ["other"]
 
 
-@pytest.mark.defect("S2-17")
+@pytest.mark.defect("gpuid-17")
 async def test_next_leader_makes_equal_records_from_the_annotation() -> None:
     first = Harness()
     async with first.working():
@@ -258,7 +258,7 @@ async def test_next_leader_makes_equal_records_from_the_annotation() -> None:
     assert second.execs == []
 
 
-@pytest.mark.defect("S2-17")
+@pytest.mark.defect("gpuid-17")
 @pytest.mark.parametrize("change", ["pod", "boot", "age"])
 async def test_node_is_read_again_if_its_gpus_may_have_changed(change: str) -> None:
     first = Harness()
@@ -275,7 +275,7 @@ async def test_node_is_read_again_if_its_gpus_may_have_changed(change: str) -> N
     assert second.execs == ["p"]
 
 
-@pytest.mark.defect("S2-17")
+@pytest.mark.defect("gpuid-17")
 async def test_running_process_reads_again_at_the_resync_interval() -> None:
     harness = Harness(evolve(PLAN, resync=timedelta(minutes=10)))
     async with harness.working():
@@ -400,7 +400,7 @@ def complains(_: str) -> bytes:
     raise ExecError("exit_code", "exit code 9: NVIDIA-SMI has failed")
 
 
-@pytest.mark.defect("S2-14")
+@pytest.mark.defect("gpuid-14")
 @pytest.mark.parametrize(
     ("says", "reason"),
     [
@@ -421,7 +421,7 @@ async def test_failed_reading_is_counted_once_and_retried(says: Callable[[str], 
     assert harness.failures == [reason]
 
 
-@pytest.mark.defect("S2-13")
+@pytest.mark.defect("gpuid-13")
 async def test_reading_is_cancelled_at_its_timeout() -> None:
     harness = Harness(evolve(PLAN, timeout=timedelta(seconds=1)), labels_take=60.0)
     loop = asyncio.get_running_loop()
@@ -468,7 +468,7 @@ def test_metrics_show_queue_depth_and_reading_age() -> None:
     } <= set(found)
 
 
-@pytest.mark.defect("S2-14")
+@pytest.mark.defect("gpuid-14")
 async def test_number_of_series_does_not_grow_with_replaced_pods() -> None:
     metrics = ExportMetrics()
     metrics.initialize_counters(["stdout"])

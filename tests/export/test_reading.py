@@ -22,7 +22,7 @@ NOW = datetime(2026, 1, 1, 0, 0, 0, 123456, tzinfo=UTC)
 SOURCE = ReadingSource("prod", "node-a", "i-1", "gpu-operator/p", "boot")
 
 
-@pytest.mark.defect("S2-4")
+@pytest.mark.defect("gpuid-4")
 @pytest.mark.parametrize(
     ("provider_id", "machine"),
     [

@@ -5,7 +5,7 @@ import pytest
 from webhook.kube.install.policies import Installation, as_yaml, export
 
 
-@pytest.mark.defect("S2-20")
+@pytest.mark.defect("gpuid-20")
 def test_exec_is_a_right_in_the_namespace_of_the_device_plugin_only() -> None:
     found = export(Installation(namespace="wardens", gpu_namespace="gpus"))
     with_exec = [

@@ -106,7 +106,7 @@ async def test_a_text_with_commas_quotes_and_line_breaks_stays_one_field() -> No
     assert row[1] == 'a,"b"\nc'
 
 
-@pytest.mark.defect("S2-7")
+@pytest.mark.defect("gpuid-7")
 async def test_two_batches_of_one_clock_value_are_two_objects() -> None:
     async with listening() as endpoint:
         store = exporter(endpoint)
@@ -115,7 +115,7 @@ async def test_two_batches_of_one_clock_value_are_two_objects() -> None:
     assert len(set(keys(endpoint))) == 2
 
 
-@pytest.mark.defect("S2-8")
+@pytest.mark.defect("gpuid-8")
 async def test_the_same_batch_again_is_the_same_object_again() -> None:
     async with listening() as endpoint:
         for _ in range(2):
@@ -124,7 +124,7 @@ async def test_the_same_batch_again_is_the_same_object_again() -> None:
     assert [(one.path, one.body) for one in first] == [(one.path, one.body) for one in second]
 
 
-@pytest.mark.defect("S2-2")
+@pytest.mark.defect("gpuid-2")
 async def test_uses_are_not_among_the_readings() -> None:
     async with listening() as endpoint:
         await exporter(endpoint).export(Batch("uses", uses=(use(until=later(3600)),)))
@@ -214,7 +214,7 @@ async def test_path_of_a_bucket_url_is_the_key_prefix() -> None:
     assert keys(endpoint)[0].startswith("/gpuids/of/ours/serial-numbers/year=2026/")
 
 
-@pytest.mark.defect("S2-16")
+@pytest.mark.defect("gpuid-16")
 async def test_upload_in_progress_at_the_end_is_aborted() -> None:
     """The store does not receive the rest, neither then nor later."""
     is_asked, is_over = asyncio.Event(), asyncio.Event()
@@ -246,7 +246,7 @@ async def test_uses_with_missing_values_can_be_parquet() -> None:
     assert table.column("until").to_pylist() == [None]
 
 
-@pytest.mark.defect("S2-15")
+@pytest.mark.defect("gpuid-15")
 @pytest.mark.parametrize("order", [503, 404])
 async def test_check_fails_if_the_store_refuses(order: int) -> None:
     async with listening(order) as endpoint:

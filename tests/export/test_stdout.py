@@ -109,7 +109,7 @@ async def read_out(pipe: Pipe, exporting: Coroutine[Any, Any, None]) -> bytes:
     return found + pipe.read()
 
 
-@pytest.mark.defect("S2-16")
+@pytest.mark.defect("gpuid-16")
 async def test_late_reader_gets_whole_lines_and_nothing_written_after_the_end(pipe: Pipe) -> None:
     exporter = StdoutExporter(pipe.stream)
     big = batch(gpus=50)

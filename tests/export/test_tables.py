@@ -7,7 +7,7 @@ from webhook.core.errors import GpuwardenError
 from webhook.export.tables import Tables, clipped, merged_uses, reading_row, width
 
 
-@pytest.mark.defect("S2-10")
+@pytest.mark.defect("gpuid-10")
 @pytest.mark.parametrize(
     ("text", "readings", "uses"),
     [
@@ -22,7 +22,7 @@ def test_table_name_is_used_as_written(text: str, readings: str, uses: str) -> N
     assert (tables.readings.as_string(), tables.uses.as_string()) == (readings, uses)
 
 
-@pytest.mark.defect("S2-10")
+@pytest.mark.defect("gpuid-10")
 @pytest.mark.parametrize("text", ["", ".gpu", "gpu.", "a.b.c", "x" * 56, "ä" * 28, "a\0b"])
 def test_invalid_table_name_is_refused(text: str) -> None:
     with pytest.raises(

@@ -146,7 +146,7 @@ def harness(tmp_path: Path) -> Harness:
     return Harness(tmp_path / "uses")
 
 
-@pytest.mark.defect("S2-19")
+@pytest.mark.defect("gpuid-19")
 async def test_use_is_exported_at_its_start_and_end(harness: Harness) -> None:
     harness.holds({"GPU-1/0": entry(), "GPU-2/0": entry()})
     await harness.uses.step()

@@ -142,7 +142,7 @@ async def test_node_without_gpus_gets_no_gpu_node(scene: Scene) -> None:
     assert await scene.step() == []
 
 
-@pytest.mark.defect("S4-14")
+@pytest.mark.defect("assigner-14")
 async def test_bad_annotation_gets_one_event_and_changes_nothing(scene: Scene) -> None:
     await scene.with_node("GPU-1")
     scene.node(said="!")
@@ -579,7 +579,7 @@ def as_read(*gpus: dict[str, Any]) -> str:
     return json.dumps({"time": "2026-01-01T00:00:00Z", "pod": "u", "gpus": gpus})
 
 
-@pytest.mark.defect("S2-19")
+@pytest.mark.defect("gpuid-19")
 async def test_reading_provides_index_uuid_and_serial(scene: Scene) -> None:
     gpus = [{"index": k, "uuid": f"GPU-{k}", "serial": "S", "model": "GB200", "memory": "189471Mi"} for k in range(2)]
     read = as_read(*gpus, {"index": 2}, {"index": 3, "uuid": "GPU-3", "mig": True})

@@ -64,7 +64,7 @@ def test_node_is_built_from_node_and_gpu_node(scene: Scene, *, nodes_first: bool
     assert scene.node() == Node("node-a", {"zone": "a"}, DEVICES)
 
 
-@pytest.mark.defect("S4-10")
+@pytest.mark.defect("assigner-10")
 @pytest.mark.parametrize(
     ("raw", "expected"),
     [
@@ -104,7 +104,7 @@ def test_list_replaces_all_nodes(scene: Scene) -> None:
     assert scene.told[-2:] == ["forget node-b", "learn node-a"]
 
 
-@pytest.mark.defect("S4-14")
+@pytest.mark.defect("assigner-14")
 def test_unreadable_object_does_not_affect_others(scene: Scene) -> None:
     scene.nodes.changed(raw_node())
     scene.gpu_nodes.changed(raw_gpu_node("node-a", "GPU-1"))

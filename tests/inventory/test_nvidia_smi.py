@@ -35,7 +35,7 @@ def test_all_fields_of_a_gpu_are_read() -> None:
     )
 
 
-@pytest.mark.defect("S2-18")
+@pytest.mark.defect("gpuid-18")
 def test_two_dies_with_one_serial_stay_two_devices() -> None:
     found = parse(document(gb200_tray())).gpus
     assert [(one.index, one.serial, one.minor) for one in found] == [
@@ -59,7 +59,7 @@ def test_dead_gpu_has_only_its_pci_address() -> None:
     assert found == Gpu(index=0, pci="00000000:10:00.0", module="1", raw_serial="N/A", raw_chassis="N/A")
 
 
-@pytest.mark.defect("S2-1")
+@pytest.mark.defect("gpuid-1")
 def test_gpu_without_platform_info_has_no_chassis() -> None:
     (found,) = parse(document([Card(0, serial="1", chassis=None)])).gpus
     assert (found.serial, found.chassis) == ("1", None)

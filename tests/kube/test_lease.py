@@ -110,7 +110,7 @@ async def test_expired_lease_is_taken_by_the_own_clock() -> None:
     assert await has_won(second)
 
 
-@pytest.mark.defect("S2-16")
+@pytest.mark.defect("gpuid-16")
 async def test_leader_gives_up_before_the_lease_expires() -> None:
     leases = Leases()
     first = leases.candidate("a")
@@ -124,7 +124,7 @@ async def test_leader_gives_up_before_the_lease_expires() -> None:
     assert first.left == timedelta(seconds=2.75)
 
 
-@pytest.mark.defect("S2-16")
+@pytest.mark.defect("gpuid-16")
 async def test_remaining_time_is_zero_after_another_took_the_lease() -> None:
     leases = Leases()
     first = leases.candidate("a")

@@ -128,7 +128,7 @@ def test_files_contain_the_expected_objects() -> None:
     "word",
     sorted(
         {*keys.REQUIRED_HASH.names, *keys.GPU_COUNT.names, *keys.GPU_MAP.names}  # what a pod asks with
-        | {keys.REQUIREMENT_PREFIX, keys.S4_REQUIREMENT, f"{keys.S4_REQUIREMENT}."}
+        | {keys.REQUIREMENT_PREFIX, keys.ASSIGNER_REQUIREMENT, f"{keys.ASSIGNER_REQUIREMENT}."}
         | keys.OUTPUT_NAMES
         | {
             *keys.GPU_ENV,

@@ -88,8 +88,8 @@ class LedgerContract:
         assert held.uuids == ("GPU-a0", "GPU-a2")
         assert await bench.ledger.find(held.id, node="node-a", is_fresh=True) == held
 
-    @pytest.mark.defect("S4-1")
-    @pytest.mark.defect("S1-3")
+    @pytest.mark.defect("assigner-1")
+    @pytest.mark.defect("binder-3")
     async def test_slot_has_one_live_reservation(self, bench: Bench) -> None:
         first = await self.reserve(bench, ask(1), on("node-a", "GPU-a0"))
         with pytest.raises(SlotsTakenError):
@@ -110,7 +110,7 @@ class LedgerContract:
         assert (second.node, second.uuids) == ("node-b", ("GPU-b0",))
 
     @pytest.mark.defect("X-4")
-    @pytest.mark.defect("S4-20")
+    @pytest.mark.defect("assigner-20")
     async def test_repeated_request_returns_the_same_reservation(self, bench: Bench) -> None:
         first = await self.reserve(bench, ask(1), on("node-a", "GPU-a0"))
         again = await self.reserve(bench, ask(1), on("node-b", "GPU-b0"))
@@ -125,7 +125,7 @@ class LedgerContract:
         with pytest.raises(ReservationConflictError):
             await self.reserve(bench, other, on("node-a", "GPU-a1"))
 
-    @pytest.mark.defect("S4-4")
+    @pytest.mark.defect("assigner-4")
     async def test_concurrent_requests_get_distinct_devices(self, bench: Bench) -> None:
         places = [on("node-a", f"GPU-a{k}") for k in range(4)]
         asks = [self.reserve(bench, ask(number), *places) for number in range(200)]
@@ -230,7 +230,7 @@ class LedgerContract:
         assert bench.ledger.of_pod("uid-1") is None
         await self.reserve(bench, ask(2), on("node-a", "GPU-a0"))
 
-    @pytest.mark.defect("S4-18")
+    @pytest.mark.defect("assigner-18")
     async def test_late_release_does_not_free_another_reservation(self, bench: Bench) -> None:
         await self.reserve(bench, ask(1), on("node-a", "GPU-a0"))
         await bench.ledger.bind_to_pod(PodProof.REPORTED, ReservationId("r1"), pod(1))
@@ -276,7 +276,7 @@ class LedgerContract:
 
     # Deadlines.
 
-    @pytest.mark.defect("S4-5")
+    @pytest.mark.defect("assigner-5")
     async def test_reservation_without_a_pod_stays_until_its_deadline(self, bench: Bench) -> None:
         held = await self.reserve(bench, ask(1), on("node-a", "GPU-a0"))
         bench.now += PENDING_DEADLINE - SECOND
@@ -323,8 +323,8 @@ class LedgerContract:
                 await bench.ledger.bind_to_pod(PodProof.REPORTED, ReservationId("r1"), pod(1))
             ).phase is Phase.FINALIZED
 
-    @pytest.mark.defect("S4-2")
-    @pytest.mark.defect("S4-3")
+    @pytest.mark.defect("assigner-2")
+    @pytest.mark.defect("assigner-3")
     async def test_new_reservation_collects_expired_ones(self, bench: Bench) -> None:
         await self.reserve(bench, ask(1), on("node-a", "GPU-a0"))
         bench.now += PENDING_DEADLINE + CLOCK_SKEW

@@ -117,7 +117,7 @@ async def test_ended_pod_frees_its_devices(scene: Scene, phase: str) -> None:
     assert scene.bench.held() == {}
 
 
-@pytest.mark.defect("S4-7")
+@pytest.mark.defect("assigner-7")
 async def test_terminating_pod_keeps_its_devices(scene: Scene) -> None:
     await scene.run_a_pod()
     scene.reconciler.changed(raw_pod(phase="Running", deletionTimestamp="2026-01-01T00:00:00Z"))
@@ -132,7 +132,7 @@ async def test_pod_deleted_before_it_is_bound_frees_its_devices(scene: Scene) ->
     assert scene.bench.held() == {}
 
 
-@pytest.mark.defect("S4-6")
+@pytest.mark.defect("assigner-6")
 async def test_empty_list_frees_nothing_while_the_pod_exists(scene: Scene) -> None:
     await scene.run_a_pod()
     scene.reconciler.replaced({})
@@ -140,7 +140,7 @@ async def test_empty_list_frees_nothing_while_the_pod_exists(scene: Scene) -> No
     assert scene.phase is Phase.FINALIZED
 
 
-@pytest.mark.defect("S4-6")
+@pytest.mark.defect("assigner-6")
 async def test_nothing_is_freed_while_the_api_server_is_unavailable(scene: Scene) -> None:
     await scene.run_a_pod()
     scene.reconciler.replaced({})

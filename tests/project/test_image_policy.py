@@ -47,7 +47,7 @@ def test_policy_file_has_two_policies() -> None:
     assert [one["metadata"]["name"] for one in policies()] == ["must-have-slsa", "must-have-spdx-cue"]
 
 
-@pytest.mark.defect("S2-21")
+@pytest.mark.defect("gpuid-21")
 @pytest.mark.parametrize("policy", policies(), ids=lambda one: one["metadata"]["name"])
 def test_policy_covers_exactly_the_own_repository(policy: dict[str, Any]) -> None:
     assert [image for image in OURS + OTHERS if is_covered(policy, image)] == OURS

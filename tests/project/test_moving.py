@@ -51,8 +51,8 @@ KEYS = {
         "scheduler.radix.ai/enabled=true",
     ],
     "assigner": [
-        keys.S4_DEVICE_LABELS,
-        keys.S4_ASSIGN,
+        keys.ASSIGNER_DEVICE_LABELS,
+        keys.ASSIGNER_ASSIGN,
         *(name for key in (keys.GPU_UUID, keys.NODE, keys.RESERVATION_ID) for name in key.aliases),
         "fudo.org/pod.namespace",
         "fudo.org/gpu.reservation-state",

@@ -244,18 +244,20 @@ def test_the_flag_names_the_file_when_the_variable_does_too(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("environ", "key"),
     [
-        pytest.param({"BGS_REQUIRED_ANNOTATION": "old.example/h"}, "old.example/h", id="S0-name"),
+        pytest.param({"BGS_REQUIRED_ANNOTATION": "old.example/h"}, "old.example/h", id="extender-name"),
         pytest.param(
             {"BGS_REQUIRED_ANNOTATION": "old.example/h", "GPUWARDEN_REQUIRED_HASH_ALIAS": "new.example/h"},
             "new.example/h",
             id="our-name-first",
         ),
         pytest.param(
-            {"BGS_REQUIRED_ANNOTATION": ""}, "attestation-hash.my-company.com/required-hash", id="S0-empty-is-default"
+            {"BGS_REQUIRED_ANNOTATION": ""},
+            "attestation-hash.my-company.com/required-hash",
+            id="extender-empty",
         ),
     ],
 )
-def test_the_variables_of_s0_are_read(environ: dict[str, str], key: str) -> None:
+def test_variables_of_the_older_extender_are_read(environ: dict[str, str], key: str) -> None:
     assert settings.load({}, environ).required_hash_alias == key
 
 
@@ -267,7 +269,7 @@ def test_a_time_out_of_s3_that_cannot_be_used_is_passed_over_and_told(text: str)
     assert note.startswith("ignored: variable TIMEOUT_SECONDS: ")
 
 
-def test_the_hash_map_of_s0_is_read() -> None:
+def test_hash_map_of_the_older_extender_is_read() -> None:
     found = settings.load({}, {"BGS_NODE_HASH_MAP": '{"kind-worker":"abc123"}'})
     assert found.node_hash_map == {"kind-worker": "abc123"}
     assert found.sources["node_hash_map"] == "variable BGS_NODE_HASH_MAP"
@@ -461,7 +463,7 @@ def test_listeners_have_ports_of_their_own(flags: dict[str, str], where: str) ->
     assert mistakes(flags) == (where,)
 
 
-@pytest.mark.defect("S0-7")
+@pytest.mark.defect("extender-7")
 @pytest.mark.parametrize(
     ("address", "anywhere", "at"),
     [
@@ -478,7 +480,7 @@ def test_the_plain_extender_is_on_loopback_unless_allowed(address: str, anywhere
     assert found.plain_extender_at == at
 
 
-@pytest.mark.defect("S0-7")
+@pytest.mark.defect("extender-7")
 @pytest.mark.parametrize("address", ["10.0.0.1:8000", "[::]:8000", "0.0.0.0:8000", "gpu-plane:8000"])
 def test_a_plain_extender_elsewhere_has_to_be_allowed(address: str) -> None:
     host = address.rpartition(":")[0].strip("[]")
@@ -602,7 +604,7 @@ def test_a_setting_that_is_gone_is_answered_with_what_replaces_it(tmp_path: Path
     assert settings.load({}, {"SCHEDULER_NAME": "gpu-scheduler"}).notes == ()
 
 
-def test_flags_of_s4_that_do_nothing_say_so() -> None:
+def test_flags_of_the_assigner_without_effect_are_reported() -> None:
     found = settings.load({"claims_namespace": "gpu-claims", "renew_interval": "60000", "renew_jitter": "0.2"}, {})
     assert found.notes == (
         "--claims-namespace has no effect: reservations are not Leases; --ledger selects where they are stored",
@@ -626,7 +628,7 @@ def test_flags_of_s4_that_do_nothing_say_so() -> None:
         ("-j", "renew_jitter"),
     ],
 )
-def test_the_single_letters_of_s4_are_flags(short: str, name: str) -> None:
+def test_short_flags_of_the_assigner_are_taken(short: str, name: str) -> None:
     parser = ArgumentParser()
     settings.add_flags(parser)
     assert vars(parser.parse_args([short, "x"]))[name] == "x"

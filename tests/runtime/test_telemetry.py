@@ -61,7 +61,7 @@ def test_log_line_is_json_with_ordered_keys(capsys: pytest.CaptureFixture[str]) 
         ("report", ["critical"]),
     ],
 )
-@pytest.mark.defect("S4-21")
+@pytest.mark.defect("assigner-21")
 def test_level_filters_own_and_library_lines(
     level: str, seen: list[str], source: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

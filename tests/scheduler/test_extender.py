@@ -199,7 +199,7 @@ async def test_pod_is_bound_once_and_a_second_bind_succeeds(
     assert await one.bind(onto("node-b")) == "the pod is on node-a already"
 
 
-@pytest.mark.defect("S0-6")
+@pytest.mark.defect("extender-6")
 async def test_evidence_lost_between_filter_and_bind_refuses_the_binding(
     house: House, extender: Extender, shared: Shared, bindings: FakeBindings
 ) -> None:
@@ -210,7 +210,7 @@ async def test_evidence_lost_between_filter_and_bind_refuses_the_binding(
     assert bindings.asked == []
 
 
-@pytest.mark.defect("S0-6")
+@pytest.mark.defect("extender-6")
 @pytest.mark.parametrize(
     ("raw", "settings", "problem"),
     [

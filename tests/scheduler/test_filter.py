@@ -45,13 +45,13 @@ def filtered(query: NodeQuery | None, fleet: Fleet | None = None, policy: Eviden
     return found
 
 
-@pytest.mark.defect("S0-4")
+@pytest.mark.defect("extender-4")
 @pytest.mark.parametrize("policy", [ASKED, ALL])
 def test_a_pod_without_a_claim_passes_everywhere(policy: EvidencePolicy) -> None:
     assert filtered(None, policy=policy).passed == frozenset(NAMES)
 
 
-@pytest.mark.defect("S0-5")
+@pytest.mark.defect("extender-5")
 def test_missing_evidence_is_not_resolvable_by_preemption() -> None:
     """Preemption cannot help, so the scheduler must not try it."""
     found = filtered(NodeQuery(claim(HASH)))
@@ -69,7 +69,7 @@ def test_one_of_several_hashes_is_enough() -> None:
     assert filtered(NodeQuery(claim(HASH, OTHER_HASH))).passed == {"node-a", "node-b"}
 
 
-@pytest.mark.defect("S0-2")
+@pytest.mark.defect("extender-2")
 @pytest.mark.parametrize(
     ("members", "said"),
     [
@@ -135,7 +135,7 @@ def test_pod_with_a_reservation_fits_only_its_node() -> None:
     assert set(found.unresolvable.values()) == {"the pod's GPUs are reserved on another node"}
 
 
-@pytest.mark.defect("S0-6")
+@pytest.mark.defect("extender-6")
 def test_reserved_node_without_evidence_is_refused() -> None:
     fleet = three_nodes()
     fleet.set_evidence("node-a", None, NOW)

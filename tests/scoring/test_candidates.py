@@ -23,7 +23,7 @@ def running(name: str, job_type: str | None = "train", phase: str = "Running", *
     return {**pod, "status": {"phase": phase}}
 
 
-@pytest.mark.defect("S3-8")
+@pytest.mark.defect("scoring-8")
 def test_candidates_are_the_models_in_either_node_label() -> None:
     fleet = Fleet()
     assert candidates(fleet) == ()

@@ -124,7 +124,7 @@ async def test_compressed_answer_is_not_decompressed() -> None:
         assert await caller.outcome() == "malformed"
 
 
-@pytest.mark.defect("S3-15")
+@pytest.mark.defect("scoring-15")
 async def test_advice_is_abandoned_when_the_reviews_time_is_over() -> None:
     async with scoring(delay=60) as scorer, calling(scorer, timeout=0.2) as caller:
         started = time.monotonic()

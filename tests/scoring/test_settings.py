@@ -11,7 +11,7 @@ from webhook.runtime.clock import utc_now
 from webhook.runtime.settings import SettingsError, as_yaml, load
 
 
-@pytest.mark.defect("S3-12")
+@pytest.mark.defect("scoring-12")
 def test_names_of_the_older_system_are_accepted() -> None:
     found = load(
         {},

@@ -96,7 +96,7 @@ async def test_a_pod_with_a_claim_is_reserved_and_dressed(house: House) -> None:
     }
 
 
-@pytest.mark.defect("S4-11")
+@pytest.mark.defect("assigner-11")
 async def test_pod_without_a_claim_is_only_blinded(house: House) -> None:
     raw = raw_pod()
     made = patched(raw, await house.mutate(raw))
@@ -230,7 +230,7 @@ async def test_a_pod_without_a_name_or_uid_is_served(house: House) -> None:
 
 
 @pytest.mark.defect("X-4")
-@pytest.mark.defect("S4-20")
+@pytest.mark.defect("assigner-20")
 async def test_repeated_review_gets_the_same_answer(house: House) -> None:
     first = await house.mutate(gpu_pod())
     assert await house.mutate(gpu_pod()) == first
@@ -484,7 +484,7 @@ async def test_proven_node_without_free_gpus_is_denied_with_429(house: House) ->
     assert refusal(await house.mutate(gpu_pod(annotations=hashed(HASH)), "another")) == (429, "NoFreeDevice")
 
 
-@pytest.mark.defect("S4-10")
+@pytest.mark.defect("assigner-10")
 @pytest.mark.parametrize(
     "condition",
     [{"ready": False}, {"unschedulable": True}, {"taints": [{"key": "dead", "effect": "NoExecute"}]}],
@@ -637,7 +637,7 @@ async def test_an_update_is_never_patched(house: House) -> None:
     assert house.held == []
 
 
-@pytest.mark.defect("S4-17")
+@pytest.mark.defect("assigner-17")
 async def test_several_gpus_are_found_beside_held_ones(build: Build) -> None:
     devices = [{"uuid": f"GPU-{number}"} for number in range(8)]
     house = await build({"nodes": [{"name": "node-a", "devices": devices}]})
@@ -646,7 +646,7 @@ async def test_several_gpus_are_found_beside_held_ones(build: Build) -> None:
     assert dressed["metadata"]["annotations"][GPU_UUID] == "GPU-1,GPU-2,GPU-3,GPU-4"
 
 
-@pytest.mark.defect("S4-4")
+@pytest.mark.defect("assigner-4")
 async def test_concurrent_pods_never_share_a_gpu(build: Build) -> None:
     devices = [{"uuid": f"GPU-{number}"} for number in range(8)]
     house = await build({"nodes": [{"name": "node-a", "devices": devices}]})

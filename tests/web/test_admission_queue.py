@@ -276,7 +276,7 @@ async def replica(tmp_path: Path) -> House:
     return await House(tmp_path, INVENTORY, None, sharing(Shared()), ledger="cluster").start()
 
 
-@pytest.mark.defect("S1-3")
+@pytest.mark.defect("binder-3")
 async def test_mapped_pod_is_queued_in_a_cluster_regardless_of_the_queue_setting(replica: House) -> None:
     await replica.create(mapped(0, "0=node-a:1"), "first", "uid-first")
     gated = await replica.mutate(mapped(1, "1=node-a:1"), "second")
@@ -286,7 +286,7 @@ async def test_mapped_pod_is_queued_in_a_cluster_regardless_of_the_queue_setting
     assert not (await replica.mutate(raw_pod(raw_container(gpus=9)), "third"))["allowed"]
 
 
-@pytest.mark.defect("S1-2")
+@pytest.mark.defect("binder-2")
 async def test_pod_whose_ordinal_is_not_in_the_map_is_queued_in_a_cluster(replica: House) -> None:
     raw = mapped(7, "0=node-a:1")
     response = await replica.mutate(raw)
@@ -294,7 +294,7 @@ async def test_pod_whose_ordinal_is_not_in_the_map_is_queued_in_a_cluster(replic
     assert (await validated(replica, patched(raw, response)))["allowed"]
 
 
-@pytest.mark.defect("S1-6")
+@pytest.mark.defect("binder-6")
 @pytest.mark.parametrize(
     ("text", "members", "words"),
     [
@@ -313,14 +313,14 @@ async def test_mapped_pod_is_queued_until_its_node_is_labelled(
     assert (await validated(replica, patched(raw, response)))["allowed"]
 
 
-@pytest.mark.defect("S1-2")
+@pytest.mark.defect("binder-2")
 async def test_pod_whose_ordinal_is_not_in_the_map_is_denied_without_a_cluster(build: Build) -> None:
     response = await (await build()).mutate(mapped(7, "0=node-a:1"))
     assert response["status"]["reason"] == "NotInMap"
     assert "no line for ordinal 7" in response["status"]["message"]
 
 
-@pytest.mark.defect("S1-2")
+@pytest.mark.defect("binder-2")
 async def test_denial_names_every_invalid_line_of_the_map(build: Build) -> None:
     lines = "\n".join(f"{n}=node-a:0" if n % 2 else f"{n}=node-a" for n in range(80))
     response = await (await build()).mutate(mapped(1, lines))
@@ -329,7 +329,7 @@ async def test_denial_names_every_invalid_line_of_the_map(build: Build) -> None:
         assert f"line {number}: " in response["status"]["message"]
 
 
-@pytest.mark.defect("S1-3")
+@pytest.mark.defect("binder-3")
 async def test_gpu_of_two_ordinals_requires_shared_claims(build: Build) -> None:
     house = await build()
     text = "3=node-a:0\n4=node-a:0"
@@ -343,7 +343,7 @@ async def test_gpu_of_two_ordinals_requires_shared_claims(build: Build) -> None:
     assert house.held == ["GPU-a0", "GPU-c0", "GPU-c0"]
 
 
-@pytest.mark.defect("S1-4")
+@pytest.mark.defect("binder-4")
 async def test_pod_name_that_ends_in_digits_is_not_an_ordinal(build: Build) -> None:
     replica_set = {**builders.stateful_set("app-7c9d"), "kind": "ReplicaSet"}
     raw = raw_pod(name="app-7c9d-12345", annotations={"gpu-scheduling-map": "12345=node-a:0"}, owners=[replica_set])
@@ -351,14 +351,14 @@ async def test_pod_name_that_ends_in_digits_is_not_an_ordinal(build: Build) -> N
     assert (response["allowed"], response["status"]["reason"]) == (False, "InvalidPod")
 
 
-@pytest.mark.defect("S1-5")
+@pytest.mark.defect("binder-5")
 async def test_mapped_pod_with_a_generated_name_is_denied(build: Build) -> None:
     raw = raw_pod(name=None, generate_name="train-", annotations={"gpu-scheduling-map": "0=node-a:0"})
     response = await (await build()).mutate(raw)
     assert "has no ordinal" in response["status"]["message"]
 
 
-@pytest.mark.defect("S1-12")
+@pytest.mark.defect("binder-12")
 async def test_map_refers_to_a_node_by_label_or_name_and_never_to_two(build: Build) -> None:
     nodes = [{**one, "labels": {"gpu-node-name": "rack-1"}} for one in INVENTORY["nodes"][1:]]
     house = await build({"nodes": [INVENTORY["nodes"][0], *nodes]})
@@ -368,8 +368,8 @@ async def test_map_refers_to_a_node_by_label_or_name_and_never_to_two(build: Bui
     assert "2 have the label gpu-node-name=rack-1" in response["status"]["message"]
 
 
-@pytest.mark.defect("S1-13")
-@pytest.mark.defect("S1-14")
+@pytest.mark.defect("binder-13")
+@pytest.mark.defect("binder-14")
 async def test_variable_is_written_once_in_every_container(build: Build) -> None:
     old = {"name": "CUDA_VISIBLE_DEVICES", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}}
     raw = mapped(

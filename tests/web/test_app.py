@@ -15,7 +15,7 @@ from webhook.web.finalize import MAX_BODY as MAX_FINALIZE
 from webhook.web.health import Stage
 
 
-@pytest.mark.defect("S4-21")
+@pytest.mark.defect("assigner-21")
 @pytest.mark.parametrize(
     ("listener", "path", "code"),
     [
@@ -61,8 +61,8 @@ async def test_routes_answer_503_with_retry_after_while_the_server_is_not_servin
     assert house.held == []
 
 
-@pytest.mark.defect("S4-15")
-@pytest.mark.defect("S3-16")
+@pytest.mark.defect("assigner-15")
+@pytest.mark.defect("scoring-16")
 @pytest.mark.parametrize("path", ["/mutate", "/mutate-binding", "/validate"])
 @pytest.mark.parametrize(
     "body",

@@ -37,8 +37,8 @@ def labelled(gpus: int | None = 1, **labels: str) -> Raw:
     )
 
 
-@pytest.mark.defect("S4-9")
-@pytest.mark.defect("S4-13")
+@pytest.mark.defect("assigner-9")
+@pytest.mark.defect("assigner-13")
 async def test_labelled_pod_gets_a_matching_device_and_keeps_its_fields(assigner: House) -> None:
     dressed = await assigner.dress(labelled(assign="true", memory_80g="true"), f"{REQUEST}1")
     annotations = dressed["metadata"]["annotations"]
@@ -63,7 +63,7 @@ async def test_assign_label_requests_one_gpu(assigner: House) -> None:
     assert dressed["metadata"]["annotations"]["fudo.org/gpu.uuid"] in UUIDS
 
 
-@pytest.mark.defect("S4-12")
+@pytest.mark.defect("assigner-12")
 async def test_assign_false_requests_no_gpu(assigner: House) -> None:
     dressed = await assigner.dress(labelled(None, memory_80g="false", assign="false"))
     assert not [key for key in dressed["metadata"].get("annotations") or {} if key.startswith("fudo.org/")]
@@ -76,7 +76,7 @@ async def test_denial_without_free_gpus_has_code_429(assigner: House) -> None:
     assert (response["status"]["code"], response["status"]["reason"]) == (429, "NoFreeDevice")
 
 
-@pytest.mark.defect("S4-7")
+@pytest.mark.defect("assigner-7")
 async def test_terminating_pod_holds_its_gpu(assigner: House) -> None:
     final = await assigner.create(labelled())
     dying = {**final, "metadata": {**final["metadata"], "deletionTimestamp": "2026-03-02T12:10:00Z"}}

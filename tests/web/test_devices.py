@@ -182,8 +182,8 @@ def gpu(n: int, *labels: str, **properties: Any) -> Device:
 # JSON.
 
 
-@pytest.mark.defect("S4-15")
-async def test_devices_json_has_the_form_of_s4() -> None:
+@pytest.mark.defect("assigner-15")
+async def test_devices_json_has_the_form_of_the_assigner() -> None:
     house = House(node("gpu-a", gpu(1, MEMORY, COMPUTE), gpu(2, COMPUTE), gpu(3, COMPUTE)))
     house.prove("gpu-a")
     await house.pending("reservation-1", GPU[1])
@@ -280,7 +280,7 @@ async def test_json_omits_the_name_of_a_pod_without_uid() -> None:
     assert (await house.page()).body[0][3] == "ml/infer-0"
 
 
-@pytest.mark.defect("S4-22")
+@pytest.mark.defect("assigner-22")
 async def test_expired_and_orphaned_devices_have_different_states() -> None:
     house = House(node("gpu-a", gpu(1), gpu(2)))
     await house.pending("late", GPU[1])

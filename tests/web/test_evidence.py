@@ -135,7 +135,7 @@ async def test_invalid_token_does_not_prove_a_node(site: Site, bad: Bad, fault: 
     assert not await site.admits(OTHER_HASH)
 
 
-@pytest.mark.defect("S0-2")
+@pytest.mark.defect("extender-2")
 async def test_replayed_token_is_refused_and_counted(site: Site) -> None:
     text = await site.token()
     assert (await site.post(text)).status_code == 200

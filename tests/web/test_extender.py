@@ -81,7 +81,7 @@ async def post(client: httpx.AsyncClient, path: str, content: Any) -> Any:
     return reply.json()
 
 
-@pytest.mark.defect("S0-3")
+@pytest.mark.defect("extender-3")
 async def test_filter_answers_names_with_names_and_nodes_with_nodes(client: httpx.AsyncClient) -> None:
     refused = {"node-b": DIFFERS, "node-c": ABSENT}
     assert await post(client, "/filter", by_name(pod_requiring(HASH), *NAMES)) == {
@@ -101,7 +101,7 @@ async def test_filter_answers_names_with_names_and_nodes_with_nodes(client: http
     }
 
 
-@pytest.mark.defect("S0-4")
+@pytest.mark.defect("extender-4")
 async def test_pod_without_a_claim_passes_all_nodes(client: httpx.AsyncClient) -> None:
     names = ["node-c", "node-nowhere", "node-a"]
     for pod in (pod_requiring(), builders.created(raw_pod(raw_container(gpus=1)))):
@@ -121,7 +121,7 @@ async def test_scores_have_the_order_of_the_request(client: httpx.AsyncClient) -
         ]
 
 
-@pytest.mark.defect("S0-5")
+@pytest.mark.defect("extender-5")
 async def test_preempt_drops_nodes_that_cannot_fit_the_pod(house: House, client: httpx.AsyncClient) -> None:
     victims = {name: {"Pods": [{"UID": f"uid-{name}"}], "NumPDBViolations": 0} for name in NAMES}
     pod = pod_requiring(HASH)
@@ -138,7 +138,7 @@ async def test_preempt_drops_nodes_that_cannot_fit_the_pod(house: House, client:
     assert (await post(client, "/preempt", {**args, "Pod": pod_requiring()}))["NodeNameToMetaVictims"] == victims
 
 
-@pytest.mark.defect("S0-1")
+@pytest.mark.defect("extender-1")
 async def test_filter_uses_changed_evidence(house: House, client: httpx.AsyncClient) -> None:
     async def passed() -> list[str]:
         return list((await post(client, "/filter", by_name(pod_requiring(HASH), *NAMES)))["NodeNames"])
@@ -153,7 +153,7 @@ async def test_filter_uses_changed_evidence(house: House, client: httpx.AsyncCli
     assert await passed() == []
 
 
-@pytest.mark.defect("S0-2")
+@pytest.mark.defect("extender-2")
 async def test_filter_refuses_a_node_at_the_second_its_evidence_expires(build: Build) -> None:
     (first, *others) = INVENTORY["nodes"]
     until = (NOW + timedelta(seconds=60)).isoformat()
@@ -165,7 +165,7 @@ async def test_filter_refuses_a_node_at_the_second_its_evidence_expires(build: B
 
 
 async def test_filter_knows_nodes_of_the_hash_map_without_an_inventory(build: Build) -> None:
-    """S0 is configured like this: with a hash map, but without an inventory of the nodes."""
+    """The Blind GPU Scheduler is configured like this: with a hash map, but without an inventory of the nodes."""
     house = await build(node_hash_map={"kind-worker": "abc123", "node-a": HASH})
     async with of_house(house) as client:
         pod = pod_requiring("abc123")
@@ -180,7 +180,7 @@ async def test_bind_is_refused_in_embedded_mode(client: httpx.AsyncClient) -> No
     assert (await post(client, "/bind", binding))["Error"].startswith("gpuwarden runs without a cluster")
 
 
-@pytest.mark.defect("S0-8")
+@pytest.mark.defect("extender-8")
 @pytest.mark.parametrize("body", MALFORMED)
 async def test_malformed_args_are_refused_with_400_in_json(client: httpx.AsyncClient, body: bytes) -> None:
     for path in ("/filter", "/prioritize", "/bind"):
@@ -210,7 +210,7 @@ def with_value(value: Any, path: tuple[Any, ...], junk: Any) -> Any:
     return copy
 
 
-@pytest.mark.defect("S0-8")
+@pytest.mark.defect("extender-8")
 @pytest.mark.parametrize("path", paths(full_args()), ids=str)
 async def test_invalid_value_in_any_field_never_causes_an_internal_error(
     client: httpx.AsyncClient, path: tuple[Any, ...]
@@ -225,7 +225,7 @@ async def test_invalid_value_in_any_field_never_causes_an_internal_error(
             assert reply.status_code == 200 or reply.json()["Error"]
 
 
-@pytest.mark.defect("S0-8")
+@pytest.mark.defect("extender-8")
 @pytest.mark.parametrize("size", [MAX_BODY + 1, 50_000_000])
 async def test_body_over_the_limit_is_refused_and_the_next_request_is_answered(
     client: httpx.AsyncClient, size: int
@@ -259,7 +259,7 @@ async def test_filter_answers_an_error_while_reservations_cannot_be_read(build: 
         assert len((await post(client, "/filter", by_name(final, *NAMES)))["NodeNames"]) == 1
 
 
-@pytest.mark.defect("S0-8")
+@pytest.mark.defect("extender-8")
 async def test_extender_answers_are_counted(house: House, client: httpx.AsyncClient) -> None:
     await post(client, "/filter", by_name(pod_requiring(HASH), *NAMES))
     await post(client, "/filter", by_name(pod_requiring("nobody has it"[:6]), *NAMES))
@@ -277,7 +277,7 @@ async def test_extender_answers_are_counted(house: House, client: httpx.AsyncCli
         assert line in text
 
 
-async def test_plain_listener_has_the_two_routes_of_s0(house: House) -> None:
+async def test_plain_listener_has_the_two_routes_of_the_extender(house: House) -> None:
     async with of_house(house, plain=True) as client:
         assert (await post(client, "/filter", by_name(pod_requiring(HASH), *NAMES)))["NodeNames"] == ["node-a"]
         health = await client.get("/healthz")

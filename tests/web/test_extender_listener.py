@@ -31,7 +31,7 @@ async def passed(base: str, **options: Any) -> list[str]:
         return list((await client.post("/filter", json=question())).raise_for_status().json()["NodeNames"])
 
 
-@pytest.mark.defect("S0-7")
+@pytest.mark.defect("extender-7")
 async def test_connection_needs_a_certificate_of_the_scheduler_ca(tmp_path: Path) -> None:
     ca, stranger = trustme.CA(), trustme.CA()
     ca.cert_pem.write_to_path(tmp_path / "schedulers.crt")
@@ -69,7 +69,7 @@ async def plain_of(running: Running) -> str:
     return str(urls[-1])
 
 
-@pytest.mark.defect("S0-7")
+@pytest.mark.defect("extender-7")
 async def test_plain_http_listens_on_loopback_if_it_is_set(tmp_path: Path) -> None:
     with serving(tmp_path, INVENTORY, ["--extender-plain-address", ":0"]) as running:
         url = await plain_of(running)
@@ -77,7 +77,7 @@ async def test_plain_http_listens_on_loopback_if_it_is_set(tmp_path: Path) -> No
         assert await passed(url) == ["node-a"]
 
 
-@pytest.mark.defect("S0-7")
+@pytest.mark.defect("extender-7")
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*config*.yaml")), ids=lambda path: path.name)
 def test_shipped_scheduler_configuration_uses_mutual_tls(path: Path) -> None:
     """Without a CA a scheduler silently skips verification."""

@@ -1,4 +1,4 @@
-"""`POST /finalize`: the cases in the documentation of S4, and others."""
+"""`POST /finalize`: the cases in the documentation of the GPU Device Assigner, and others."""
 
 from typing import Any
 
@@ -35,7 +35,7 @@ def phases(house: House) -> list[Phase]:
     return [one.phase for one in house.parts.ledger.reservations()]
 
 
-@pytest.mark.defect("S4-16")
+@pytest.mark.defect("assigner-16")
 @pytest.mark.parametrize("uuids", ["GPU-a0,GPU-a1", "GPU-a1,GPU-a0", "GPU-a1", "GPU-a0, GPU-a1"])
 async def test_matching_report_finalizes_the_reservation_and_can_be_repeated(house: House, uuids: str) -> None:
     await reserve(house)
@@ -60,7 +60,7 @@ async def test_finalize_sets_the_name_of_a_pod_created_without_one(house: House)
     )
 
 
-@pytest.mark.defect("S4-16")
+@pytest.mark.defect("assigner-16")
 @pytest.mark.parametrize(
     ("report", "absent"),
     [
@@ -99,7 +99,7 @@ async def test_field_that_is_not_a_string_is_refused_with_400(house: House) -> N
     )
 
 
-@pytest.mark.defect("S4-16")
+@pytest.mark.defect("assigner-16")
 @pytest.mark.parametrize(
     ("change", "code"),
     [
@@ -179,7 +179,7 @@ class FactsAway:
         raise PodsUnavailableError("the API server cannot be reached")
 
 
-@pytest.mark.defect("S4-6")
+@pytest.mark.defect("assigner-6")
 async def test_finalize_answers_503_and_changes_nothing_while_the_pod_cannot_be_read(build: Build) -> None:
     house = await build(facts=FactsAway())
     await reserve(house)

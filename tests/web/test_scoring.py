@@ -95,7 +95,7 @@ async def test_claim_is_reserved_on_the_hinted_node_and_validated(build: Build) 
     assert double.asked[0]["features"]["gpu_mem_gb"] == 40.0
 
 
-@pytest.mark.defect("S3-9")
+@pytest.mark.defect("scoring-9")
 async def test_decision_timestamp_is_the_time_of_the_clock(build: Build) -> None:
     async with scored(build) as (house, _):
         final = await house.dress(job())
@@ -107,7 +107,7 @@ async def test_older_annotation_names_follow_the_setting(build: Build) -> None:
         assert not [key for key in notes(await house.dress(job())) if key.startswith("scheduler.radix.ai/")]
 
 
-@pytest.mark.defect("S3-12")
+@pytest.mark.defect("scoring-12")
 async def test_priority_class_follows_the_configured_buckets(build: Build) -> None:
     buckets = ({"minScore": 85, "priorityClassName": "urgent"}, {"minScore": 0, "priorityClassName": "later"})
     async with scored(build, priority_buckets=buckets) as (house, double):
@@ -116,7 +116,7 @@ async def test_priority_class_follows_the_configured_buckets(build: Build) -> No
         assert (await house.dress(job("two"), "two"))["spec"]["priorityClassName"] == "later"
 
 
-@pytest.mark.defect("S3-6")
+@pytest.mark.defect("scoring-6")
 async def test_product_label_is_selected_if_there_is_no_class_label(build: Build) -> None:
     product = "nvidia.com/gpu.product"
     inventory = {"nodes": [{**node("big", "unread", 2), "labels": {product: "A100-80GB"}}]}
@@ -127,7 +127,7 @@ async def test_product_label_is_selected_if_there_is_no_class_label(build: Build
     assert double.asked[0]["candidate_gpu_types"] == ["A100-80GB"]
 
 
-@pytest.mark.defect("S3-11")
+@pytest.mark.defect("scoring-11")
 @pytest.mark.parametrize("text", ["nan", "-1", "40Gi", "1e400"])
 async def test_feature_that_is_not_a_number_is_dropped_with_a_warning(build: Build, text: str) -> None:
     said = {"gpu.mem.gi": text, "ml.batch_size": text}
@@ -236,7 +236,7 @@ async def test_request_names_the_running_jobs(build: Build) -> None:
         assert double.asked[-1]["colocated_job_types"] == ["train-llama"]
 
 
-@pytest.mark.defect("S3-5")
+@pytest.mark.defect("scoring-5")
 async def test_anti_affinity_hint_matches_the_labels_of_the_other_pod(build: Build) -> None:
     async with scored(build, body=good(avoid_co_locate_with=["infer"])) as (house, _):
         one, other = await house.dress(job("train"), "one"), await house.dress(job("infer"), "other")
@@ -275,7 +275,7 @@ async def test_node_selector_hint_is_dropped_if_no_node_matches(build: Build, se
     assert "the hint is ignored" in warnings(response)
 
 
-@pytest.mark.defect("S3-17")
+@pytest.mark.defect("scoring-17")
 async def test_pod_without_gpus_gets_no_hints(build: Build) -> None:
     async with scored(build) as (house, double):
         for raw in (job(gpus=None), raw_pod()):
@@ -285,7 +285,7 @@ async def test_pod_without_gpus_gets_no_hints(build: Build) -> None:
         assert double.asked == []
 
 
-@pytest.mark.defect("S3-2")
+@pytest.mark.defect("scoring-2")
 async def test_existing_pod_is_not_patched(build: Build) -> None:
     async with scored(build) as (house, double):
         final = await house.create(job())
@@ -297,7 +297,7 @@ async def test_existing_pod_is_not_patched(build: Build) -> None:
         assert double.asked == []
 
 
-@pytest.mark.defect("S3-14")
+@pytest.mark.defect("scoring-14")
 async def test_missing_priority_class_is_dropped_with_a_warning(build: Build) -> None:
     def in_a_cluster(settings: Settings, clock: Clock) -> Parts:
         parts = embedded(settings, clock)
@@ -330,7 +330,7 @@ async def test_malformed_answer_costs_only_the_hints(build: Build, body: bytes) 
         assert 'gpuwarden_scoring_total{outcome="malformed"} 1.0' in text
 
 
-@pytest.mark.defect("S3-8")
+@pytest.mark.defect("scoring-8")
 async def test_scorer_is_not_called_if_no_node_has_a_gpu_label(build: Build) -> None:
     async with scored(build, BARE) as (house, double):
         response = await house.mutate(job())
@@ -383,7 +383,7 @@ async def test_hints_can_be_disabled(build: Build) -> None:
         assert double.asked == []
 
 
-@pytest.mark.defect("S3-15")
+@pytest.mark.defect("scoring-15")
 async def test_slow_scorer_does_not_use_up_the_deadline_of_the_review(build: Build) -> None:
     async with scored(build, delay=60) as (house, _):
         started = time.monotonic()
@@ -393,7 +393,7 @@ async def test_slow_scorer_does_not_use_up_the_deadline_of_the_review(build: Bui
         assert time.monotonic() - started < 20
 
 
-@pytest.mark.defect("S3-12")
+@pytest.mark.defect("scoring-12")
 async def test_scorer_timeout_follows_the_setting(build: Build) -> None:
     async with scored(build, delay=60, scorer_timeout=timedelta(milliseconds=200)) as (house, _):
         assert "has not answered within 0.2 s" in warnings(await house.mutate(job()))
@@ -414,7 +414,7 @@ def of_job(annotations: Raw, template: Raw | None = None, operation: str = "CREA
     return review
 
 
-@pytest.mark.defect("S3-3")
+@pytest.mark.defect("scoring-3")
 async def test_job_annotations_are_copied_to_its_pod_template_only(build: Build) -> None:
     said = {"app.kubernetes.io/job-type": "train-bert", "scheduler.radix.ai/tenant": "team-a"}
     async with scored(build) as (house, double):
@@ -429,7 +429,7 @@ async def test_job_annotations_are_copied_to_its_pod_template_only(build: Build)
     assert double.asked == []
 
 
-@pytest.mark.defect("S3-2")
+@pytest.mark.defect("scoring-2")
 async def test_existing_job_is_not_patched(build: Build) -> None:
     async with scored(build) as (house, _):
         response = await house.ask("/mutate", of_job({"app.kubernetes.io/job-type": "a"}, operation="UPDATE"))
@@ -441,7 +441,7 @@ async def test_job_is_not_patched_without_a_scorer(house: House) -> None:
     assert (response["allowed"], "patch" in response) == (True, False)
 
 
-@pytest.mark.defect("S3-16")
+@pytest.mark.defect("scoring-16")
 async def test_malformed_review_is_answered_400_without_a_uid(build: Build) -> None:
     async with scored(build) as (house, _):
         review = of_job({})
@@ -454,7 +454,7 @@ async def test_malformed_review_is_answered_400_without_a_uid(build: Build) -> N
 # Concurrent reviews on a real server.
 
 
-@pytest.mark.defect("S3-7")
+@pytest.mark.defect("scoring-7")
 async def test_fifty_concurrent_pods_wait_for_a_slow_scorer_in_parallel(tmp_path: Path) -> None:
     inventory = {"nodes": [node(f"n-{k}", "A100-80GB", 8) for k in range(8)]}
     async with scoring(delay=2.0, crowd=50) as double:

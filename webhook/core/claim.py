@@ -197,7 +197,7 @@ class ClaimParser:
         hashes = self._hashes()
         requirements = self._requirements()
         entry = self._map_entry()
-        assign = is_set(self.pod.labels.get(keys.S4_ASSIGN, "false"))
+        assign = is_set(self.pod.labels.get(keys.ASSIGNER_ASSIGN, "false"))
         counted = self._count(asked)
         gpus = self._gpus(counted, entry, wants_one=bool(requirements) or assign or self.unmapped is not None)
         names_something = gpus or hashes or entry or requirements or assign or self.unmapped is not None
@@ -300,7 +300,7 @@ class ClaimParser:
         for label, value in self.pod.labels.items():
             if label.startswith(keys.REQUIREMENT_PREFIX):
                 found.add(f"{label.removeprefix(keys.REQUIREMENT_PREFIX)}={value or ''}")
-            elif label != keys.S4_ASSIGN and is_s4_requirement(label) and is_set(value):
+            elif label != keys.ASSIGNER_ASSIGN and is_assigner_requirement(label) and is_set(value):
                 found.add(label)
         return found
 
@@ -368,8 +368,8 @@ def stateful_set_of(pod: Pod) -> SetId | None:
     return None if uid is None else SetId(uid, pod.meta.namespace or "")
 
 
-def is_s4_requirement(label: str) -> bool:
-    return label == keys.S4_REQUIREMENT or label.startswith(f"{keys.S4_REQUIREMENT}.")
+def is_assigner_requirement(label: str) -> bool:
+    return label == keys.ASSIGNER_REQUIREMENT or label.startswith(f"{keys.ASSIGNER_REQUIREMENT}.")
 
 
 def is_set(value: str | None) -> bool:

@@ -3,8 +3,8 @@
 from typing import Final, NamedTuple
 
 DOMAIN: Final = "gpuwarden.io"
-S4_DOMAIN: Final = "fudo.org"
-S3_DOMAIN: Final = "scheduler.radix.ai"
+ASSIGNER_DOMAIN: Final = "fudo.org"
+SCORING_DOMAIN: Final = "scheduler.radix.ai"
 CDI_DOMAIN: Final = "cdi.k8s.io"
 
 
@@ -26,17 +26,17 @@ GPU_MAP: Final = Key(f"{DOMAIN}/gpu-map", ("gpu-scheduling-map",))
 SHARED: Final = Key(f"{DOMAIN}/shared")
 
 # The label of namespaces whose pods are reviewed.
-OPT_IN: Final = Key(f"{DOMAIN}/enabled", (f"{S3_DOMAIN}/enabled",))
+OPT_IN: Final = Key(f"{DOMAIN}/enabled", (f"{SCORING_DOMAIN}/enabled",))
 
 # Device requirements are labels: gpuwarden.io/gpu.<key>=<value> and fudo.org/gpu.<x>.
 REQUIREMENT_PREFIX: Final = f"{DOMAIN}/gpu."
-S4_REQUIREMENT: Final = f"{S4_DOMAIN}/gpu"
-S4_ASSIGN: Final = f"{S4_DOMAIN}/gpu.assign"
+ASSIGNER_REQUIREMENT: Final = f"{ASSIGNER_DOMAIN}/gpu"
+ASSIGNER_ASSIGN: Final = f"{ASSIGNER_DOMAIN}/gpu.assign"
 
 # Only gpuwarden writes these.
-GPU_UUID: Final = Key(f"{DOMAIN}/gpu-uuid", (f"{S4_DOMAIN}/gpu.uuid",))
-RESERVATION_ID: Final = Key(f"{DOMAIN}/reservation-id", (f"{S4_DOMAIN}/gpu.reservation-id",))
-NODE: Final = Key(f"{DOMAIN}/node", (f"{S4_DOMAIN}/gpu.node",))
+GPU_UUID: Final = Key(f"{DOMAIN}/gpu-uuid", (f"{ASSIGNER_DOMAIN}/gpu.uuid",))
+RESERVATION_ID: Final = Key(f"{DOMAIN}/reservation-id", (f"{ASSIGNER_DOMAIN}/gpu.reservation-id",))
+NODE: Final = Key(f"{DOMAIN}/node", (f"{ASSIGNER_DOMAIN}/gpu.node",))
 CLAIM: Final = Key(f"{DOMAIN}/claim")
 
 OUTPUTS: Final = (GPU_UUID, RESERVATION_ID, NODE, CLAIM)
@@ -47,15 +47,15 @@ INPUT_NAMES: Final = frozenset(name for key in (REQUIRED_HASH, GPU_COUNT, GPU_MA
 JOB_TYPE: Final = "app.kubernetes.io/job-type"
 GPU_MEMORY: Final = "gpu.mem.gi"
 BATCH_SIZE: Final = "ml.batch_size"
-TENANT: Final = f"{S3_DOMAIN}/tenant"
+TENANT: Final = f"{SCORING_DOMAIN}/tenant"
 FEATURES: Final = (JOB_TYPE, GPU_MEMORY, BATCH_SIZE, TENANT)
 # Node labels for the model of the GPUs. The first is preferred for selectors.
 GPU_TYPE_LABELS: Final = ("gpu.nvidia.com/class", "nvidia.com/gpu.product")
 
 # The scorer's answer. Informational only.
-PRIORITY_SCORE: Final = Key(f"{DOMAIN}/priority-score", (f"{S3_DOMAIN}/priority-score",))
-CHOSEN_GPU: Final = Key(f"{DOMAIN}/chosen-gpu", (f"{S3_DOMAIN}/chosen-gpu",))
-DECISION_TIMESTAMP: Final = Key(f"{DOMAIN}/decision-timestamp", (f"{S3_DOMAIN}/decision-timestamp",))
+PRIORITY_SCORE: Final = Key(f"{DOMAIN}/priority-score", (f"{SCORING_DOMAIN}/priority-score",))
+CHOSEN_GPU: Final = Key(f"{DOMAIN}/chosen-gpu", (f"{SCORING_DOMAIN}/chosen-gpu",))
+DECISION_TIMESTAMP: Final = Key(f"{DOMAIN}/decision-timestamp", (f"{SCORING_DOMAIN}/decision-timestamp",))
 HINT_NAMES: Final = frozenset(name for key in (PRIORITY_SCORE, CHOSEN_GPU, DECISION_TIMESTAMP) for name in key.names)
 
 # When an unschedulable pod was last put back into its scheduler's queue. Informational only.
@@ -78,7 +78,7 @@ QUEUED_LABEL: Final = f"{DOMAIN}/queued"
 EVIDENCE_LOST_TAINT: Final = f"{DOMAIN}/evidence-lost"
 
 # The GPUs of a node, from an agent on the node: base64 of a JSON object, GPU UUID to a list of labels.
-S4_DEVICE_LABELS: Final = f"{S4_DOMAIN}/gpu.device.labels"
+ASSIGNER_DEVICE_LABELS: Final = f"{ASSIGNER_DOMAIN}/gpu.device.labels"
 # The same, written by `gpuwarden export` on the node: JSON, see `inventory/node_gpus`.
 NODE_GPUS: Final = f"{DOMAIN}/gpus"
 # The label of objects that gpuwarden creates and may delete.

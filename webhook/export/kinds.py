@@ -1,4 +1,4 @@
-"""The kinds of values of `gpuwarden export`'s own settings. The older exporter (S2) is written in Go: where it reads a
+"""The kinds of values of `gpuwarden export`'s own settings. gpuid is written in Go: where it reads a
 setting, the values have Go's syntax."""
 
 import re
@@ -27,7 +27,7 @@ GO_TRUE: Final = ("1", "t", "T", "TRUE", "true", "True")
 GO_FALSE: Final = ("0", "f", "F", "FALSE", "false", "False")
 LONGEST: Final = timedelta(days=366)
 
-S2_LEVELS: Final = ("debug", "info", "warn", "error")
+GPUID_LEVELS: Final = ("debug", "info", "warn", "error")
 EXPORTERS: Final = ("stdout", "http", "postgres", "s3")
 PARTITION: Final = re.compile(r"[^\x00-\x1f\\]*")
 
@@ -80,7 +80,7 @@ def read_go_truth(text: str) -> bool:
 
 
 def read_true_or_not(text: str) -> bool:
-    """S2's migration switch: only `true` turns it on."""
+    """gpuid's migration switch: only `true` turns it on."""
     return text.lower() == "true"
 
 
@@ -135,8 +135,8 @@ def read_exporters(text: str) -> tuple[str, ...]:
 
 
 def read_log_level(text: str) -> str:
-    """S2 reads a level that it does not know as `info`, also those that would suppress errors."""
-    return text.lower() if text.lower() in S2_LEVELS else "info"
+    """gpuid reads a level that it does not know as `info`, also those that would suppress errors."""
+    return text.lower() if text.lower() in GPUID_LEVELS else "info"
 
 
 def read_partition(text: str) -> str:

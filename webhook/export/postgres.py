@@ -19,9 +19,9 @@ from psycopg.rows import class_row
 from webhook.export import ExportError
 from webhook.export.records import UNKNOWN, Batch, Use
 from webhook.export.tables import (
+    GPUID_COLUMNS,
     MAX_INDEXED,
     OWN_COLUMNS,
-    S2_COLUMNS,
     USE_COLUMNS,
     Tables,
     clipped,
@@ -186,11 +186,11 @@ class PostgresExporter:
             raise
 
     async def _inspect(self, connection: AsyncConnection[tuple[Any, ...]]) -> Session:
-        columns = await column_types(connection, self._tables.readings, S2_COLUMNS + OWN_COLUMNS)
+        columns = await column_types(connection, self._tables.readings, GPUID_COLUMNS + OWN_COLUMNS)
         if not columns:
             self._is_migrated = False
             raise ExportError(self._no_table())
-        if missing := [name for name in S2_COLUMNS if name not in columns]:
+        if missing := [name for name in GPUID_COLUMNS if name not in columns]:
             raise ExportError(f"table {self._target.table} has no column {', '.join(missing)}")
         readings = Destination(self._tables.readings, columns, sql.SQL("ON CONFLICT DO NOTHING"))
         columns = await column_types(connection, self._tables.uses, USE_COLUMNS)

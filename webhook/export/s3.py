@@ -22,7 +22,7 @@ from webhook.export.targets import ObjectTarget
 
 log = structlog.get_logger(__name__)
 
-S2_COLUMNS: Final = ("cluster", "node", "machine", "source", "chassis", "gpu", "time")
+GPUID_COLUMNS: Final = ("cluster", "node", "machine", "source", "chassis", "gpu", "time")
 OWN_COLUMNS: Final = ("uuid", "index", "minor", "pci_bus_id", "model", "memory", "driver", "boot_id")
 # Uses get a directory of their own, so that a table over the readings does not include them.
 USE_COLUMNS: Final = (
@@ -55,7 +55,7 @@ class ObjectExporter:
             partition_pattern=clean_path("the pattern", target.partition_pattern),
         )
         self._render = RENDERERS[target.form]
-        self._columns = S2_COLUMNS + OWN_COLUMNS if target.own_columns else S2_COLUMNS
+        self._columns = GPUID_COLUMNS + OWN_COLUMNS if target.own_columns else GPUID_COLUMNS
         if target.form == "parquet":
             check_parquet()
         try:

@@ -1,7 +1,7 @@
-"""The settings of `gpuwarden export` and `history`: gpuwarden's variables, and those of the older exporter (S2).
+"""The settings of `gpuwarden export` and `history`: gpuwarden's variables, and those of gpuid.
 
-S2's names are plain words (NAMESPACE, TIMEOUT), so only these commands read them. A value that stops S2 is a mistake
-here too; a value of an exporter that S2 ignores silently is ignored with a note.
+gpuid's names are plain words (NAMESPACE, TIMEOUT), so only these commands read them. A value that stops gpuid is a
+mistake here too; a value of an exporter that gpuid ignores silently is ignored with a note.
 """
 
 from argparse import ArgumentParser
@@ -385,7 +385,7 @@ NEEDED: Final = {
 class Part:
     """The settings of a command that does not export: those that it requires, and those that it reads besides.
 
-    The others are not checked: other programs may set S2's variables, which are plain words.
+    The others are not checked: other programs may set gpuid's variables, which are plain words.
     """
 
     needs: tuple[str, ...]

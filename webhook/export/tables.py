@@ -16,8 +16,8 @@ MAX_NAME: Final = 63
 # An index entry may have 2704 bytes, and the key of a reading has eight texts.
 MAX_INDEXED: Final = 320
 
-S2_COLUMNS: Final = ("cluster", "node", "machine", "source", "chassis", "gpu", "read_time")
-KEY: Final = (*S2_COLUMNS, "uuid", "pci_bus_id")
+GPUID_COLUMNS: Final = ("cluster", "node", "machine", "source", "chassis", "gpu", "read_time")
+KEY: Final = (*GPUID_COLUMNS, "uuid", "pci_bus_id")
 OWN_COLUMNS: Final = ("uuid", "index", "minor", "pci_bus_id", "model", "memory", "driver", "boot_id")
 USE_KEY: Final = ("cluster", "reservation", "gpu_uuid")
 USE_COLUMNS: Final = (
@@ -82,7 +82,7 @@ LEFT JOIN LATERAL (
 ) r ON true"""
 
 # gpuid's unique key treats two dies with one serial as one; ours includes the UUID. The body of a DO statement.
-DROP_S2_KEY: Final = """
+DROP_GPUID_KEY: Final = """
 DECLARE old record;
 BEGIN
     FOR old IN
@@ -140,7 +140,7 @@ class Tables:
         """Statements that create what is missing. Existing objects stay as they are, except gpuid's unique key."""
         names: dict[str, sql.Composable] = {"table": self.readings, "uses": self.uses, "view": self.view}
         as_text = sql.Literal(self.readings.as_string())
-        drop_s2_key = sql.SQL(DROP_S2_KEY).format(table=as_text, columns=sql.Literal(sorted(S2_COLUMNS)))
+        drop_gpuid_key = sql.SQL(DROP_GPUID_KEY).format(table=as_text, columns=sql.Literal(sorted(GPUID_COLUMNS)))
         added = [
             sql.SQL("ALTER TABLE {} ADD COLUMN IF NOT EXISTS {} {}").format(
                 self.readings,
@@ -154,7 +154,7 @@ class Tables:
             *added,
             # Creates our unique key before gpuid's is dropped, so one always exists.
             self._index("reading", self.readings, KEY, is_unique=True),
-            sql.SQL("DO {}").format(sql.Literal(drop_s2_key.as_string())),
+            sql.SQL("DO {}").format(sql.Literal(drop_gpuid_key.as_string())),
             *(self._index(name, self.readings, [name]) for name in ("cluster", "node", "read_time", "created_at")),
             self._index("gpu", self.readings, ["gpu"]),
             self._index("uuid_read_time", self.readings, ["uuid", "read_time"]),

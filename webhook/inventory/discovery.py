@@ -97,7 +97,7 @@ def annotations_of(raw: Raw) -> NodeAnnotations:
 
 
 # In the order of the fields of NodeAnnotations.
-ANNOTATION_KEYS = (keys.S4_DEVICE_LABELS, keys.NODE_GPUS)
+ANNOTATION_KEYS = (keys.ASSIGNER_DEVICE_LABELS, keys.NODE_GPUS)
 
 
 def with_readings(listed: Iterable[Device], read: Iterable[Device]) -> tuple[Device, ...]:
@@ -317,13 +317,13 @@ class Discovery:
         key = keys.NODE_GPUS
         try:
             readings = None if annotations.exported is None else devices_read(gpus_in(annotations.exported))
-            key = keys.S4_DEVICE_LABELS
+            key = keys.ASSIGNER_DEVICE_LABELS
             labelled = None if annotations.device_labels is None else devices_in(annotations.device_labels)
         except UnreadableDevicesError as exc:
             text = f"annotation {key} is ignored, the known devices stay: {exc}"
             self._record_once(name, Reason.DEVICES_UNREADABLE, text)
             return None
-        self._record_ignored(name, {keys.NODE_GPUS: readings, keys.S4_DEVICE_LABELS: labelled})
+        self._record_ignored(name, {keys.NODE_GPUS: readings, keys.ASSIGNER_DEVICE_LABELS: labelled})
         listed = self._file_inventory.devices_of(name) or (None if labelled is None else labelled.devices)
         found = None if readings is None else readings.devices
         reported = found if listed is None else with_readings(listed, found or ())

@@ -23,7 +23,7 @@ from webhook.runtime.setting_schemas import Schema
 
 T = TypeVar("T")
 
-# The seven levels of the older webhook (S4), as numbers of `logging`. gpuwarden logs nothing above fatal, so report
+# The seven levels of the GPU Device Assigner, as numbers of `logging`. gpuwarden logs nothing above fatal, so report
 # suppresses as much as fatal.
 LOG_LEVELS: Final = {"trace": 5, "debug": 10, "info": 20, "warn": 30, "error": 40, "fatal": 50, "report": 50}
 

@@ -134,7 +134,7 @@ def extender_app(
 def plain_extender_app(
     extender: ExtenderRoutes, health: Health, metrics: Metrics, budgets: Budgets | None = None
 ) -> ASGIApp:
-    """The two routes of S0. They change nothing and do not authenticate callers."""
+    """The two routes of the Blind GPU Scheduler. They change nothing and do not authenticate callers."""
     return application(
         metrics,
         post("/filter", extender.filter, Guard.SCHEDULER),

@@ -31,7 +31,7 @@ from webhook.core.device_state import DeviceState, device_state, free_device_sta
 from webhook.core.errors import GpuwardenError
 from webhook.core.evidence import Evidence, EvidenceState, state_of
 from webhook.core.fleet import Fleet
-from webhook.core.keys import S4_DOMAIN
+from webhook.core.keys import ASSIGNER_DOMAIN
 from webhook.core.raw import Raw
 from webhook.core.reasons import Reason
 from webhook.core.reservation import Phase, Reservation, ReservationId
@@ -224,7 +224,7 @@ def evidence_of(fleet: Fleet, name: str, now: datetime) -> EvidenceState:
 
 
 def device_json(seen: DevicesView, now: datetime, evidence: EvidenceState, *, shows_pending_ids: bool = True) -> Raw:
-    """One device as JSON: the members of S4 first, then our own."""
+    """One device as JSON: the members of the GPU Device Assigner first, then our own."""
     device = seen.device
     content: Raw = {"node": seen.nodes[0], "labels": sorted(device.labels)}
     if seen.holders:
@@ -243,7 +243,9 @@ def device_json(seen: DevicesView, now: datetime, evidence: EvidenceState, *, sh
 
 
 def assignment_json(reservation: Reservation, *, shows_pending_ids: bool = True) -> Raw:
-    """`assignment` as in S4. A name without a uid comes from a review only, so there may be no pod with this name."""
+    """`assignment`, as the GPU Device Assigner has it.
+
+    A name without a uid comes from a review only, so there may be no pod with this name."""
     content: Raw = {"exists?": reservation.phase is Phase.FINALIZED}
     if reservation.id == REDACTED:
         return content | {"state": assignment_state(reservation)}
@@ -421,7 +423,7 @@ def pod_of(reservation: Reservation) -> str:
 
 
 def short_label(label: str) -> str:
-    return label.removeprefix(f"{S4_DOMAIN}/")
+    return label.removeprefix(f"{ASSIGNER_DOMAIN}/")
 
 
 def make_templates() -> jinja2.Environment:

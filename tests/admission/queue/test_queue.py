@@ -494,7 +494,7 @@ async def test_pod_whose_record_exceeds_its_request_is_rejected(scene: Scene) ->
     assert scene.heard.recorded == [("a", Reason.FORGED)]
 
 
-@pytest.mark.defect("S1-2")
+@pytest.mark.defect("binder-2")
 async def test_pod_whose_ordinal_is_not_in_the_map_waits_and_is_named(scene: Scene) -> None:
     text = {"gpuwarden.io/gpu-map": "0=node-a:0"}
     raw = builders.raw_pod(name="web-7", uid="uid-web-7", annotations=text, owners=[builders.stateful_set("web")])

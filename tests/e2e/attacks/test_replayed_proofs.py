@@ -29,7 +29,7 @@ async def harness(cluster: Cluster, kube: Kube, account: Path, tmp_path: Path) -
         yield found
 
 
-@pytest.mark.defect("S0-2")
+@pytest.mark.defect("extender-2")
 async def test_all_replicas_together_accept_a_token_once(harness: Harness) -> None:
     text = await harness.token(harness.replicas[0])
     answers = await asyncio.gather(*(harness.posted(one, text) for one in harness.replicas * 10))

@@ -139,7 +139,7 @@ async def test_proof_is_accepted_once_across_replicas(setup: Setup, again: Evide
     assert await setup.stored() == proof()
 
 
-@pytest.mark.defect("S0-2")
+@pytest.mark.defect("extender-2")
 async def test_challenge_is_answered_once_although_its_token_is_signed_again(setup: Setup) -> None:
     await setup.proofs().accept(proof(0, "n0", challenged=0))
     await setup.proofs().accept(proof(1, "n1", challenged=0.5))
