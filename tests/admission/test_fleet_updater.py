@@ -304,8 +304,8 @@ async def test_proof_received_during_a_poll_is_kept(tmp_path: Path) -> None:
         lambda: told.fleet.indexed_nodes.keys(),
         lambda: told.now,
         SECOND,
-        accepted=lambda node, said: told.fleet_source.prove(MemoryProofs.name, node, said),
     )
+    proofs.notify(lambda node, evidence: told.fleet_source.prove(MemoryProofs.name, node, evidence))
     providers: list[EvidenceProvider] = [proofs, Slow({})]
     told.fleet_source = FleetUpdater(
         told.fleet, InventoryFile(tmp_path / "inventory.json"), providers, lambda: told.now, told.metrics

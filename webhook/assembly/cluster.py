@@ -45,7 +45,7 @@ from webhook.kube.paths import (
     TRUST_BUNDLES,
 )
 from webhook.kube.view import ListenerGroup
-from webhook.kube.watch import BACKOFF, Watch, WatchListener
+from webhook.kube.watch import BACKOFF, Watch, WatchGroup, WatchListener
 from webhook.ledger.api_pods import ApiPods
 from webhook.ledger.cluster import ClusterLedger
 from webhook.runtime.clock import Clock
@@ -227,20 +227,21 @@ class ClusterWriters:
         static = StaticEvidence(settings.node_hash_map)
         file = None if settings.inventory is None else InventoryFile(settings.inventory)
         written = FileInventory(file, static)
+        node_watches, inventory_watches, evidence_watches = WatchGroup(), WatchGroup(), WatchGroup()
         self._discovery = Discovery(
             ApiObjects(api, GPU_NODES),
             ApiNodes(api),
             written,
             events,
-            is_current=lambda: nodes.is_current and devices.is_current,
+            is_current=inventory_watches.are_current,
         )
         self._evidence = EvidenceWriter(
             ApiObjects(api, NODE_EVIDENCES),
             providers_of(settings, clock, static),
             clock,
-            is_current=lambda: evidences.is_current and written.is_known,
+            is_current=lambda: evidence_watches.are_current() and written.is_known,
             nodes=ApiNodes(api),
-            are_nodes_current=lambda: nodes.is_current,
+            are_nodes_current=node_watches.are_current,
             poll_every=settings.evidence_poll,
             retired=retired_of(settings),
             pushed=pushed_of(settings),
@@ -251,6 +252,9 @@ class ClusterWriters:
         nodes = Watch(api, NODES_PATH, ListenerGroup(self._discovery.nodes, self._evidence.creation_times, *also_nodes))
         devices = Watch(api, GPU_NODES_PATH, ListenerGroup(gpu_nodes, self._discovery.gpu_nodes))
         evidences = Watch(api, NODE_EVIDENCES_PATH, ListenerGroup(self._evidence.view, *also_evidences))
+        node_watches.add(nodes)
+        inventory_watches.add(nodes, devices)
+        evidence_watches.add(evidences)
         self.watches = (nodes, devices, evidences)
 
     def begin(self) -> None:

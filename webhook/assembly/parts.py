@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,14 +68,10 @@ class LocalFleet:
     @classmethod
     def of(cls, settings: Settings, clock: Clock) -> "LocalFleet":
         fleet, metrics = Fleet(), Metrics()
-        proofs = MemoryProofs(
-            lambda: fleet.indexed_nodes.keys(),
-            clock,
-            settings.clock_skew,
-            accepted=lambda node, evidence: fleet_source.prove(MemoryProofs.name, node, evidence),
-        )
+        proofs = MemoryProofs(fleet.indexed_nodes.keys, clock, settings.clock_skew)
         providers = providers_of(settings, clock, StaticEvidence(settings.node_hash_map), proofs)
         fleet_source = FleetUpdater(fleet, InventoryFile(inventory_path(settings)), providers, clock, metrics)
+        proofs.notify(partial(fleet_source.prove, MemoryProofs.name))
         return cls(fleet, MemoryLedger(fleet, clock, times_of(settings)), fleet_source, metrics, proofs)
 
     @property

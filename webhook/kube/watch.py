@@ -181,6 +181,23 @@ class Watch:
             self._listener.changed(raw)
 
 
+class WatchGroup:
+    """Watches that belong together. It exists before its watches, so that their listeners can refer to it."""
+
+    def __init__(self) -> None:
+        self._watches: list[Watch] = []
+
+    def __iter__(self) -> Iterator[Watch]:
+        return iter(self._watches)
+
+    def add(self, *watches: Watch) -> None:
+        self._watches.extend(watches)
+
+    def are_current(self) -> bool:
+        """Whether there are watches, and each of them is current."""
+        return bool(self._watches) and all(watch.is_current for watch in self._watches)
+
+
 def key_of(raw: Raw) -> str:
     meta = raw["metadata"]
     return f"{meta.get('namespace', '')}/{meta['name']}"

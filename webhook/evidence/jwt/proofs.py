@@ -62,10 +62,8 @@ class MemoryProofs:
         present: Callable[[], Collection[str]],
         clock: Clock,
         skew: timedelta,
-        accepted: Callable[[str, Mapping[str, Evidence]], None] = lambda node, said: None,
     ) -> None:
-        """`accepted` is called with the node of each accepted proof, and with what `poll` would return."""
-        self._accepted = accepted
+        self._listeners: list[Callable[[str, Mapping[str, Evidence]], None]] = []
         self._present = present
         self._clock = clock
         self._skew = skew
@@ -73,6 +71,10 @@ class MemoryProofs:
         self._evidence: Mapping[str, Evidence] = {}
         self._known_nodes: frozenset[str] | None = None
         self._created_at: dict[str, datetime] = {}
+
+    def notify(self, listener: Callable[[str, Mapping[str, Evidence]], None]) -> None:
+        """Calls `listener` with the node of each accepted proof, and with what `poll` would return."""
+        self._listeners.append(listener)
 
     def begin(self) -> None:
         """Does nothing: only this process has these proofs."""
@@ -87,7 +89,8 @@ class MemoryProofs:
         # It is dated by the clock of its signer, and must not appear to be issued in the future.
         counted = proof if proof.since is None else evolve(proof, since=proof.since - self._skew)
         self._evidence = {**self._evidence, proof.node: counted}
-        self._accepted(proof.node, self._evidence)
+        for listener in self._listeners:
+            listener(proof.node, self._evidence)
 
     async def poll(self) -> Mapping[str, Evidence]:
         self._track_nodes()
