@@ -5,6 +5,7 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from datetime import timedelta
+from typing import Any, cast
 
 import pytest
 from kubernetes.aio import client
@@ -15,7 +16,7 @@ from starlette.routing import Route
 
 from tests.builders import Raw
 from webhook.assembly.cluster import outdated_by
-from webhook.kube.watch import Trimmed, Watch
+from webhook.kube.watch import Trimmed, Watch, WatchGroup
 from webhook.runtime.backoff import Backoff
 from webhook.runtime.http.listener import Listener
 
@@ -165,3 +166,14 @@ async def test_interrupted_list_is_discarded(failure: Response, trimmed: Trimmed
     assert asked == ["", "more", "", "", "more", "", "more", "", "", ""]
     unknown, interrupted = (False, False), (True, False)
     assert states == [*[unknown] * 5, *[interrupted] * 5]
+
+
+def test_group_of_watches_is_current_when_each_of_them_is() -> None:
+    group = WatchGroup()
+    assert not group.are_current()
+    first, second = (Watch(cast(Any, None), PATH, Listening()) for _ in range(2))
+    group.add(first, second)
+    first.is_current = True
+    assert not group.are_current()
+    second.is_current = True
+    assert group.are_current()
