@@ -22,7 +22,7 @@ from scripts.fuzz.routes import fuzz, told_of
 from tests.evidence.jwt.jwt_doubles import JwtWorkloadApiDouble
 from tests.evidence.jwt.tokens import TRUST_DOMAIN, SigningKey
 from tests.running import GPUWARDEN, serving, started
-from tests.web.house import INVENTORY
+from tests.web.harness import INVENTORY
 from webhook.runtime.telemetry import configure_logging
 
 # Time limit for parsing any text that fits into a request or an object.

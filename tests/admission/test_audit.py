@@ -8,7 +8,7 @@ import pytest
 from attrs import evolve
 
 from tests.builders import HASH, NAMESPACE, NOW, OTHER_HASH, POD_UID, SECOND, Raw, raw_container, raw_env, raw_pod
-from tests.web.house import House
+from tests.web.harness import Harness
 from webhook.admission.audit import AuditedPod, AuditRules, Facts, Finding, FindingKind, findings
 from webhook.admission.audit_watch import AuditWatch
 from webhook.commands.audit import as_json, as_table
@@ -28,9 +28,9 @@ def read(raw: Raw) -> AuditedPod | None:
     return READING.pod(raw)
 
 
-async def placed(house: House, raw: Raw, node: str = "node-a") -> Raw:
+async def placed(harness: Harness, raw: Raw, node: str = "node-a") -> Raw:
     """A pod dressed by the webhooks, on its node."""
-    final = await house.create(raw)
+    final = await harness.create(raw)
     return {**final, "spec": {**final["spec"], "nodeName": node}, "status": {"phase": "Running"}}
 
 
@@ -47,9 +47,9 @@ def proven(hash: str = HASH, **members: Any) -> dict[str, Evidence]:
     return {"node-a": Evidence("node-a", hash, "static", **members)}
 
 
-async def test_audit_finds_nothing_in_a_dressed_pod(house: House) -> None:
-    raw = await placed(house, raw_pod(raw_container(gpus=1), annotations={"gpuwarden.io/required-hash": HASH}))
-    held = list(house.parts.ledger.reservations())
+async def test_audit_finds_nothing_in_a_dressed_pod(harness: Harness) -> None:
+    raw = await placed(harness, raw_pod(raw_container(gpus=1), annotations={"gpuwarden.io/required-hash": HASH}))
+    held = list(harness.parts.ledger.reservations())
     assert kinds(facts(raw, held=held, evidence=proven()), needs_evidence=True) == []
 
 
@@ -107,26 +107,26 @@ def test_audit_reports_a_pod_that_could_open_devices_in_isolated_namespaces() ->
     assert kinds(facts({**raw, "status": {"phase": "Succeeded"}}, isolated={NAMESPACE})) == []
 
 
-async def test_audit_reports_a_gpu_pod_with_too_long_a_grace_period(house: House) -> None:
-    raw = await placed(house, raw_pod(raw_container(gpus=1)))
+async def test_audit_reports_a_gpu_pod_with_too_long_a_grace_period(harness: Harness) -> None:
+    raw = await placed(harness, raw_pod(raw_container(gpus=1)))
     raw = {**raw, "spec": {**raw["spec"], "terminationGracePeriodSeconds": 61}}
     for most, expected in ((60, "61 s, probes included; a pod with GPUs may have at most 60 s"), (61, "")):
         pod = evolve(READING, dress=evolve(READING.dress, max_grace=most * SECOND)).pod(raw)
         assert pod is not None
-        found = findings(Facts([pod], house.parts.ledger.reservations(), ()), LATER, needs_evidence=False)
+        found = findings(Facts([pod], harness.parts.ledger.reservations(), ()), LATER, needs_evidence=False)
         said = [f"spec.terminationGracePeriodSeconds: {expected}"] if expected else []
         assert [one.message for one in found if one.kind is FindingKind.GRACE_TOO_LONG] == said
 
 
-async def test_audit_finds_nothing_in_a_queued_pod(house: House) -> None:
+async def test_audit_finds_nothing_in_a_queued_pod(harness: Harness) -> None:
     raw = raw_pod(raw_container(gpus=1), annotations={keys.CLAIM.name: json.dumps({"gpus": 1})})
     gated = {**raw, "spec": {**raw["spec"], "schedulingGates": [{"name": keys.QUEUE_GATE}]}}
     assert kinds(facts(gated)) == []
 
 
-async def test_audit_reports_gpus_that_the_ledger_does_not_hold(house: House) -> None:
-    raw = await placed(house, raw_pod(raw_container(gpus=2)))
-    (held,) = house.parts.ledger.reservations()
+async def test_audit_reports_gpus_that_the_ledger_does_not_hold(harness: Harness) -> None:
+    raw = await placed(harness, raw_pod(raw_container(gpus=2)))
+    (held,) = harness.parts.ledger.reservations()
     half = evolve(held, slots=held.slots[:1])
     found = findings(facts(raw, held=[half]), LATER, needs_evidence=False)
     assert [one.message for one in found] == [f"was given {held.slots[1].uuid}, which no GPUNode holds for it"]
@@ -135,10 +135,10 @@ async def test_audit_reports_gpus_that_the_ledger_does_not_hold(house: House) ->
     assert kinds(facts(raw, unsettled={held.id})) == [], "it has come or gone meanwhile"
 
 
-async def test_audit_reports_two_pods_with_one_gpu(house: House) -> None:
-    raw = await placed(house, raw_pod(raw_container(gpus=1), annotations={"gpuwarden.io/required-hash": HASH}))
+async def test_audit_reports_two_pods_with_one_gpu(harness: Harness) -> None:
+    raw = await placed(harness, raw_pod(raw_container(gpus=1), annotations={"gpuwarden.io/required-hash": HASH}))
     other = {**raw, "metadata": {**raw["metadata"], "name": "copy", "uid": "another"}}
-    held = list(house.parts.ledger.reservations())
+    held = list(harness.parts.ledger.reservations())
     given = facts(raw, other, held=held, evidence=proven())
     assert kinds(given) == [(FindingKind.GPU_TWICE, "pod ml/copy")]
     ended = {**other, "status": {"phase": "Failed"}}
@@ -157,16 +157,16 @@ async def test_audit_reports_two_pods_with_one_gpu(house: House) -> None:
     ids=["absent", "not-needed", "stale", "fresh", "banned"],
 )
 async def test_audit_reports_pods_on_nodes_without_evidence(
-    house: House, evidence: dict[str, Evidence], needs_evidence: bool, said: str
+    harness: Harness, evidence: dict[str, Evidence], needs_evidence: bool, said: str
 ) -> None:
-    raw = await placed(house, raw_pod(raw_container(gpus=1), labels={"gpuwarden.io/gpu.model": "h100"}))
-    given = facts(raw, held=list(house.parts.ledger.reservations()), evidence=evidence)
+    raw = await placed(harness, raw_pod(raw_container(gpus=1), labels={"gpuwarden.io/gpu.model": "h100"}))
+    given = facts(raw, held=list(harness.parts.ledger.reservations()), evidence=evidence)
     found = findings(given, LATER, needs_evidence=needs_evidence)
     assert [(one.kind, one.message) for one in found] == ([(FindingKind.NODE_WITHOUT_EVIDENCE, said)] if said else [])
 
 
-async def test_audit_checks_a_pods_hash_even_if_other_pods_need_no_evidence(house: House) -> None:
-    raw = await placed(house, raw_pod(annotations={"gpuwarden.io/required-hash": HASH}))
+async def test_audit_checks_a_pods_hash_even_if_other_pods_need_no_evidence(harness: Harness) -> None:
+    raw = await placed(harness, raw_pod(annotations={"gpuwarden.io/required-hash": HASH}))
     found = findings(facts(raw, evidence=proven(OTHER_HASH)), LATER, needs_evidence=False)
     assert [one.message for one in found] == [f"node node-a has proven {OTHER_HASH}, but the pod requires {HASH}"]
 
@@ -255,8 +255,8 @@ def test_audit_prints_a_table_and_json() -> None:
 # The reconciler's gauge.
 
 
-async def test_gauge_follows_the_findings_of_the_audit(house: House) -> None:
-    parts = house.parts
+async def test_gauge_follows_the_findings_of_the_audit(harness: Harness) -> None:
+    parts = harness.parts
     watch = AuditWatch(
         READING, parts.fleet, parts.ledger, lambda: LATER, keys.OPT_IN.name, "gpuwarden", needs_evidence=False
     )
@@ -274,7 +274,7 @@ async def test_gauge_follows_the_findings_of_the_audit(house: House) -> None:
     def at(raw: Raw, version: int) -> Raw:
         return {**raw, "metadata": {**raw["metadata"], "resourceVersion": str(version)}}
 
-    right = await placed(house, raw_pod(raw_container(gpus=1), annotations={"gpuwarden.io/required-hash": HASH}))
+    right = await placed(harness, raw_pod(raw_container(gpus=1), annotations={"gpuwarden.io/required-hash": HASH}))
     bare = raw_pod(raw_container(gpus=1), name="bare")
     namespace: Raw = {"metadata": {"name": NAMESPACE, "labels": {"gpuwarden.io/enabled": "true"}}}
     watch.pods.replaced({"ml/train-0": at(right, 1), "ml/bare": at(bare, 2)})

@@ -10,7 +10,7 @@ from structlog.testing import capture_logs
 
 from tests.builders import HASH, NOW, OTHER_HASH, SECOND, Raw, raw_container, raw_pod
 from tests.conftest import Build
-from tests.web.house import INVENTORY, House
+from tests.web.harness import INVENTORY, Harness
 from webhook.admission.fleet_updater import FleetUpdater
 from webhook.core.evidence import Evidence, EvidenceState
 from webhook.core.fleet import Fleet
@@ -23,85 +23,85 @@ from webhook.runtime.telemetry import Metrics
 POD = raw_pod(raw_container(gpus=1), annotations={"gpuwarden.io/required-hash": HASH})
 
 
-async def rewrite(house: House, inventory: Raw | str) -> None:
-    house.file.write_text(inventory if isinstance(inventory, str) else json.dumps(inventory))
-    await house.fleet_source.refresh()
+async def rewrite(harness: Harness, inventory: Raw | str) -> None:
+    harness.file.write_text(inventory if isinstance(inventory, str) else json.dumps(inventory))
+    await harness.fleet_source.refresh()
 
 
-async def verdict(house: House, uid: str) -> str:
-    response = await house.mutate(POD, uid)
+async def verdict(harness: Harness, uid: str) -> str:
+    response = await harness.mutate(POD, uid)
     return "Admitted" if response["allowed"] else str(response["status"]["reason"])
 
 
 @pytest.mark.defect("extender-1")
-async def test_changed_evidence_file_changes_the_verdict(house: House) -> None:
-    assert await verdict(house, "r1") == "Admitted"
+async def test_changed_evidence_file_changes_the_verdict(harness: Harness) -> None:
+    assert await verdict(harness, "r1") == "Admitted"
     node = {**INVENTORY["nodes"][0], "evidence": {"hash": OTHER_HASH}}
-    await rewrite(house, {"nodes": [node]})
-    assert await verdict(house, "r2") == "NoProvenNode"
+    await rewrite(harness, {"nodes": [node]})
+    assert await verdict(harness, "r2") == "NoProvenNode"
 
 
 async def test_evidence_ends_at_the_second_without_a_new_reading(build: Build) -> None:
     node = {**INVENTORY["nodes"][0], "evidence": {"hash": HASH, "until": "2026-03-02T12:00:30Z"}}
-    house = await build({"nodes": [node]})
-    house.wait(29.999)
-    assert await verdict(house, "r1") == "Admitted"
-    house.wait(0.001)
-    assert await verdict(house, "r2") == "NoProvenNode"
+    harness = await build({"nodes": [node]})
+    harness.wait(29.999)
+    assert await verdict(harness, "r1") == "Admitted"
+    harness.wait(0.001)
+    assert await verdict(harness, "r2") == "NoProvenNode"
 
 
 @pytest.mark.defect("extender-2")
 async def test_evidence_from_the_future_is_not_valid_yet(build: Build) -> None:
     node = {**INVENTORY["nodes"][0], "evidence": {"hash": HASH, "since": "2026-03-02T12:00:30Z"}}
-    house = await build({"nodes": [node]})
-    assert await verdict(house, "r1") == "NoProvenNode"
-    house.wait(30)
-    assert await verdict(house, "r2") == "Admitted"
+    harness = await build({"nodes": [node]})
+    assert await verdict(harness, "r1") == "NoProvenNode"
+    harness.wait(30)
+    assert await verdict(harness, "r2") == "Admitted"
 
 
 @pytest.mark.defect("assigner-14")
-async def test_invalid_file_keeps_the_last_state(house: House) -> None:
-    await rewrite(house, "nodes: [")
-    assert await verdict(house, "r1") == "Admitted"
-    assert "refused" in house.parts.metrics.render()[0].decode()
+async def test_invalid_file_keeps_the_last_state(harness: Harness) -> None:
+    await rewrite(harness, "nodes: [")
+    assert await verdict(harness, "r1") == "Admitted"
+    assert "refused" in harness.parts.metrics.render()[0].decode()
 
 
-async def test_device_that_vanishes_while_held_is_quarantined(house: House) -> None:
-    await house.create(POD)
-    await rewrite(house, {"nodes": [{**INVENTORY["nodes"][0], "devices": []}]})
-    assert await house.states() == {"GPU-a0": "quarantined"}
+async def test_device_that_vanishes_while_held_is_quarantined(harness: Harness) -> None:
+    await harness.create(POD)
+    await rewrite(harness, {"nodes": [{**INVENTORY["nodes"][0], "devices": []}]})
+    assert await harness.states() == {"GPU-a0": "quarantined"}
 
 
-async def test_a_device_that_comes_back_is_still_held(house: House) -> None:
-    await house.create(POD)
-    await rewrite(house, {"nodes": []})
-    await rewrite(house, INVENTORY)
-    assert (await house.states())["GPU-a0"] == "assigned"
-    assert await verdict(house, "r2") == "Admitted"
-    assert house.held == ["GPU-a0", "GPU-a1"]
+async def test_a_device_that_comes_back_is_still_held(harness: Harness) -> None:
+    await harness.create(POD)
+    await rewrite(harness, {"nodes": []})
+    await rewrite(harness, INVENTORY)
+    assert (await harness.states())["GPU-a0"] == "assigned"
+    assert await verdict(harness, "r2") == "Admitted"
+    assert harness.held == ["GPU-a0", "GPU-a1"]
 
 
-async def test_uuid_on_two_nodes_is_not_offered_until_one_is_gone(house: House) -> None:
+async def test_uuid_on_two_nodes_is_not_offered_until_one_is_gone(harness: Harness) -> None:
     first = INVENTORY["nodes"][0]
     double = {"name": "node-z", "evidence": {"hash": HASH}, "devices": first["devices"]}
-    await rewrite(house, {"nodes": [first, double]})
-    assert await house.states() == {"GPU-a0": "quarantined", "GPU-a1": "quarantined"}
-    assert await verdict(house, "r1") == "NoFreeDevice"
-    await rewrite(house, {"nodes": [double]})
-    assert await verdict(house, "r2") == "Admitted"
+    await rewrite(harness, {"nodes": [first, double]})
+    assert await harness.states() == {"GPU-a0": "quarantined", "GPU-a1": "quarantined"}
+    assert await verdict(harness, "r1") == "NoFreeDevice"
+    await rewrite(harness, {"nodes": [double]})
+    assert await verdict(harness, "r2") == "Admitted"
 
 
-async def test_gpu_that_moves_to_another_node_stays_with_its_holder(house: House) -> None:
-    await house.create(POD)
+async def test_gpu_that_moves_to_another_node_stays_with_its_holder(harness: Harness) -> None:
+    await harness.create(POD)
     moved = {"name": "node-z", "evidence": {"hash": HASH}, "devices": [{"uuid": "GPU-a0"}]}
-    await rewrite(house, {"nodes": [moved]})
-    assert await verdict(house, "r2") == "NoFreeDevice"
+    await rewrite(harness, {"nodes": [moved]})
+    assert await verdict(harness, "r2") == "NoFreeDevice"
 
 
-async def test_metrics_count_every_device_once(house: House) -> None:
-    await house.create(POD)
-    await house.dress(POD, "r2")
-    text = house.parts.metrics.render()[0].decode()
+async def test_metrics_count_every_device_once(harness: Harness) -> None:
+    await harness.create(POD)
+    await harness.dress(POD, "r2")
+    text = harness.parts.metrics.render()[0].decode()
     for line in (
         'gpuwarden_devices{state="available"} 2.0',
         'gpuwarden_devices{state="assigned"} 1.0',

@@ -12,7 +12,7 @@ from jsonpatch import apply_patch
 
 from tests.builders import HASH, Raw, raw_container, raw_pod
 from tests.conftest import Build
-from tests.web.house import House
+from tests.web.harness import Harness
 from webhook.admission.manifest_pods import MOST_ORDINALS, pods_made_by
 from webhook.commands.explain.sources import CannotSayError, answer_in
 
@@ -229,9 +229,9 @@ def test_unreadable_answer_of_a_server_is_no_verdict(content: bytes) -> None:
         answer_in(content, "https://server")
 
 
-async def test_the_route_answers_the_same_and_reserves_nothing(house: House) -> None:
+async def test_the_route_answers_the_same_and_reserves_nothing(harness: Harness) -> None:
     raw = raw_pod(raw_container(gpus=2), annotations={"gpuwarden.io/required-hash": HASH})
-    answer: Raw = (await house.tls.post("/explain", json=raw)).json()
+    answer: Raw = (await harness.tls.post("/explain", json=raw)).json()
     stored = apply_patch(raw, answer.pop("patch"))
     assert stored["metadata"]["annotations"]["gpuwarden.io/gpu-uuid"] == "GPU-a0,GPU-a1"
     assert answer == {
@@ -252,30 +252,30 @@ async def test_the_route_answers_the_same_and_reserves_nothing(house: House) -> 
             {"name": "node-c", "fits": False, "reasons": ["no evidence"], "devices": []},
         ],
     }
-    assert house.held == []
+    assert harness.held == []
 
 
 async def test_the_route_refuses_at_once_what_a_review_refuses_at_once(build: Build) -> None:
-    house = await build(injection="cuda")
+    harness = await build(injection="cuda")
     raw = raw_pod(raw_container(gpus=1))
-    answer: Raw = (await house.tls.post("/explain", json=raw)).json()
-    response = await house.mutate(raw)
+    answer: Raw = (await harness.tls.post("/explain", json=raw)).json()
+    response = await harness.mutate(raw)
     assert answer["reason"] == response["status"]["reason"] == "InjectionConflict"
 
 
-async def test_a_copy_of_a_dressed_pod_is_explained_as_the_mutating_door_serves_it(house: House) -> None:
-    final = await house.create(raw_pod(raw_container(gpus=1)))
+async def test_a_copy_of_a_dressed_pod_is_explained_as_the_mutating_door_serves_it(harness: Harness) -> None:
+    final = await harness.create(raw_pod(raw_container(gpus=1)))
     copied = raw_pod(name="copy", annotations=final["metadata"]["annotations"])
-    answer: Raw = (await house.tls.post("/explain", json=copied)).json()
+    answer: Raw = (await harness.tls.post("/explain", json=copied)).json()
     assert (answer["verdict"], answer["message"]) == ("admit", "1 GPU: GPU-a0 on node node-a")
-    served = await house.dress(copied, "another")
+    served = await harness.dress(copied, "another")
     assert served["metadata"]["annotations"]["gpuwarden.io/gpu-uuid"] == "GPU-a0"
 
 
-async def test_the_route_sees_what_is_held(house: House) -> None:
+async def test_the_route_sees_what_is_held(harness: Harness) -> None:
     raw = raw_pod(raw_container(gpus=2), annotations={"gpuwarden.io/required-hash": HASH})
-    await house.create(raw)
-    answer: Raw = (await house.tls.post("/explain", json=raw)).json()
+    await harness.create(raw)
+    answer: Raw = (await harness.tls.post("/explain", json=raw)).json()
     assert (answer["verdict"], answer["reason"]) == ("deny", "NoFreeDevice")
     assert answer["nodes"][0]["reasons"] == ["fewer than 2 free GPUs"]
 
@@ -290,18 +290,18 @@ NO_PODS = {
 
 
 @pytest.mark.parametrize("body", NO_PODS.values(), ids=NO_PODS.keys())
-async def test_the_route_admits_nothing_that_is_no_pod(house: House, body: bytes) -> None:
-    reply = await house.tls.post("/explain", content=body)
+async def test_the_route_admits_nothing_that_is_no_pod(harness: Harness, body: bytes) -> None:
+    reply = await harness.tls.post("/explain", content=body)
     assert reply.status_code == 400
     assert reply.json()["error"]
 
 
-async def test_the_route_names_what_is_wrong_with_a_pod(house: House) -> None:
-    reply = await house.tls.post("/explain", json={"spec": {"containers": 5}})
+async def test_the_route_names_what_is_wrong_with_a_pod(harness: Harness) -> None:
+    reply = await harness.tls.post("/explain", json={"spec": {"containers": 5}})
     assert reply.json()["reason"] == "InvalidPod"
 
 
-async def test_the_route_explains_a_stateful_set_by_the_first_of_its_pods_that_is_denied(house: House) -> None:
+async def test_the_route_explains_a_stateful_set_by_the_first_of_its_pods_that_is_denied(harness: Harness) -> None:
     """If none is, by the first."""
     template = {
         "metadata": {"annotations": {"gpu-scheduling-map": "0=node-a:0\n1=node-a:7"}},
@@ -314,16 +314,16 @@ async def test_the_route_explains_a_stateful_set_by_the_first_of_its_pods_that_i
             "metadata": {"name": "web"},
             "spec": {"replicas": replicas, "template": template},
         }
-        answers.append((await house.tls.post("/explain", json=whole)).json())
+        answers.append((await harness.tls.post("/explain", json=whole)).json())
     assert [(one["verdict"], one["reason"]) for one in answers] == [("admit", "Admitted"), ("deny", "NoMatchingDevice")]
 
 
-async def test_the_route_explains_the_pods_that_a_controller_would_make(house: House) -> None:
+async def test_the_route_explains_the_pods_that_a_controller_would_make(harness: Harness) -> None:
     pod = raw_pod(raw_container(gpus=50))
     template = {"metadata": {"annotations": {}}, "spec": pod["spec"]}
     for whole in (
         {"kind": "Deployment", "spec": {"template": template}},
         {"kind": "CronJob", "spec": {"jobTemplate": {"spec": {"template": template}}}},
     ):
-        answer: Raw = (await house.tls.post("/explain", json=whole)).json()
+        answer: Raw = (await harness.tls.post("/explain", json=whole)).json()
         assert (answer["verdict"], answer["reason"]) == ("deny", "NoMatchingDevice")

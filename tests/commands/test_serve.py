@@ -22,7 +22,7 @@ from tests import builders
 from tests.builders import Raw, raw_container, raw_pod
 from tests.h2_client import H2Client
 from tests.running import GPUWARDEN, Running, refusing, serving
-from tests.web.house import patched
+from tests.web.harness import patched
 from webhook.runtime.http.listener import Listener
 
 READY = re.compile(

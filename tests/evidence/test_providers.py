@@ -22,7 +22,7 @@ from tests.evidence.doubles import SERVER_ID, TRUST_DOMAIN, VERIFIER, SpireDoubl
 from tests.evidence.jwt.jwt_doubles import JwtWorkloadApiDouble
 from tests.evidence.jwt.tokens import SigningKey
 from tests.running import serving
-from tests.web.house import INVENTORY, House
+from tests.web.harness import INVENTORY, Harness
 from webhook.admission.parts import Parts
 from webhook.assembly.serving import assembled
 from webhook.commands.serve import Server
@@ -84,18 +84,18 @@ def test_too_short_max_evidence_age_is_logged(max_age: str, warnings: int) -> No
 class Site:
     """A webhook whose evidence comes from SPIRE."""
 
-    def __init__(self, house: House, spire: SpireDouble) -> None:
-        self.house = house
+    def __init__(self, harness: Harness, spire: SpireDouble) -> None:
+        self.harness = harness
         self.spire = spire
 
     async def verdict(self, uid: str, pod: Raw = POD) -> str:
-        response = await self.house.mutate(pod, uid)
+        response = await self.harness.mutate(pod, uid)
         return "Admitted" if response["allowed"] else str(response["status"]["reason"])
 
     async def look(self) -> None:
         """The next poll."""
-        self.house.wait(5)
-        await self.house.fleet_source.refresh()
+        self.harness.wait(5)
+        await self.harness.fleet_source.refresh()
 
 
 @pytest.fixture
@@ -111,14 +111,14 @@ async def site(request: pytest.FixtureRequest, build: Build, spire: SpireDouble,
     await spire.start(authority.issue(SERVER_ID), authority)
     api = WorkloadApiDouble(str(tmp_path / "agent.sock"), [authority.issue(VERIFIER)], [authority.root])
     await api.start()
-    house = await build(
+    harness = await build(
         evidence=getattr(request, "param", ("spire-server",)),
         spire_server=f"127.0.0.1:{spire.port}",
         spire_trust_domain=TRUST_DOMAIN,
         spire_workload_api=f"unix:{api.path}",
     )
-    yield Site(house, spire)
-    provider: Any = house.fleet_source._providers[0]
+    yield Site(harness, spire)
+    provider: Any = harness.fleet_source._providers[0]
     assert isinstance(provider, SpireServer)
     await provider._server._identity.close()  # type: ignore[attr-defined]  # one of two ways to a server
     await api.stop()
@@ -132,7 +132,7 @@ async def test_static_evidence_is_ignored_without_the_static_source(site: Site) 
     pod = raw_pod(raw_container(gpus=1), annotations={"gpuwarden.io/required-hash": OTHER_HASH})
     assert INVENTORY["nodes"][1]["evidence"] == {"hash": OTHER_HASH}
     assert await site.verdict("r1", pod) == "NoProvenNode"
-    assert not any("static" in note for note in site.house.parts.notes)
+    assert not any("static" in note for note in site.harness.parts.notes)
 
 
 @pytest.mark.parametrize(
@@ -164,11 +164,11 @@ async def test_pod_does_not_get_a_node_that_spire_no_longer_vouches_for(site: Si
 async def test_evidence_expires_to_the_second_while_spire_is_unavailable(site: Site) -> None:
     await site.spire.stop()
     await site.look()
-    metrics = site.house.parts.metrics.render()[0].decode()
+    metrics = site.harness.parts.metrics.render()[0].decode()
     assert 'gpuwarden_evidence_provider_errors_total{provider="spire-server"} 1.0' in metrics
-    site.house.now = NOW + MAX_AGE - SECOND
+    site.harness.now = NOW + MAX_AGE - SECOND
     assert await site.verdict("r1") == "Admitted"
-    site.house.now = NOW + MAX_AGE
+    site.harness.now = NOW + MAX_AGE
     assert await site.verdict("r2") == "NoProvenNode"
 
 
@@ -177,9 +177,9 @@ async def test_ban_stays_when_the_inventory_changes_while_spire_is_unavailable(s
     site.spire.agents = [agent("node-a", HASH, expires_at=NOW + HOUR, banned=True)]
     await site.look()
     await site.spire.stop()
-    site.house.file.write_text(json.dumps({"nodes": [{**INVENTORY["nodes"][0], "labels": {"zone": "z"}}]}))
+    site.harness.file.write_text(json.dumps({"nodes": [{**INVENTORY["nodes"][0], "labels": {"zone": "z"}}]}))
     await site.look()
-    assert +site.house.parts.fleet.states == {EvidenceState.BANNED: 1}
+    assert +site.harness.parts.fleet.states == {EvidenceState.BANNED: 1}
 
 
 @pytest.mark.parametrize("site", [("spire-server", "static")], indirect=True)
@@ -191,7 +191,7 @@ async def test_node_missing_in_spire_is_not_proven_by_another_source(site: Site)
 
 
 async def test_ban_is_applied_although_the_inventory_file_is_bad(site: Site) -> None:
-    site.house.file.write_text("nodes: [")
+    site.harness.file.write_text("nodes: [")
     site.spire.agents = [agent("node-a", HASH, expires_at=NOW + HOUR, banned=True)]
     await site.look()
     assert await site.verdict("r1") == "NoProvenNode"

@@ -21,7 +21,7 @@ from tests.evidence.jwt.jwt_doubles import EndpointDouble, JwtWorkloadApiDouble,
 from tests.evidence.jwt.tokens import TRUST_DOMAIN, SigningKey, evidence_id
 from tests.node_double import OWN, NodeDouble
 from tests.running import GPUWARDEN, Running, refusing, serving
-from tests.web.house import INVENTORY
+from tests.web.harness import INVENTORY
 from webhook.core.evidence_id import DEFAULT_TEMPLATE, EvidenceId
 from webhook.evidence import EvidenceUnavailableError
 from webhook.evidence.jwt.end_reports import uid_digest

@@ -7,7 +7,7 @@ from scripts.fuzz.corpus import CORPUS
 from scripts.fuzz.targets import GROUPS, LISTENERS, applications, targets
 from scripts.fuzz.wire import Wire, opened, spoken
 from tests.running import serving
-from tests.web.house import INVENTORY
+from tests.web.harness import INVENTORY
 
 
 def test_every_declared_route_is_fuzzed() -> None:

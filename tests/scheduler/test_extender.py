@@ -8,7 +8,7 @@ from tests import builders
 from tests.builders import HASH, NOW, OTHER_HASH, POD_UID, Raw, raw_container, raw_pod
 from tests.conftest import Build
 from tests.scheduler.bindings import FakeBindings
-from tests.web.house import House
+from tests.web.harness import Harness
 from tests.web.replica import Shared, sharing
 from webhook.core.extender_wire import BindArgs, ExtenderArgs, OfferedNodes, PreemptArgs, Victims
 from webhook.core.pod import Pod
@@ -30,14 +30,14 @@ def bindings(shared: Shared) -> FakeBindings:
 
 
 @pytest.fixture
-async def house(build: Build, shared: Shared) -> House:
+async def harness(build: Build, shared: Shared) -> Harness:
     """The replica that reviewed the pod's creation."""
     return await build(assemble=sharing(shared))
 
 
 @pytest.fixture
-def extender(house: House, bindings: FakeBindings) -> Extender:
-    return Extender(house.parts, bindings)
+def extender(harness: Harness, bindings: FakeBindings) -> Extender:
+    return Extender(harness.parts, bindings)
 
 
 @pytest.fixture
@@ -50,9 +50,9 @@ def attested(*hashes: str) -> dict[str, str]:
     return {"attestation-hash.my-company.com/required-hash": ",".join(hashes)}
 
 
-async def created(house: House, shared: Shared, raw: Raw) -> Raw:
+async def created(harness: Harness, shared: Shared, raw: Raw) -> Raw:
     """Passes both webhooks and is stored in the cluster."""
-    final = await house.create(raw)
+    final = await harness.create(raw)
     shared.has(final)
     return final
 
@@ -69,15 +69,15 @@ def onto(node: str, uid: str = POD_UID) -> BindArgs:
     return BindArgs(PodIdentity("ml", "train-0", uid), node)
 
 
-async def unproven(house: House) -> None:
+async def unproven(harness: Harness) -> None:
     for name in NODES:
-        house.parts.fleet.set_evidence(name, None, NOW)
+        harness.parts.fleet.set_evidence(name, None, NOW)
 
 
 async def test_every_replica_passes_a_reserved_pod_on_its_node(
-    house: House, extender: Extender, other: Extender, shared: Shared
+    harness: Harness, extender: Extender, other: Extender, shared: Shared
 ) -> None:
-    final = await created(house, shared, gpu_pod())
+    final = await created(harness, shared, gpu_pod())
     for one in (extender, other):
         found = await one.filter(about(final))
         assert found.passed == {"node-a"}
@@ -89,21 +89,21 @@ async def test_every_replica_passes_a_reserved_pod_on_its_node(
     "members", [{}, {"uid": "uid-of-another"}, {"phase": "releasing"}, {"digest": "of-another-claim"}], ids=str
 )
 async def test_pod_with_another_pods_reservation_fits_no_node(
-    house: House, other: Extender, shared: Shared, members: Raw
+    harness: Harness, other: Extender, shared: Shared, members: Raw
 ) -> None:
-    final = await created(house, shared, gpu_pod())
+    final = await created(harness, shared, gpu_pod())
     shared.change("node-a", **members)
     found = await other.filter(about(final))
     assert found.unresolvable == dict.fromkeys(NODES, "the pod's GPU reservation is gone")
     assert dict(await other.scores(about(final))) == dict.fromkeys(NODES, 0)
 
 
-async def test_pod_past_its_bind_deadline_fits_no_node(house: House, extender: Extender, shared: Shared) -> None:
-    final = await created(house, shared, gpu_pod())
+async def test_pod_past_its_bind_deadline_fits_no_node(harness: Harness, extender: Extender, shared: Shared) -> None:
+    final = await created(harness, shared, gpu_pod())
     final["metadata"]["creationTimestamp"] = NOW.strftime("%Y-%m-%dT%H:%M:%SZ")
-    house.wait(299)
+    harness.wait(299)
     assert (await extender.filter(about(final))).passed == {"node-a"}
-    house.wait(1)
+    harness.wait(1)
     assert len((await extender.filter(about(final))).unresolvable) == 3
 
 
@@ -163,17 +163,19 @@ async def test_forged_record_does_not_waive_the_pods_request(extender: Extender,
     assert (await extender.filter(about(builders.created(raw)))).passed == passed
 
 
-async def test_pod_with_a_hash_fits_nodes_with_that_evidence(house: House, extender: Extender, shared: Shared) -> None:
-    final = await created(house, shared, raw_pod(annotations=attested(HASH)))
+async def test_pod_with_a_hash_fits_nodes_with_that_evidence(
+    harness: Harness, extender: Extender, shared: Shared
+) -> None:
+    final = await created(harness, shared, raw_pod(annotations=attested(HASH)))
     assert (await extender.filter(about(final))).passed == {"node-a"}
     final["metadata"]["annotations"].pop("attestation-hash.my-company.com/required-hash")
     assert (await extender.filter(about(final))).passed == {"node-a"}
 
 
 async def test_the_annotation_may_have_another_name_too(build: Build, shared: Shared) -> None:
-    house = await build(assemble=sharing(shared), required_hash_alias="mine.example/hash")
+    harness = await build(assemble=sharing(shared), required_hash_alias="mine.example/hash")
     raw = raw_pod(annotations={"mine.example/hash": OTHER_HASH})
-    assert (await Extender(house.parts, None).filter(about(raw))).passed == {"node-b"}
+    assert (await Extender(harness.parts, None).filter(about(raw))).passed == {"node-b"}
 
 
 # Binding.
@@ -182,14 +184,14 @@ async def test_the_annotation_may_have_another_name_too(build: Build, shared: Sh
 @pytest.mark.parametrize("who", ["extender", "other"])
 async def test_pod_is_bound_once_and_a_second_bind_succeeds(
     request: pytest.FixtureRequest,
-    house: House,
+    harness: Harness,
     extender: Extender,
     other: Extender,
     shared: Shared,
     bindings: FakeBindings,
     who: str,
 ) -> None:
-    await created(house, shared, gpu_pod())
+    await created(harness, shared, gpu_pod())
     one = {"extender": extender, "other": other}[who]
     assert await one.bind(onto("node-a")) == ""
     assert shared.pods["ml", "train-0"]["spec"]["nodeName"] == "node-a"
@@ -201,11 +203,11 @@ async def test_pod_is_bound_once_and_a_second_bind_succeeds(
 
 @pytest.mark.defect("extender-6")
 async def test_evidence_lost_between_filter_and_bind_refuses_the_binding(
-    house: House, extender: Extender, shared: Shared, bindings: FakeBindings
+    harness: Harness, extender: Extender, shared: Shared, bindings: FakeBindings
 ) -> None:
-    final = await created(house, shared, gpu_pod())
+    final = await created(harness, shared, gpu_pod())
     assert (await extender.filter(about(final))).passed == {"node-a"}
-    await unproven(house)
+    await unproven(harness)
     assert "node node-a: no evidence" in await extender.bind(onto("node-a"))
     assert bindings.asked == []
 
@@ -225,10 +227,10 @@ async def test_evidence_lost_between_filter_and_bind_refuses_the_binding(
 async def test_unreviewed_pod_is_checked_at_bind_too(
     build: Build, shared: Shared, bindings: FakeBindings, raw: Raw, settings: Raw, problem: str
 ) -> None:
-    house = await build(assemble=sharing(shared), **settings)
-    extender = Extender(house.parts, bindings)
+    harness = await build(assemble=sharing(shared), **settings)
+    extender = Extender(harness.parts, bindings)
     shared.has(builders.created(raw))
-    await unproven(house)
+    await unproven(harness)
     assert problem in await extender.bind(onto("node-a"))
     assert len(bindings.asked) == (0 if problem else 1)
 
@@ -242,27 +244,27 @@ async def test_unreviewed_pod_is_checked_at_bind_too(
     ],
 )
 async def test_forged_record_does_not_allow_binding_without_evidence(
-    house: House, extender: Extender, shared: Shared, bindings: FakeBindings, record: str, problem: str
+    harness: Harness, extender: Extender, shared: Shared, bindings: FakeBindings, record: str, problem: str
 ) -> None:
     raw = raw_pod(raw_container(gpus=1), annotations={**attested(HASH), "gpuwarden.io/claim": record})
     shared.has(builders.created(raw))
-    await unproven(house)
+    await unproven(harness)
     assert problem in await extender.bind(onto("node-a"))
     assert bindings.asked == []
 
 
 async def test_pod_is_bound_to_its_reserved_node_only(
-    house: House, extender: Extender, shared: Shared, bindings: FakeBindings
+    harness: Harness, extender: Extender, shared: Shared, bindings: FakeBindings
 ) -> None:
-    await created(house, shared, gpu_pod())
+    await created(harness, shared, gpu_pod())
     assert "reserved on node-a, not on node-b" in await extender.bind(onto("node-b"))
     assert bindings.asked == []
 
 
 async def test_bind_refuses_another_pod_of_the_same_name(
-    house: House, extender: Extender, shared: Shared, bindings: FakeBindings
+    harness: Harness, extender: Extender, shared: Shared, bindings: FakeBindings
 ) -> None:
-    await created(house, shared, gpu_pod())
+    await created(harness, shared, gpu_pod())
     assert "pod ml/train-0 with uid other does not exist" in await extender.bind(onto("node-a", uid="other"))
     shared.pods.clear()
     assert f"pod ml/train-0 with uid {builders.POD_UID} does not exist" in await extender.bind(onto("node-a"))
@@ -270,43 +272,43 @@ async def test_bind_refuses_another_pod_of_the_same_name(
 
 
 async def test_binding_without_a_uid_refers_to_the_current_pod(
-    house: House, extender: Extender, shared: Shared, bindings: FakeBindings
+    harness: Harness, extender: Extender, shared: Shared, bindings: FakeBindings
 ) -> None:
-    await created(house, shared, gpu_pod())
+    await created(harness, shared, gpu_pod())
     assert await extender.bind(onto("node-a", uid="")) == ""
     assert bindings.asked == [(PodIdentity("ml", "train-0", POD_UID), "node-a")]
 
 
 @pytest.mark.parametrize(("lost", "problem"), [("answer", ""), ("question", "the API server cannot be reached")])
 async def test_pod_is_read_after_a_lost_answer(
-    house: House, extender: Extender, shared: Shared, bindings: FakeBindings, lost: str, problem: str
+    harness: Harness, extender: Extender, shared: Shared, bindings: FakeBindings, lost: str, problem: str
 ) -> None:
-    await created(house, shared, gpu_pod())
+    await created(harness, shared, gpu_pod())
     bindings.loses = lost
     assert await extender.bind(onto("node-a")) == problem
 
 
 async def test_refusal_of_the_api_server_is_returned(
-    house: House, extender: Extender, shared: Shared, bindings: FakeBindings
+    harness: Harness, extender: Extender, shared: Shared, bindings: FakeBindings
 ) -> None:
-    await created(house, shared, gpu_pod())
+    await created(harness, shared, gpu_pod())
     bindings.refuses = "pod train-0 has non-empty .spec.schedulingGates"
     assert await extender.bind(onto("node-a")) == bindings.refuses
 
 
 async def test_binding_binds_the_reservation_to_the_pod(
-    house: House, other: Extender, shared: Shared, bindings: FakeBindings
+    harness: Harness, other: Extender, shared: Shared, bindings: FakeBindings
 ) -> None:
-    shared.has(builders.created(await house.dress(gpu_pod())))
+    shared.has(builders.created(await harness.dress(gpu_pod())))
     assert await other.bind(onto("node-a")) == ""
     (entry,) = shared.held.values()
     assert (entry["phase"], entry["uid"]) == ("finalized", POD_UID)
 
 
 async def test_nothing_is_bound_while_lookups_fail(
-    house: House, extender: Extender, other: Extender, shared: Shared, bindings: FakeBindings
+    harness: Harness, extender: Extender, other: Extender, shared: Shared, bindings: FakeBindings
 ) -> None:
-    final = await created(house, shared, gpu_pod())
+    final = await created(harness, shared, gpu_pod())
     shared.is_away = True
     assert "cannot be looked up" in await extender.bind(onto("node-a"))
     shared.is_away = False
@@ -318,7 +320,7 @@ async def test_nothing_is_bound_while_lookups_fail(
 
 
 async def test_bind_fails_without_a_cluster(build: Build) -> None:
-    house = await build()
-    await house.create(gpu_pod())
-    for one in (Extender(house.parts, None), Extender(house.parts, FakeBindings(Shared()))):
+    harness = await build()
+    await harness.create(gpu_pod())
+    for one in (Extender(harness.parts, None), Extender(harness.parts, FakeBindings(Shared()))):
         assert (await one.bind(onto("node-a"))).startswith("gpuwarden runs without a cluster")

@@ -5,7 +5,7 @@ from typing import Any
 from tests import builders
 from tests.builders import Raw
 from tests.ledger.fake_store import FakeStore, gpu_node
-from tests.web.house import INVENTORY, Assemble
+from tests.web.harness import INVENTORY, Assemble
 from webhook.admission.fleet_updater import FleetUpdater
 from webhook.admission.namespaces import NoDemands
 from webhook.admission.parts import Parts

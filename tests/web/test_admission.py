@@ -8,7 +8,7 @@ import pytest
 from tests import builders
 from tests.builders import HASH, OTHER_HASH, POD_UID, REVIEW_UID, Raw, raw_container, raw_env, raw_pod
 from tests.conftest import Build
-from tests.web.house import INVENTORY, House, patched
+from tests.web.harness import INVENTORY, Harness, patched
 from tests.web.replica import binding
 from webhook.core.errors import DeadlinePassedError, LedgerError, LedgerUnavailableError, SlotsTakenError
 from webhook.core.reservation import Phase
@@ -46,9 +46,9 @@ def refusal(response: Raw) -> tuple[int, str]:
 # The mutating webhook.
 
 
-async def test_a_pod_with_a_claim_is_reserved_and_dressed(house: House) -> None:
+async def test_a_pod_with_a_claim_is_reserved_and_dressed(harness: Harness) -> None:
     raw = gpu_pod(annotations={"team": "vision", **hashed(HASH)}, labels={"gpuwarden.io/gpu.model": "h100"})
-    response = await house.mutate(raw)
+    response = await harness.mutate(raw)
     assert response["auditAnnotations"] == {
         "reason": "Admitted",
         "node": "node-a",
@@ -88,7 +88,7 @@ async def test_a_pod_with_a_claim_is_reserved_and_dressed(house: House) -> None:
         },
         "status": {},
     }
-    assert await house.states() == {
+    assert await harness.states() == {
         "GPU-a0": "pending",
         "GPU-a1": "available",
         "GPU-b0": "available",
@@ -97,13 +97,13 @@ async def test_a_pod_with_a_claim_is_reserved_and_dressed(house: House) -> None:
 
 
 @pytest.mark.defect("assigner-11")
-async def test_pod_without_a_claim_is_only_blinded(house: House) -> None:
+async def test_pod_without_a_claim_is_only_blinded(harness: Harness) -> None:
     raw = raw_pod()
-    made = patched(raw, await house.mutate(raw))
+    made = patched(raw, await harness.mutate(raw))
     assert made["spec"]["containers"] == [{**raw["spec"]["containers"][0], "env": [VOID]}]
     assert {**made, "spec": {**made["spec"], "containers": raw["spec"]["containers"]}} == raw
-    assert await house.mutate(made) == {"uid": REVIEW_UID, "allowed": True}
-    assert house.held == []
+    assert await harness.mutate(made) == {"uid": REVIEW_UID, "allowed": True}
+    assert harness.held == []
 
 
 CUDA = {"name": "CUDA_VERSION", "value": "12.4"}
@@ -121,12 +121,12 @@ ALL_FROM_ELSEWHERE = {"name": "NVIDIA_VISIBLE_DEVICES", "valueFrom": {"configMap
     ids=["CUDA_VERSION", "envFrom", "twice", "no GPU"],
 )
 @pytest.mark.parametrize("place", ["containers", "initContainers"])
-async def test_container_without_a_claim_sees_no_gpu(house: House, container: Raw, place: str) -> None:
+async def test_container_without_a_claim_sees_no_gpu(harness: Harness, container: Raw, place: str) -> None:
     raw = raw_pod(raw_container("main"))
     raw["spec"][place] = [*raw["spec"].get(place, ()), container]
-    made = patched(raw, await house.mutate(raw))
+    made = patched(raw, await harness.mutate(raw))
     assert shown(made["spec"][place][-1]) == [VOID]
-    assert (await house.validate(builders.validating_create(made)))["allowed"]
+    assert (await harness.validate(builders.validating_create(made)))["allowed"]
 
 
 def shown(container: Raw) -> list[Raw]:
@@ -136,64 +136,64 @@ def shown(container: Raw) -> list[Raw]:
 @pytest.mark.parametrize("hash_", [None, HASH], ids=["no claim", "a hash"])
 @pytest.mark.parametrize("env", [[VOID, ALL], [ALL_FROM_ELSEWHERE]], ids=["the last one", "from elsewhere"])
 async def test_variable_that_exposes_gpus_is_denied_without_a_claim(
-    house: House, env: list[Raw], hash_: str | None
+    harness: Harness, env: list[Raw], hash_: str | None
 ) -> None:
     raw = raw_pod(raw_container("main", env=env), annotations=hashed(hash_) if hash_ else None)
-    response = await house.mutate(raw)
+    response = await harness.mutate(raw)
     if response["allowed"]:
-        response = await house.validate(builders.validating_create(patched(raw, response)))
+        response = await harness.validate(builders.validating_create(patched(raw, response)))
     assert refusal(response) == (403, "GpuWithoutClaim")
 
 
-async def test_pod_that_was_not_blinded_is_denied(house: House) -> None:
+async def test_pod_that_was_not_blinded_is_denied(harness: Harness) -> None:
     """Another webhook or an older replica can leave a pod like this."""
-    refused = await house.validate(builders.validating_create(raw_pod(raw_container("main", env=[CUDA]))))
+    refused = await harness.validate(builders.validating_create(raw_pod(raw_container("main", env=[CUDA]))))
     assert refusal(refused) == (403, "GpuWithoutClaim")
     assert "spec.containers[0].env[CUDA_VERSION]" in refused["status"]["message"]
 
 
 async def test_cuda_mode_leaves_cuda_version_alone(build: Build) -> None:
-    house = await build(injection="cuda")
+    harness = await build(injection="cuda")
     raw = raw_pod(raw_container("main", env=[CUDA]))
-    assert await house.mutate(raw) == {"uid": REVIEW_UID, "allowed": True}
-    assert (await house.validate(builders.validating_create(raw)))["allowed"]
+    assert await harness.mutate(raw) == {"uid": REVIEW_UID, "allowed": True}
+    assert (await harness.validate(builders.validating_create(raw)))["allowed"]
 
 
-async def test_other_containers_of_a_gpu_pod_see_no_gpu(house: House) -> None:
+async def test_other_containers_of_a_gpu_pod_see_no_gpu(harness: Harness) -> None:
     raw = raw_pod(
         raw_container("main", gpus=1), raw_container("side", env=[CUDA]), init=[raw_container("init", env=[CUDA])]
     )
-    dressed = await house.dress(raw)
+    dressed = await harness.dress(raw)
     assert [shown(one) for one in (dressed["spec"]["containers"][1], *dressed["spec"]["initContainers"])] == [
         [VOID]
     ] * 2
-    assert (await house.validate(builders.validating_create(dressed)))["allowed"]
+    assert (await harness.validate(builders.validating_create(dressed)))["allowed"]
 
 
-async def test_pod_dressed_by_an_older_replica_is_admitted(house: House) -> None:
+async def test_pod_dressed_by_an_older_replica_is_admitted(harness: Harness) -> None:
     """Older versions did not blind containers without `envFrom`; their answers may be under way during an upgrade."""
     raw = raw_pod(raw_container("main", gpus=1), raw_container("side"), init=[raw_container("init")])
-    dressed = await house.dress(raw)
+    dressed = await harness.dress(raw)
     for one in (dressed["spec"]["containers"][1], dressed["spec"]["initContainers"][0]):
         one.pop("env")
-    assert (await house.validate(builders.validating_create(dressed)))["allowed"]
+    assert (await harness.validate(builders.validating_create(dressed)))["allowed"]
 
 
-async def test_pod_dressed_by_an_older_replica_is_denied_if_it_sees_all_gpus(house: House) -> None:
+async def test_pod_dressed_by_an_older_replica_is_denied_if_it_sees_all_gpus(harness: Harness) -> None:
     for more in ({"env": [CUDA]}, {"envFrom": [{"configMapRef": {"name": "all"}}]}):
-        dressed = await house.dress(raw_pod(raw_container("main", gpus=1), raw_container("side")), str(more))
+        dressed = await harness.dress(raw_pod(raw_container("main", gpus=1), raw_container("side")), str(more))
         dressed["spec"]["containers"][1] = raw_container("side", **more)
-        assert refusal(await house.validate(builders.validating_create(dressed)))[0] == 403
+        assert refusal(await harness.validate(builders.validating_create(dressed)))[0] == 403
 
 
-async def test_debug_container_is_blinded_by_the_webhook(house: House) -> None:
+async def test_debug_container_is_blinded_by_the_webhook(harness: Harness) -> None:
     old = builders.created(raw_pod(raw_container("main")))
     old["spec"]["ephemeralContainers"] = [raw_container("first", env=[CUDA])]
     new = {
         **old,
         "spec": {**old["spec"], "ephemeralContainers": [*old["spec"]["ephemeralContainers"], raw_container("d")]},
     }
-    response = await house.ask("/mutate", builders.update(new, old, subresource="ephemeralcontainers"))
+    response = await harness.ask("/mutate", builders.update(new, old, subresource="ephemeralcontainers"))
     made = patched(new, response)["spec"]["ephemeralContainers"]
     assert made == [raw_container("first", env=[CUDA]), raw_container("d", env=[VOID])]
 
@@ -208,52 +208,52 @@ async def test_debug_container_is_blinded_by_the_webhook(house: House) -> None:
     ],
     ids=["CUDA_VERSION", "beside void", "void is last", "all is last"],
 )
-async def test_debug_container_may_see_only_its_pods_gpus(house: House, debug: Raw, is_let_in: bool) -> None:
+async def test_debug_container_may_see_only_its_pods_gpus(harness: Harness, debug: Raw, is_let_in: bool) -> None:
     old = builders.created(raw_pod(raw_container("main")))
     new = {**old, "spec": {**old["spec"], "ephemeralContainers": [debug]}}
-    response = await house.validate(builders.update(new, old, subresource="ephemeralcontainers"))
+    response = await harness.validate(builders.update(new, old, subresource="ephemeralcontainers"))
     assert response["allowed"] is is_let_in
 
 
-async def test_debug_container_with_env_from_is_denied_in_a_pod_with_a_claim(house: House) -> None:
-    old = await house.dress(raw_pod(annotations=hashed(HASH)))
+async def test_debug_container_with_env_from_is_denied_in_a_pod_with_a_claim(harness: Harness) -> None:
+    old = await harness.dress(raw_pod(annotations=hashed(HASH)))
     debug = raw_container("d", envFrom=[{"configMapRef": {"name": "all"}}])
     new = {**old, "spec": {**old["spec"], "ephemeralContainers": [debug]}}
-    response = await house.validate(builders.update(new, old, subresource="ephemeralcontainers"))
+    response = await harness.validate(builders.update(new, old, subresource="ephemeralcontainers"))
     assert "spec.ephemeralContainers[0].envFrom" in response["status"]["message"]
 
 
 @pytest.mark.defect("X-3")
-async def test_a_pod_without_a_name_or_uid_is_served(house: House) -> None:
-    dressed = await house.dress(raw_pod(raw_container(gpus=1), name=None, generate_name="train-"))
+async def test_a_pod_without_a_name_or_uid_is_served(harness: Harness) -> None:
+    dressed = await harness.dress(raw_pod(raw_container(gpus=1), name=None, generate_name="train-"))
     assert dressed["metadata"]["annotations"][RESERVATION_ID] == REVIEW_UID
 
 
 @pytest.mark.defect("X-4")
 @pytest.mark.defect("assigner-20")
-async def test_repeated_review_gets_the_same_answer(house: House) -> None:
-    first = await house.mutate(gpu_pod())
-    assert await house.mutate(gpu_pod()) == first
-    assert len(house.held) == 1
+async def test_repeated_review_gets_the_same_answer(harness: Harness) -> None:
+    first = await harness.mutate(gpu_pod())
+    assert await harness.mutate(gpu_pod()) == first
+    assert len(harness.held) == 1
 
 
-async def test_reinvocation_keeps_the_reservation(house: House) -> None:
-    dressed = await house.dress(gpu_pod())
+async def test_reinvocation_keeps_the_reservation(harness: Harness) -> None:
+    dressed = await harness.dress(gpu_pod())
     changed = {**dressed, "metadata": {**dressed["metadata"], "labels": {"added-by": "another-webhook"}}}
-    assert patched(changed, await house.mutate(changed, "another-review")) == changed
-    assert len(house.held) == 1
+    assert patched(changed, await harness.mutate(changed, "another-review")) == changed
+    assert len(harness.held) == 1
 
 
-async def test_reinvocation_restores_what_another_webhook_overwrote(house: House) -> None:
-    dressed = await house.dress(gpu_pod())
+async def test_reinvocation_restores_what_another_webhook_overwrote(harness: Harness) -> None:
+    dressed = await harness.dress(gpu_pod())
     container = {**dressed["spec"]["containers"][0], "env": raw_env(NVIDIA_VISIBLE_DEVICES="all")}
     mangled = {**dressed, "spec": {**dressed["spec"], "containers": [container]}}
-    restored = patched(mangled, await house.mutate(mangled, "another-review"))
+    restored = patched(mangled, await harness.mutate(mangled, "another-review"))
     assert env_of(restored["spec"]["containers"][0]) == {
         "NVIDIA_VISIBLE_DEVICES": "GPU-b0",
         "CUDA_VISIBLE_DEVICES": "GPU-b0",
     }
-    assert len(house.held) == 1
+    assert len(harness.held) == 1
 
 
 def with_spec(raw: Raw, **members: Any) -> Raw:
@@ -264,11 +264,11 @@ def with_spec(raw: Raw, **members: Any) -> Raw:
     ("selector", "node"), [({"zone": "a"}, "node-a"), ({"zone": "nowhere"}, None)], ids=["moves", "is refused"]
 )
 async def test_reinvocation_with_a_new_node_selector_moves_the_pod_or_denies_it(
-    house: House, selector: dict[str, str], node: str | None
+    harness: Harness, selector: dict[str, str], node: str | None
 ) -> None:
     """Another webhook ran after ours: the pod cannot use the reservation on node-b."""
-    changed = with_spec(await house.dress(gpu_pod()), nodeSelector=selector)
-    response = await house.mutate(changed, "another-review")
+    changed = with_spec(await harness.dress(gpu_pod()), nodeSelector=selector)
+    response = await harness.mutate(changed, "another-review")
     if node is None:
         assert refusal(response) == (403, "NoSuitableNode")
         return
@@ -276,33 +276,33 @@ async def test_reinvocation_with_a_new_node_selector_moves_the_pod_or_denies_it(
     assert response["warnings"] == ["the pod can no longer run on node-b: it gets its GPUs on another node"]
     assert (moved["metadata"]["annotations"][NODE], pinned_nodes(moved)) == (node, [node])
     assert env_of(moved["spec"]["containers"][0])["NVIDIA_VISIBLE_DEVICES"] == "GPU-a0"
-    assert await house.mutate(changed, "another-review") == response
-    assert patched(moved, await house.mutate(moved, "a-third-review")) == moved
-    assert (await house.validate(builders.validating_create(moved)))["allowed"]
-    house.wait(96)
-    await house.parts.ledger.collect(house.now)
-    assert house.held == ["GPU-a0"]
+    assert await harness.mutate(changed, "another-review") == response
+    assert patched(moved, await harness.mutate(moved, "a-third-review")) == moved
+    assert (await harness.validate(builders.validating_create(moved)))["allowed"]
+    harness.wait(96)
+    await harness.parts.ledger.collect(harness.now)
+    assert harness.held == ["GPU-a0"]
 
 
-async def test_moved_pod_keeps_its_own_node_affinity(house: House) -> None:
+async def test_moved_pod_keeps_its_own_node_affinity(harness: Harness) -> None:
     in_zone_b = builders.term(builders.expression("zone", "In", "b"))
-    dressed = await house.dress(gpu_pod(affinity=builders.required_affinity(in_zone_b)))
+    dressed = await harness.dress(gpu_pod(affinity=builders.required_affinity(in_zone_b)))
     assert pinned_nodes(dressed) == ["node-b"]
-    response = await house.mutate(with_spec(dressed, nodeSelector={"zone": "a"}), "another-review")
+    response = await harness.mutate(with_spec(dressed, nodeSelector={"zone": "a"}), "another-review")
     assert refusal(response) == (403, "NoSuitableNode")
 
 
-async def test_pod_that_names_its_node_is_not_moved(house: House) -> None:
+async def test_pod_that_names_its_node_is_not_moved(harness: Harness) -> None:
     own = builders.required_affinity(builders.on_node("node-b"))
-    changed = with_spec(await house.dress(gpu_pod(affinity=own)), nodeSelector={"zone": "a"})
-    assert refusal(await house.mutate(changed, "another-review")) == (403, "NoSuitableNode")
+    changed = with_spec(await harness.dress(gpu_pod(affinity=own)), nodeSelector={"zone": "a"})
+    assert refusal(await harness.mutate(changed, "another-review")) == (403, "NoSuitableNode")
 
 
-async def test_node_preset_by_another_webhook_does_not_move_the_pod(house: House) -> None:
+async def test_node_preset_by_another_webhook_does_not_move_the_pod(harness: Harness) -> None:
     """Such a pod bypasses the scheduler: the validating webhook denies it by its field."""
-    changed = with_spec(await house.dress(gpu_pod()), nodeName="node-a")
-    assert patched(changed, await house.mutate(changed, "another-review")) == changed
-    response = await house.validate(builders.validating_create(changed))
+    changed = with_spec(await harness.dress(gpu_pod()), nodeName="node-a")
+    assert patched(changed, await harness.mutate(changed, "another-review")) == changed
+    response = await harness.validate(builders.validating_create(changed))
     assert refusal(response) == (403, "Forged")
     assert response["status"]["message"].startswith("spec.nodeName: ")
 
@@ -325,20 +325,22 @@ async def test_node_preset_by_another_webhook_does_not_move_the_pod(house: House
     ],
     ids=["a selector", "an affinity"],
 )
-async def test_pod_that_another_webhook_keeps_from_its_node_is_denied(house: House, change: Raw, field: str) -> None:
-    final = with_spec(await house.dress(gpu_pod()), **change)
-    response = await house.validate(builders.validating_create(final))
+async def test_pod_that_another_webhook_keeps_from_its_node_is_denied(
+    harness: Harness, change: Raw, field: str
+) -> None:
+    final = with_spec(await harness.dress(gpu_pod()), **change)
+    response = await harness.validate(builders.validating_create(final))
     assert refusal(response) == (403, "NoSuitableNode")
     said = f"{field}: excludes node-b, where the pod's GPUs are reserved"
     assert response["status"]["message"].startswith(said)
 
 
 @pytest.mark.parametrize("gpus", [1, 2])
-async def test_request_added_by_another_webhook_is_denied_not_dropped(house: House, gpus: int) -> None:
-    dressed = await house.dress(gpu_pod())
+async def test_request_added_by_another_webhook_is_denied_not_dropped(harness: Harness, gpus: int) -> None:
+    dressed = await harness.dress(gpu_pod())
     injected = raw_container("helper", gpus=gpus)
     changed = with_spec(dressed, containers=[*dressed["spec"]["containers"], injected])
-    response = await house.mutate(changed, "another-review")
+    response = await harness.mutate(changed, "another-review")
     assert refusal(response) == (403, "InvalidPod")
     assert response["status"]["message"].startswith(
         "spec.containers[1].resources[nvidia.com/gpu]: "
@@ -346,70 +348,70 @@ async def test_request_added_by_another_webhook_is_denied_not_dropped(house: Hou
     )
 
 
-async def test_request_restored_by_another_webhook_is_removed_again(house: House) -> None:
-    dressed = await house.dress(gpu_pod())
+async def test_request_restored_by_another_webhook_is_removed_again(harness: Harness) -> None:
+    dressed = await harness.dress(gpu_pod())
     restored = {**dressed["spec"]["containers"][0], "resources": raw_container(gpus=1)["resources"]}
     changed = with_spec(dressed, containers=[restored])
-    assert patched(changed, await house.mutate(changed, "another-review")) == dressed
+    assert patched(changed, await harness.mutate(changed, "another-review")) == dressed
 
 
-async def test_request_changed_between_reinvocations_has_no_effect(house: House) -> None:
-    dressed = await house.dress(gpu_pod(annotations=hashed(HASH)))
+async def test_request_changed_between_reinvocations_has_no_effect(harness: Harness) -> None:
+    dressed = await harness.dress(gpu_pod(annotations=hashed(HASH)))
     annotations = {**dressed["metadata"]["annotations"], **hashed(OTHER_HASH)}
     edited = {**dressed, "metadata": {**dressed["metadata"], "annotations": annotations}}
-    again = patched(edited, await house.mutate(edited, "another-review"))
+    again = patched(edited, await harness.mutate(edited, "another-review"))
     assert again["metadata"]["annotations"][NODE] == "node-a"
-    assert len(house.held) == 1
+    assert len(harness.held) == 1
 
 
-async def test_a_copied_manifest_gets_a_reservation_of_its_own(house: House) -> None:
-    original = await house.create(gpu_pod(2, annotations=hashed(HASH)))
-    await house.validate(builders.delete(original))
+async def test_a_copied_manifest_gets_a_reservation_of_its_own(harness: Harness) -> None:
+    original = await harness.create(gpu_pod(2, annotations=hashed(HASH)))
+    await harness.validate(builders.delete(original))
     copy = {**original, "metadata": {**original["metadata"], "name": "copy"}}
     del copy["metadata"]["uid"]
-    response = await house.mutate(copy, "review-of-the-copy")
+    response = await harness.mutate(copy, "review-of-the-copy")
     assert patched(copy, response)["metadata"]["annotations"][RESERVATION_ID] == "review-of-the-copy"
     assert "annotations of another pod's reservation were removed: only gpuwarden writes them" in response["warnings"]
-    assert house.held == ["GPU-a0", "GPU-a1"]
+    assert harness.held == ["GPU-a0", "GPU-a1"]
 
 
-async def test_pending_reservation_is_not_given_to_a_copy_in_another_namespace(house: House) -> None:
+async def test_pending_reservation_is_not_given_to_a_copy_in_another_namespace(harness: Harness) -> None:
     """Both have no name yet and the same claim."""
-    first = await house.dress(gpu_pod(name=None, generate_name="train-"))
+    first = await harness.dress(gpu_pod(name=None, generate_name="train-"))
     copied = gpu_pod(name=None, generate_name="train-", namespace="other", annotations=first["metadata"]["annotations"])
-    second = await house.dress(copied, uid="other")
+    second = await harness.dress(copied, uid="other")
     ids = [raw["metadata"]["annotations"][RESERVATION_ID] for raw in (first, second)]
     assert ids == [REVIEW_UID, "other"]
-    assert len(house.held) == 2
+    assert len(harness.held) == 2
 
 
-async def test_copy_of_a_running_pod_does_not_share_its_gpu(house: House) -> None:
-    original = await house.create(gpu_pod(annotations=hashed(HASH)))
+async def test_copy_of_a_running_pod_does_not_share_its_gpu(harness: Harness) -> None:
+    original = await harness.create(gpu_pod(annotations=hashed(HASH)))
     copy = {**original, "metadata": {**original["metadata"], "name": "copy"}}
-    other = await house.dress(copy, "review-of-the-copy")
+    other = await harness.dress(copy, "review-of-the-copy")
     assert other["metadata"]["annotations"][GPU_UUID] != original["metadata"]["annotations"][GPU_UUID]
 
 
-async def test_forged_annotations_without_a_claim_are_removed(house: House) -> None:
+async def test_forged_annotations_without_a_claim_are_removed(harness: Harness) -> None:
     forged = raw_pod(annotations={RESERVATION_ID: "r1", GPU_UUID: "GPU-a0", "fudo.org/gpu.node": "node-a", "team": "x"})
-    assert (await house.dress(forged))["metadata"]["annotations"] == {"team": "x"}
-    assert house.held == []
+    assert (await harness.dress(forged))["metadata"]["annotations"] == {"team": "x"}
+    assert harness.held == []
 
 
 @pytest.mark.defect("X-4")
-async def test_dry_run_answers_fully_and_reserves_nothing(house: House) -> None:
+async def test_dry_run_answers_fully_and_reserves_nothing(harness: Harness) -> None:
     raw = gpu_pod()
-    response = await house.mutate(raw, dry_run=True)
+    response = await harness.mutate(raw, dry_run=True)
     assert patched(raw, response)["metadata"]["annotations"][GPU_UUID] == "GPU-b0"
-    assert house.held == []
+    assert harness.held == []
     final = builders.created(patched(raw, response))
-    assert (await house.validate(builders.review("CREATE", new=final, dry_run=True)))["allowed"]
-    assert house.held == []
+    assert (await harness.validate(builders.review("CREATE", new=final, dry_run=True)))["allowed"]
+    assert harness.held == []
 
 
-async def test_repeated_dry_run_is_not_treated_as_a_copy(house: House) -> None:
-    dressed = patched(gpu_pod(), await house.mutate(gpu_pod(), dry_run=True))
-    again = await house.mutate(dressed, "another-review", dry_run=True)
+async def test_repeated_dry_run_is_not_treated_as_a_copy(harness: Harness) -> None:
+    dressed = patched(gpu_pod(), await harness.mutate(gpu_pod(), dry_run=True))
+    again = await harness.mutate(dressed, "another-review", dry_run=True)
     assert again["allowed"]
     assert "warnings" not in again
 
@@ -438,22 +440,22 @@ async def test_repeated_dry_run_is_not_treated_as_a_copy(house: House) -> None:
     ],
 )
 async def test_denial_has_code_and_reason_and_reserves_nothing(
-    house: House, raw: Raw, expected: tuple[int, str]
+    harness: Harness, raw: Raw, expected: tuple[int, str]
 ) -> None:
-    assert refusal(await house.mutate(raw)) == expected
-    assert house.held == []
+    assert refusal(await harness.mutate(raw)) == expected
+    assert harness.held == []
 
 
-async def test_denial_contains_numbers_and_a_hint(house: House) -> None:
-    response = await house.mutate(gpu_pod(annotations=hashed("sha256:0000")))
+async def test_denial_contains_numbers_and_a_hint(harness: Harness) -> None:
+    response = await harness.mutate(gpu_pod(annotations=hashed("sha256:0000")))
     assert response["status"]["message"] == (
         "1 GPU on a node attested as sha256:0000: 0 of 3 nodes fit: 1 has no evidence, 2 have a different hash; "
         "ask for a hash that a node has proven, or have the node attested"
     )
 
 
-async def test_denial_names_all_mistakes_at_once(house: House) -> None:
-    response = await house.mutate(
+async def test_denial_names_all_mistakes_at_once(harness: Harness) -> None:
+    response = await harness.mutate(
         raw_pod(annotations={"gpuwarden.io/gpu-count": "many", "gpuwarden.io/shared": "perhaps", **hashed("")})
     )
     assert response["status"]["message"] == (
@@ -465,23 +467,23 @@ async def test_denial_names_all_mistakes_at_once(house: House) -> None:
 
 @pytest.mark.parametrize("name", ["a%b", "..", "A", "a/b"])
 @pytest.mark.parametrize("field", ["request.name", "request.namespace", "metadata.name"])
-async def test_invalid_pod_name_is_denied_by_both_webhooks(house: House, name: str, field: str) -> None:
+async def test_invalid_pod_name_is_denied_by_both_webhooks(harness: Harness, name: str, field: str) -> None:
     """The end of such a pod could never be confirmed."""
-    final = builders.created(await house.dress(gpu_pod()))
+    final = builders.created(await harness.dress(gpu_pod()))
     for path, raw in (("/mutate", gpu_pod()), ("/validate", final)):
         review = builders.review("CREATE", new=raw, uid=f"other-{path}")
         part, _, member = field.partition(".")
         where = review["request"] if part == "request" else review["request"]["object"]["metadata"]
         where[member] = name
-        response = await house.ask(path, review)
+        response = await harness.ask(path, review)
         assert refusal(response) == (403, "InvalidPod")
         assert field in response["status"]["message"]
-    assert [one.uid for one in house.parts.ledger.reservations()] == [None]
+    assert [one.uid for one in harness.parts.ledger.reservations()] == [None]
 
 
-async def test_proven_node_without_free_gpus_is_denied_with_429(house: House) -> None:
-    await house.create(gpu_pod(2, annotations=hashed(HASH)))
-    assert refusal(await house.mutate(gpu_pod(annotations=hashed(HASH)), "another")) == (429, "NoFreeDevice")
+async def test_proven_node_without_free_gpus_is_denied_with_429(harness: Harness) -> None:
+    await harness.create(gpu_pod(2, annotations=hashed(HASH)))
+    assert refusal(await harness.mutate(gpu_pod(annotations=hashed(HASH)), "another")) == (429, "NoFreeDevice")
 
 
 @pytest.mark.defect("assigner-10")
@@ -492,76 +494,76 @@ async def test_proven_node_without_free_gpus_is_denied_with_429(house: House) ->
 )
 async def test_unusable_node_is_never_chosen(build: Build, condition: Raw) -> None:
     node = {**INVENTORY["nodes"][0], **condition}
-    house = await build({"nodes": [node]})
-    assert refusal(await house.mutate(gpu_pod())) == (429, "NodeNotReady")
+    harness = await build({"nodes": [node]})
+    assert refusal(await harness.mutate(gpu_pod())) == (429, "NodeNotReady")
 
 
-async def test_a_named_node_and_a_selector_narrow_the_candidates(house: House) -> None:
-    assert pinned_nodes(await house.dress(gpu_pod(nodeName="node-b"), "r1")) == ["node-b"]
-    assert pinned_nodes(await house.dress(gpu_pod(nodeSelector={"zone": "a"}), "r2")) == ["node-a"]
+async def test_a_named_node_and_a_selector_narrow_the_candidates(harness: Harness) -> None:
+    assert pinned_nodes(await harness.dress(gpu_pod(nodeName="node-b"), "r1")) == ["node-b"]
+    assert pinned_nodes(await harness.dress(gpu_pod(nodeSelector={"zone": "a"}), "r2")) == ["node-a"]
 
 
-async def test_node_is_added_to_every_affinity_term(house: House) -> None:
+async def test_node_is_added_to_every_affinity_term(harness: Harness) -> None:
     terms = [builders.term(builders.expression("zone", "In", one)) for one in ("a", "z")]
-    dressed = await house.dress(gpu_pod(affinity=builders.required_affinity(*terms)))
+    dressed = await harness.dress(gpu_pod(affinity=builders.required_affinity(*terms)))
     assert pinned_nodes(dressed) == ["node-a", "node-a"]
 
 
 @pytest.mark.parametrize(("terms", "expressions"), [(33, 1), (1, 129)], ids=["terms", "expressions"])
-async def test_oversized_affinity_is_denied_before_the_search(house: House, terms: int, expressions: int) -> None:
+async def test_oversized_affinity_is_denied_before_the_search(harness: Harness, terms: int, expressions: int) -> None:
     one = builders.term(*(builders.expression("zone", "NotIn", str(n)) for n in range(expressions)))
     raw = gpu_pod(affinity=builders.required_affinity(*[one] * terms))
-    assert refusal(await house.mutate(raw)) == (403, "InvalidPod")
+    assert refusal(await harness.mutate(raw)) == (403, "InvalidPod")
 
 
-async def test_vendor_cdi_annotation_counts_as_access_to_a_gpu(house: House) -> None:
+async def test_vendor_cdi_annotation_counts_as_access_to_a_gpu(harness: Harness) -> None:
     raw = raw_pod(annotations={"nvidia.cdi.k8s.io/x": "nvidia.com/gpu=all"})
-    assert refusal(await house.validate(builders.validating_create(raw))) == (403, "GpuWithoutClaim")
+    assert refusal(await harness.validate(builders.validating_create(raw))) == (403, "GpuWithoutClaim")
 
 
 async def test_default_alias_still_works_if_another_is_configured(build: Build) -> None:
-    house = await build(required_hash_alias="acme.io/hash")
+    harness = await build(required_hash_alias="acme.io/hash")
     for key in ("acme.io/hash", "attestation-hash.my-company.com/required-hash", "gpuwarden.io/required-hash"):
-        assert pinned_nodes(await house.dress(raw_pod(annotations={key: HASH}), key)) == ["node-a"]
+        assert pinned_nodes(await harness.dress(raw_pod(annotations={key: HASH}), key)) == ["node-a"]
 
 
-async def test_hash_alone_pins_the_pod_to_proven_nodes_and_reserves_nothing(house: House) -> None:
+async def test_hash_alone_pins_the_pod_to_proven_nodes_and_reserves_nothing(harness: Harness) -> None:
     raw = raw_pod(annotations=hashed(HASH, OTHER_HASH))
-    dressed = await house.dress(raw)
+    dressed = await harness.dress(raw)
     assert pinned_nodes(dressed) == ["node-a", "node-b"]
     assert dressed["spec"]["containers"] == [{**raw["spec"]["containers"][0], "env": [VOID]}]
-    assert house.held == []
-    assert (await house.validate(builders.validating_create(dressed)))["allowed"]
+    assert harness.held == []
+    assert (await harness.validate(builders.validating_create(dressed)))["allowed"]
     # An older version left these containers as they were.
     older = {**dressed, "spec": {**dressed["spec"], "containers": raw["spec"]["containers"]}}
-    assert (await house.validate(builders.validating_create(older)))["allowed"]
+    assert (await harness.validate(builders.validating_create(older)))["allowed"]
 
 
-async def test_reinvocation_of_a_pod_pinned_to_proven_nodes_changes_nothing(house: House) -> None:
-    dressed = await house.dress(raw_pod(annotations=hashed(HASH)))
-    again = await house.mutate(dressed, "another-review")
+async def test_reinvocation_of_a_pod_pinned_to_proven_nodes_changes_nothing(harness: Harness) -> None:
+    dressed = await harness.dress(raw_pod(annotations=hashed(HASH)))
+    again = await harness.mutate(dressed, "another-review")
     assert patched(dressed, again) == dressed
     assert "warnings" not in again
 
 
 async def test_unproven_gpu_is_not_given_if_evidence_is_always_required(build: Build) -> None:
-    house = await build(require_evidence="all")
+    harness = await build(require_evidence="all")
     sharing = {"gpuwarden.io/gpu-count": "1", "gpuwarden.io/shared": "true"}
-    assert refusal(await house.mutate(raw_pod(annotations=sharing, nodeName="node-c"))) == (403, "NoProvenNode")
+    assert refusal(await harness.mutate(raw_pod(annotations=sharing, nodeName="node-c"))) == (403, "NoProvenNode")
 
 
-async def test_shared_gpus_are_given_only_to_claims_that_share(house: House) -> None:
+async def test_shared_gpus_are_given_only_to_claims_that_share(harness: Harness) -> None:
     sharing = raw_pod(annotations={"gpuwarden.io/gpu-count": "1", "gpuwarden.io/shared": "true"})
-    pods = [await house.dress(sharing, f"r{number}") for number in range(2)]
+    pods = [await harness.dress(sharing, f"r{number}") for number in range(2)]
     assert [pod["metadata"]["annotations"][GPU_UUID] for pod in pods] == ["GPU-c0", "GPU-c0"]
-    assert refusal(await house.mutate(sharing, "r2")) == (429, "NoFreeDevice")
+    assert refusal(await harness.mutate(sharing, "r2")) == (429, "NoFreeDevice")
     alone = gpu_pod(nodeName="node-c")
-    assert refusal(await house.mutate(alone, "r3")) == (429, "NoMatchingDevice")
+    assert refusal(await harness.mutate(alone, "r3")) == (429, "NoMatchingDevice")
 
 
-async def test_users_gpu_variable_is_replaced_with_a_warning(house: House) -> None:
+async def test_users_gpu_variable_is_replaced_with_a_warning(harness: Harness) -> None:
     raw = raw_pod(raw_container(gpus=1, env=[*raw_env(A="1"), *raw_env(NVIDIA_VISIBLE_DEVICES="all"), *raw_env(B="2")]))
-    response = await house.mutate(raw)
+    response = await harness.mutate(raw)
     assert patched(raw, response)["spec"]["containers"][0]["env"] == raw_env(
         A="1", NVIDIA_VISIBLE_DEVICES="GPU-b0", B="2", CUDA_VISIBLE_DEVICES="GPU-b0"
     )
@@ -570,29 +572,29 @@ async def test_users_gpu_variable_is_replaced_with_a_warning(house: House) -> No
     ]
 
 
-async def test_misspelt_request_causes_a_warning(house: House) -> None:
-    response = await house.mutate(gpu_pod(annotations={"gpuwarden.io/requird-hash": HASH}))
+async def test_misspelt_request_causes_a_warning(harness: Harness) -> None:
+    response = await harness.mutate(gpu_pod(annotations={"gpuwarden.io/requird-hash": HASH}))
     assert response["warnings"] == ["gpuwarden does not know the key gpuwarden.io/requird-hash: is it misspelt?"]
 
 
 async def test_cuda_mode_sets_one_variable_and_removes_nothing(build: Build) -> None:
-    house = await build(injection="cuda")
-    container = (await house.dress(raw_pod(annotations={"gpuwarden.io/gpu-count": "1"})))["spec"]["containers"][0]
+    harness = await build(injection="cuda")
+    container = (await harness.dress(raw_pod(annotations={"gpuwarden.io/gpu-count": "1"})))["spec"]["containers"][0]
     assert env_of(container) == {"CUDA_VISIBLE_DEVICES": "GPU-b0"}
-    assert refusal(await house.mutate(gpu_pod(), "another")) == (403, "InjectionConflict")
+    assert refusal(await harness.mutate(gpu_pod(), "another")) == (403, "InjectionConflict")
 
 
 async def test_gpu_pod_without_a_runtime_class_gets_the_configured_one(build: Build) -> None:
-    house = await build(runtime_class="nvidia")
-    assert (await house.create(gpu_pod()))["spec"]["runtimeClassName"] == "nvidia"
-    response = await house.mutate(gpu_pod(name="other", runtimeClassName="kata"), "another")
+    harness = await build(runtime_class="nvidia")
+    assert (await harness.create(gpu_pod()))["spec"]["runtimeClassName"] == "nvidia"
+    response = await harness.mutate(gpu_pod(name="other", runtimeClassName="kata"), "another")
     assert patched(gpu_pod(runtimeClassName="kata"), response)["spec"]["runtimeClassName"] == "kata"
     assert response["warnings"] == ["spec.runtimeClassName: kata is kept, but nvidia is the runtime class for GPUs"]
 
 
 async def test_only_pods_that_are_given_gpus_get_a_runtime_class(build: Build) -> None:
-    house = await build(runtime_class="nvidia")
-    matches_claim_without_gpus = await house.create(
+    harness = await build(runtime_class="nvidia")
+    matches_claim_without_gpus = await harness.create(
         raw_pod(raw_container(), annotations={"gpuwarden.io/required-hash": HASH})
     )
     assert "affinity" in matches_claim_without_gpus["spec"]
@@ -614,43 +616,45 @@ async def test_pod_dressed_before_the_runtime_class_was_configured_is_admitted(b
 
 
 async def test_without_aliases_only_our_own_keys_are_written(build: Build) -> None:
-    house = await build(write_aliases=False)
-    dressed = await house.dress(gpu_pod())
+    harness = await build(write_aliases=False)
+    dressed = await harness.dress(gpu_pod())
     assert set(dressed["metadata"]["annotations"]) == {CLAIM, RESERVATION_ID, GPU_UUID, NODE}
 
 
 @pytest.mark.parametrize("timeout", ["0s", "1ms", "300ms"])
-async def test_nothing_is_reserved_after_the_reviews_deadline(house: House, timeout: str) -> None:
-    response = await house.ask("/mutate", builders.mutating_create(gpu_pod()), timeout)
+async def test_nothing_is_reserved_after_the_reviews_deadline(harness: Harness, timeout: str) -> None:
+    response = await harness.ask("/mutate", builders.mutating_create(gpu_pod()), timeout)
     assert refusal(response) == (503, "DeadlinePassed")
-    assert house.held == []
+    assert harness.held == []
 
 
 @pytest.mark.parametrize("timeout", ["1s", "30s", "1m0s", "nonsense", ""])
-async def test_review_within_its_deadline_is_served(house: House, timeout: str) -> None:
-    assert (await house.ask("/mutate", builders.mutating_create(gpu_pod()), timeout))["allowed"]
+async def test_review_within_its_deadline_is_served(harness: Harness, timeout: str) -> None:
+    assert (await harness.ask("/mutate", builders.mutating_create(gpu_pod()), timeout))["allowed"]
 
 
-async def test_an_update_is_never_patched(house: House) -> None:
+async def test_an_update_is_never_patched(harness: Harness) -> None:
     raw = gpu_pod()
-    assert await house.ask("/mutate", builders.update(raw, raw)) == {"uid": REVIEW_UID, "allowed": True}
-    assert house.held == []
+    assert await harness.ask("/mutate", builders.update(raw, raw)) == {"uid": REVIEW_UID, "allowed": True}
+    assert harness.held == []
 
 
 @pytest.mark.defect("assigner-17")
 async def test_several_gpus_are_found_beside_held_ones(build: Build) -> None:
     devices = [{"uuid": f"GPU-{number}"} for number in range(8)]
-    house = await build({"nodes": [{"name": "node-a", "devices": devices}]})
-    await house.dress(gpu_pod(1), "r1")
-    dressed = await house.dress(gpu_pod(4), "r2")
+    harness = await build({"nodes": [{"name": "node-a", "devices": devices}]})
+    await harness.dress(gpu_pod(1), "r1")
+    dressed = await harness.dress(gpu_pod(4), "r2")
     assert dressed["metadata"]["annotations"][GPU_UUID] == "GPU-1,GPU-2,GPU-3,GPU-4"
 
 
 @pytest.mark.defect("assigner-4")
 async def test_concurrent_pods_never_share_a_gpu(build: Build) -> None:
     devices = [{"uuid": f"GPU-{number}"} for number in range(8)]
-    house = await build({"nodes": [{"name": "node-a", "devices": devices}]})
-    responses = await asyncio.gather(*(house.mutate(gpu_pod(name=f"p{number}"), f"r{number}") for number in range(200)))
+    harness = await build({"nodes": [{"name": "node-a", "devices": devices}]})
+    responses = await asyncio.gather(
+        *(harness.mutate(gpu_pod(name=f"p{number}"), f"r{number}") for number in range(200))
+    )
     admitted = [one for one in responses if one["allowed"]]
     assert sorted(one["auditAnnotations"]["gpus"] for one in admitted) == [f"GPU-{number}" for number in range(8)]
     assert {refusal(one) for one in responses if not one["allowed"]} == {(429, "NoFreeDevice")}
@@ -659,53 +663,53 @@ async def test_concurrent_pods_never_share_a_gpu(build: Build) -> None:
 # The validating webhook: CREATE.
 
 
-async def test_validation_binds_the_reservation_to_the_pods_uid(house: House) -> None:
-    await house.create(gpu_pod())
-    held = house.parts.ledger.of_pod(POD_UID)
+async def test_validation_binds_the_reservation_to_the_pods_uid(harness: Harness) -> None:
+    await harness.create(gpu_pod())
+    held = harness.parts.ledger.of_pod(POD_UID)
     assert held is not None
     assert (held.phase, held.uid, held.pod_name, held.deadline) == (Phase.FINALIZED, POD_UID, "train-0", None)
 
 
-async def test_repeated_validation_gives_the_same_answer(house: House) -> None:
-    final = await house.create(gpu_pod())
-    assert (await house.validate(builders.review("CREATE", new=final)))["allowed"]
+async def test_repeated_validation_gives_the_same_answer(harness: Harness) -> None:
+    final = await harness.create(gpu_pod())
+    assert (await harness.validate(builders.review("CREATE", new=final)))["allowed"]
 
 
-async def test_second_pod_with_the_same_reservation_is_denied(house: House) -> None:
-    final = await house.create(raw_pod(raw_container(gpus=1), name=None, generate_name="train-"))
+async def test_second_pod_with_the_same_reservation_is_denied(harness: Harness) -> None:
+    final = await harness.create(raw_pod(raw_container(gpus=1), name=None, generate_name="train-"))
     twin = builders.created(final, uid="uid-of-a-twin", name="train-twin")
-    assert refusal(await house.validate(builders.review("CREATE", new=twin))) == (409, "ReservationConflict")
+    assert refusal(await harness.validate(builders.review("CREATE", new=twin))) == (409, "ReservationConflict")
 
 
-async def test_pod_that_the_mutating_webhook_did_not_see_is_denied(house: House) -> None:
-    assert refusal(await house.validate(builders.validating_create(gpu_pod()))) == (403, "NotReserved")
+async def test_pod_that_the_mutating_webhook_did_not_see_is_denied(harness: Harness) -> None:
+    assert refusal(await harness.validate(builders.validating_create(gpu_pod()))) == (403, "NotReserved")
 
 
-async def test_invented_reservation_is_denied(house: House) -> None:
-    dressed = await house.dress(gpu_pod())
-    house.wait(100)
-    await house.parts.ledger.collect(house.now)
-    assert refusal(await house.validate(builders.validating_create(dressed))) == (403, "NotReserved")
+async def test_invented_reservation_is_denied(harness: Harness) -> None:
+    dressed = await harness.dress(gpu_pod())
+    harness.wait(100)
+    await harness.parts.ledger.collect(harness.now)
+    assert refusal(await harness.validate(builders.validating_create(dressed))) == (403, "NotReserved")
 
 
-async def test_expired_reservation_is_not_relied_on(house: House) -> None:
-    dressed = await house.dress(gpu_pod())
-    house.wait(86)
-    assert refusal(await house.validate(builders.validating_create(dressed))) == (409, "ReservationExpired")
+async def test_expired_reservation_is_not_relied_on(harness: Harness) -> None:
+    dressed = await harness.dress(gpu_pod())
+    harness.wait(86)
+    assert refusal(await harness.validate(builders.validating_create(dressed))) == (409, "ReservationExpired")
 
 
-async def test_pod_of_another_namespace_cannot_use_the_reservation(house: House) -> None:
-    dressed = await house.dress(gpu_pod())
+async def test_pod_of_another_namespace_cannot_use_the_reservation(harness: Harness) -> None:
+    dressed = await harness.dress(gpu_pod())
     elsewhere = {**dressed, "metadata": {**dressed["metadata"], "namespace": "other"}}
-    assert refusal(await house.validate(builders.validating_create(elsewhere))) == (409, "ReservationConflict")
+    assert refusal(await harness.validate(builders.validating_create(elsewhere))) == (409, "ReservationConflict")
 
 
 async def test_evidence_that_ends_between_the_webhooks_denies_the_pod(build: Build) -> None:
     node = {**INVENTORY["nodes"][0], "evidence": {"hash": HASH, "until": "2026-03-02T12:00:30Z"}}
-    house = await build({"nodes": [node]})
-    dressed = await house.dress(gpu_pod(annotations=hashed(HASH)))
-    house.wait(30)
-    response = await house.validate(builders.validating_create(dressed))
+    harness = await build({"nodes": [node]})
+    dressed = await harness.dress(gpu_pod(annotations=hashed(HASH)))
+    harness.wait(30)
+    response = await harness.validate(builders.validating_create(dressed))
     assert refusal(response) == (403, "NoProvenNode")
     assert "stale evidence" in response["status"]["message"]
 
@@ -759,14 +763,14 @@ FORGERIES: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("forgery", FORGERIES)
-async def test_changes_after_mutation_are_denied_with_their_field(house: House, forgery: str) -> None:
+async def test_changes_after_mutation_are_denied_with_their_field(harness: Harness, forgery: str) -> None:
     forge, field = FORGERIES[forgery]
-    final = builders.created(await house.dress(gpu_pod(annotations=hashed(HASH))))
+    final = builders.created(await harness.dress(gpu_pod(annotations=hashed(HASH))))
     forge(final)
-    response = await house.validate(builders.review("CREATE", new=final))
+    response = await harness.validate(builders.review("CREATE", new=final))
     assert refusal(response) == (403, "Forged")
     assert field in response["status"]["message"]
-    assert [one.phase for one in house.parts.ledger.reservations()] == [Phase.PENDING]
+    assert [one.phase for one in harness.parts.ledger.reservations()] == [Phase.PENDING]
 
 
 @pytest.mark.parametrize(
@@ -782,31 +786,31 @@ async def test_changes_after_mutation_are_denied_with_their_field(house: House, 
         pytest.param(raw_pod(resourceClaims=[{"name": "gpu"}]), id="a resource claim"),
     ],
 )
-async def test_access_to_a_gpu_without_the_reservation_is_denied(house: House, raw: Raw) -> None:
-    assert refusal(await house.validate(builders.validating_create(raw))) == (403, "GpuWithoutClaim")
+async def test_access_to_a_gpu_without_the_reservation_is_denied(harness: Harness, raw: Raw) -> None:
+    assert refusal(await harness.validate(builders.validating_create(raw))) == (403, "GpuWithoutClaim")
 
 
 @pytest.mark.parametrize("value", ["void", "none", ""])
-async def test_variable_that_hides_all_gpus_is_allowed(house: House, value: str) -> None:
+async def test_variable_that_hides_all_gpus_is_allowed(harness: Harness, value: str) -> None:
     raw = raw_pod(raw_container(env=raw_env(NVIDIA_VISIBLE_DEVICES=value)))
-    assert (await house.validate(builders.validating_create(raw)))["allowed"]
+    assert (await harness.validate(builders.validating_create(raw)))["allowed"]
 
 
-async def test_forged_annotations_without_a_claim_are_refused(house: House) -> None:
+async def test_forged_annotations_without_a_claim_are_refused(harness: Harness) -> None:
     forged = raw_pod(annotations={GPU_UUID: "GPU-a0"})
-    assert refusal(await house.validate(builders.validating_create(forged))) == (403, "Forged")
+    assert refusal(await harness.validate(builders.validating_create(forged))) == (403, "Forged")
 
 
-async def test_pinning_to_proven_nodes_cannot_be_removed(house: House) -> None:
-    dressed = await house.dress(raw_pod(annotations=hashed(HASH)))
+async def test_pinning_to_proven_nodes_cannot_be_removed(harness: Harness) -> None:
+    dressed = await harness.dress(raw_pod(annotations=hashed(HASH)))
     del dressed["spec"]["affinity"]
-    assert refusal(await house.validate(builders.validating_create(dressed))) == (403, "NotReserved")
+    assert refusal(await harness.validate(builders.validating_create(dressed))) == (403, "NotReserved")
 
 
-async def test_pinning_to_proven_nodes_cannot_be_changed(house: House) -> None:
-    dressed = await house.dress(raw_pod(annotations=hashed(HASH)))
+async def test_pinning_to_proven_nodes_cannot_be_changed(harness: Harness) -> None:
+    dressed = await harness.dress(raw_pod(annotations=hashed(HASH)))
     dressed["spec"]["affinity"] = builders.required_affinity(builders.on_node("node-b"))
-    assert refusal(await house.validate(builders.validating_create(dressed))) == (403, "NoProvenNode")
+    assert refusal(await harness.validate(builders.validating_create(dressed))) == (403, "NoProvenNode")
 
 
 # The validating webhook: UPDATE and others.
@@ -814,32 +818,32 @@ async def test_pinning_to_proven_nodes_cannot_be_changed(house: House) -> None:
 
 @pytest.mark.parametrize("subresource", [None, "status", "ephemeralcontainers", "resize"])
 @pytest.mark.parametrize("key", [CLAIM, RESERVATION_ID, GPU_UUID, NODE, "fudo.org/gpu.uuid", "cdi.k8s.io/gpu"])
-async def test_reservation_annotations_cannot_change(house: House, key: str, subresource: str | None) -> None:
-    final = await house.create(gpu_pod())
+async def test_reservation_annotations_cannot_change(harness: Harness, key: str, subresource: str | None) -> None:
+    final = await harness.create(gpu_pod())
     annotations = {**final["metadata"]["annotations"], key: "something else"}
     edited = {**final, "metadata": {**final["metadata"], "annotations": annotations}}
-    response = await house.validate(builders.update(edited, final, subresource=subresource))
+    response = await harness.validate(builders.update(edited, final, subresource=subresource))
     assert refusal(response) == (403, "Immutable")
     assert f"metadata.annotations[{key}]" in response["status"]["message"]
 
 
-async def test_reservation_annotations_cannot_be_removed(house: House) -> None:
-    final = await house.create(gpu_pod())
+async def test_reservation_annotations_cannot_be_removed(harness: Harness) -> None:
+    final = await harness.create(gpu_pod())
     bare = {**final, "metadata": {**final["metadata"], "annotations": {}}}
-    assert refusal(await house.validate(builders.update(bare, final))) == (403, "Immutable")
+    assert refusal(await harness.validate(builders.update(bare, final))) == (403, "Immutable")
 
 
-async def test_ordinary_updates_pass(house: House) -> None:
-    final = await house.create(gpu_pod())
+async def test_ordinary_updates_pass(harness: Harness) -> None:
+    final = await harness.create(gpu_pod())
     labelled = {**final, "metadata": {**final["metadata"], "labels": {"team": "x"}, "finalizers": None}}
-    assert await house.validate(builders.update(labelled, final)) == {"uid": REVIEW_UID, "allowed": True}
+    assert await harness.validate(builders.update(labelled, final)) == {"uid": REVIEW_UID, "allowed": True}
 
 
-async def test_an_old_pod_with_a_gpu_variable_can_still_be_updated(house: House) -> None:
+async def test_an_old_pod_with_a_gpu_variable_can_still_be_updated(harness: Harness) -> None:
     """It is older than gpuwarden. Denying its updates would keep its finalizers for ever."""
     old = builders.created(raw_pod(raw_container(env=raw_env(NVIDIA_VISIBLE_DEVICES="all"))))
     new = {**old, "metadata": {**old["metadata"], "labels": {"a": "b"}}}
-    assert (await house.validate(builders.update(new, old)))["allowed"]
+    assert (await harness.validate(builders.update(new, old)))["allowed"]
 
 
 @pytest.mark.parametrize(
@@ -847,32 +851,32 @@ async def test_an_old_pod_with_a_gpu_variable_can_still_be_updated(house: House)
     [("all", False), ("GPU-b0", True), ("GPU-a0", False), ("void", True)],
     ids=["all", "its own", "another's", "none"],
 )
-async def test_debug_container_sees_at_most_its_pods_gpus(house: House, value: str, is_allowed: bool) -> None:
-    final = await house.create(gpu_pod())
+async def test_debug_container_sees_at_most_its_pods_gpus(harness: Harness, value: str, is_allowed: bool) -> None:
+    final = await harness.create(gpu_pod())
     debug = raw_container("debugger", env=raw_env(NVIDIA_VISIBLE_DEVICES=value))
     new = {**final, "spec": {**final["spec"], "ephemeralContainers": [debug]}}
-    response = await house.validate(builders.update(new, final, subresource="ephemeralcontainers"))
+    response = await harness.validate(builders.update(new, final, subresource="ephemeralcontainers"))
     assert response["allowed"] is is_allowed
     if not is_allowed:
         assert "spec.ephemeralContainers[0].env[NVIDIA_VISIBLE_DEVICES]" in response["status"]["message"]
 
 
-async def test_a_debug_container_of_a_pod_without_gpus_sees_none(house: House) -> None:
+async def test_a_debug_container_of_a_pod_without_gpus_sees_none(harness: Harness) -> None:
     final = builders.created(raw_pod())
     debug = raw_container("debugger", env=raw_env(NVIDIA_VISIBLE_DEVICES="GPU-a0"))
     new = {**final, "spec": {**final["spec"], "ephemeralContainers": [debug]}}
-    response = await house.validate(builders.update(new, final, subresource="ephemeralcontainers"))
+    response = await harness.validate(builders.update(new, final, subresource="ephemeralcontainers"))
     assert refusal(response) == (403, "Immutable")
 
 
-async def test_a_debug_container_is_not_shown_the_gpus_of_another_pod(house: House) -> None:
+async def test_a_debug_container_is_not_shown_the_gpus_of_another_pod(harness: Harness) -> None:
     """The pod carries the annotations of a reservation that is bound to another uid."""
-    final = await house.create(gpu_pod())
+    final = await harness.create(gpu_pod())
     other = {**final, "metadata": {**final["metadata"], "uid": "another-uid"}}
     debug = raw_container("debugger", env=raw_env(NVIDIA_VISIBLE_DEVICES="GPU-b0"))
     assert final["metadata"]["annotations"]["gpuwarden.io/gpu-uuid"] == "GPU-b0"
     new = {**other, "spec": {**other["spec"], "ephemeralContainers": [debug]}}
-    response = await house.validate(builders.update(new, other, subresource="ephemeralcontainers"))
+    response = await harness.validate(builders.update(new, other, subresource="ephemeralcontainers"))
     assert refusal(response) == (403, "Immutable")
 
 
@@ -880,10 +884,10 @@ async def test_a_debug_container_is_not_shown_the_gpus_of_another_pod(house: Hou
 
 
 @pytest.mark.parametrize("uid", [POD_UID, None], ids=["with-a-uid", "without"])
-async def test_binding_to_another_node_than_reserved_is_denied(house: House, uid: str | None) -> None:
-    await house.create(gpu_pod())
-    assert (await house.validate(binding("node-b", uid=uid)))["allowed"]
-    refused = await house.validate(binding("node-a", uid=uid))
+async def test_binding_to_another_node_than_reserved_is_denied(harness: Harness, uid: str | None) -> None:
+    await harness.create(gpu_pod())
+    assert (await harness.validate(binding("node-b", uid=uid)))["allowed"]
+    refused = await harness.validate(binding("node-a", uid=uid))
     assert refusal(refused) == (403, "NotReserved")
     assert "reserved on node-b, not on node-a" in refused["status"]["message"]
 
@@ -900,80 +904,80 @@ async def test_binding_to_another_node_than_reserved_is_denied(house: House, uid
     ],
 )
 async def test_a_binding_plants_nothing_that_only_we_may_write(
-    house: House, key: str, value: str, is_allowed: bool
+    harness: Harness, key: str, value: str, is_allowed: bool
 ) -> None:
-    await house.create(gpu_pod())
-    response = await house.validate(binding("node-b", annotations={key: value}))
+    await harness.create(gpu_pod())
+    response = await harness.validate(binding("node-b", annotations={key: value}))
     assert response["allowed"] is is_allowed
     assert is_allowed or refusal(response) == (403, "Forged")
 
 
-async def test_binding_of_a_pod_without_a_reservation_is_allowed_without_our_annotations(house: House) -> None:
-    assert (await house.validate(binding("node-c")))["allowed"]
-    assert refusal(await house.validate(binding("node-c", annotations={GPU_UUID: "GPU-c0"}))) == (403, "Forged")
+async def test_binding_of_a_pod_without_a_reservation_is_allowed_without_our_annotations(harness: Harness) -> None:
+    assert (await harness.validate(binding("node-c")))["allowed"]
+    assert refusal(await harness.validate(binding("node-c", annotations={GPU_UUID: "GPU-c0"}))) == (403, "Forged")
 
 
 # The end of a pod.
 
 
-async def test_delete_review_releases_the_pods_gpus(house: House) -> None:
-    final = await house.create(gpu_pod())
-    assert (await house.validate(builders.delete(final)))["allowed"]
-    assert house.held == []
+async def test_delete_review_releases_the_pods_gpus(harness: Harness) -> None:
+    final = await harness.create(gpu_pod())
+    assert (await harness.validate(builders.delete(final)))["allowed"]
+    assert harness.held == []
 
 
-async def test_delete_review_releases_all_reservations_of_the_uid(house: House) -> None:
-    final = await house.create(gpu_pod())
-    other = await house.dress(gpu_pod(name=None, generate_name="train-"), "r2")
-    assert (await house.validate(builders.validating_create(other, name="train-0")))["allowed"]
-    assert house.held == ["GPU-a0", "GPU-b0"]
-    await house.validate(builders.delete(final))
-    assert house.held == []
+async def test_delete_review_releases_all_reservations_of_the_uid(harness: Harness) -> None:
+    final = await harness.create(gpu_pod())
+    other = await harness.dress(gpu_pod(name=None, generate_name="train-"), "r2")
+    assert (await harness.validate(builders.validating_create(other, name="train-0")))["allowed"]
+    assert harness.held == ["GPU-a0", "GPU-b0"]
+    await harness.validate(builders.delete(final))
+    assert harness.held == []
 
 
 @pytest.mark.parametrize("old", [None, {"metadata": {"namespace": "ml", "name": "train-0"}}], ids=["null", "no uid"])
-async def test_delete_review_without_a_uid_refers_to_the_pod_of_that_name(house: House, old: Raw | None) -> None:
-    await house.create(gpu_pod())
-    assert (await house.validate(builders.review("DELETE", old=old, name="train-0")))["allowed"]
-    assert house.held == []
+async def test_delete_review_without_a_uid_refers_to_the_pod_of_that_name(harness: Harness, old: Raw | None) -> None:
+    await harness.create(gpu_pod())
+    assert (await harness.validate(builders.review("DELETE", old=old, name="train-0")))["allowed"]
+    assert harness.held == []
 
 
-async def test_dry_run_delete_releases_nothing(house: House) -> None:
-    final = await house.create(gpu_pod())
-    assert (await house.validate(builders.delete(final, dry_run=True)))["allowed"]
-    assert house.held == ["GPU-b0"]
+async def test_dry_run_delete_releases_nothing(harness: Harness) -> None:
+    final = await harness.create(gpu_pod())
+    assert (await harness.validate(builders.delete(final, dry_run=True)))["allowed"]
+    assert harness.held == ["GPU-b0"]
 
 
-async def test_deleting_another_pod_of_the_name_releases_nothing(house: House) -> None:
-    final = await house.create(gpu_pod())
+async def test_deleting_another_pod_of_the_name_releases_nothing(harness: Harness) -> None:
+    final = await harness.create(gpu_pod())
     other = {**final, "metadata": {**final["metadata"], "uid": "uid-of-another"}}
-    assert (await house.validate(builders.delete(other)))["allowed"]
-    assert house.held == ["GPU-b0"]
+    assert (await harness.validate(builders.delete(other)))["allowed"]
+    assert harness.held == ["GPU-b0"]
 
 
 @pytest.mark.defect("X-4")
-async def test_reservation_without_a_pod_ends_at_its_deadline(house: House) -> None:
-    await house.dress(gpu_pod(annotations=hashed(OTHER_HASH)), "r1")
-    house.wait(90)
-    assert (await house.states())["GPU-b0"] == "expired"
-    assert refusal(await house.mutate(gpu_pod(annotations=hashed(OTHER_HASH)), "r2")) == (429, "NoFreeDevice")
-    house.wait(5)
-    assert (await house.mutate(gpu_pod(annotations=hashed(OTHER_HASH)), "r3"))["allowed"]
+async def test_reservation_without_a_pod_ends_at_its_deadline(harness: Harness) -> None:
+    await harness.dress(gpu_pod(annotations=hashed(OTHER_HASH)), "r1")
+    harness.wait(90)
+    assert (await harness.states())["GPU-b0"] == "expired"
+    assert refusal(await harness.mutate(gpu_pod(annotations=hashed(OTHER_HASH)), "r2")) == (429, "NoFreeDevice")
+    harness.wait(5)
+    assert (await harness.mutate(gpu_pod(annotations=hashed(OTHER_HASH)), "r3"))["allowed"]
 
 
 # A ledger that fails.
 
 
 @pytest.mark.parametrize("error", [LedgerUnavailableError, DeadlinePassedError, SlotsTakenError])
-async def test_failing_ledger_causes_a_denial_not_an_error(house: House, error: type[LedgerError]) -> None:
-    final = builders.created(await house.dress(gpu_pod()))
+async def test_failing_ledger_causes_a_denial_not_an_error(harness: Harness, error: type[LedgerError]) -> None:
+    final = builders.created(await harness.dress(gpu_pod()))
 
     async def fail(*_: Any, **__: Any) -> None:
         raise error
 
-    house.parts.ledger.find = fail  # type: ignore[method-assign]  # a ledger that cannot be asked
-    assert refusal(await house.mutate(gpu_pod(), "another")) == (503, "LedgerAway")
-    assert refusal(await house.validate(builders.review("CREATE", new=final))) == (503, "LedgerAway")
+    harness.parts.ledger.find = fail  # type: ignore[method-assign]  # a ledger that cannot be asked
+    assert refusal(await harness.mutate(gpu_pod(), "another")) == (503, "LedgerAway")
+    assert refusal(await harness.validate(builders.review("CREATE", new=final))) == (503, "LedgerAway")
 
 
 # Reviews of other kinds.
@@ -991,9 +995,9 @@ async def test_failing_ledger_causes_a_denial_not_an_error(house: House, error: 
     ids=["a Deployment", "no kind", "an unknown operation", "no operation"],
 )
 async def test_review_of_another_kind_is_denied_with_a_reason(
-    house: House, path: str, operation: str | None, kind: Raw | None
+    harness: Harness, path: str, operation: str | None, kind: Raw | None
 ) -> None:
     raw_review = builders.mutating_create(gpu_pod())
     raw_review["request"].update(operation=operation, kind=kind)
-    assert refusal(await house.ask(path, raw_review)) == (403, "NotReviewed")
-    assert house.held == []
+    assert refusal(await harness.ask(path, raw_review)) == (403, "NotReviewed")
+    assert harness.held == []

@@ -7,7 +7,7 @@ import pytest
 from tests import builders
 from tests.builders import HASH, NOW, OTHER_HASH, POD_UID, REVIEW_UID, Raw, raw_container, raw_pod
 from tests.conftest import Build
-from tests.web.house import INVENTORY, House, patched
+from tests.web.harness import INVENTORY, Harness, patched
 from tests.web.replica import Shared, binding, sharing
 
 
@@ -30,26 +30,26 @@ def shared() -> Shared:
 
 
 @pytest.fixture
-async def first(build: Build, shared: Shared) -> House:
+async def first(build: Build, shared: Shared) -> Harness:
     """The replica that reviewed the pod's creation."""
     return await build(assemble=sharing(shared))
 
 
 @pytest.fixture
-async def second(build: Build, shared: Shared) -> House:
+async def second(build: Build, shared: Shared) -> Harness:
     """A replica that saw nothing of it and reviews the Binding."""
     return await build(assemble=sharing(shared))
 
 
-async def reserved(house: House, shared: Shared, raw: Raw) -> Raw:
+async def reserved(harness: Harness, shared: Shared, raw: Raw) -> Raw:
     """Passes the mutating webhook only and is stored in the cluster: its reservation has no uid."""
-    final = builders.created(await house.dress(raw))
+    final = builders.created(await harness.dress(raw))
     shared.has(final)
     return final
 
 
-async def created(house: House, shared: Shared, raw: Raw) -> Raw:
-    final = await house.create(raw)
+async def created(harness: Harness, shared: Shared, raw: Raw) -> Raw:
+    final = await harness.create(raw)
     shared.has(final)
     return final
 
@@ -57,27 +57,27 @@ async def created(house: House, shared: Shared, raw: Raw) -> Raw:
 @pytest.mark.parametrize("uid", [POD_UID, None], ids=["with-a-uid", "without"])
 @pytest.mark.parametrize("who", ["first", "second"])
 async def test_every_replica_denies_a_binding_to_another_node_than_reserved(
-    first: House, second: House, shared: Shared, who: str, uid: str | None
+    first: Harness, second: Harness, shared: Shared, who: str, uid: str | None
 ) -> None:
     await created(first, shared, gpu_pod())
-    house = {"first": first, "second": second}[who]
-    refused = await house.validate(binding("node-a", uid=uid))
+    harness = {"first": first, "second": second}[who]
+    refused = await harness.validate(binding("node-a", uid=uid))
     assert refusal(refused) == (403, "NotReserved")
     assert "reserved on node-b, not on node-a" in refused["status"]["message"]
-    assert (await house.validate(binding("node-b", uid=uid)))["allowed"]
+    assert (await harness.validate(binding("node-b", uid=uid)))["allowed"]
 
 
-async def test_a_binding_costs_one_read_of_its_pod(first: House, second: House, shared: Shared) -> None:
+async def test_a_binding_costs_one_read_of_its_pod(first: Harness, second: Harness, shared: Shared) -> None:
     await created(first, shared, gpu_pod())
-    for house in (first, second):
+    for harness in (first, second):
         shared.pod_reads = 0
-        assert (await house.validate(binding("node-b")))["allowed"]
+        assert (await harness.validate(binding("node-b")))["allowed"]
         assert shared.pod_reads == 1
 
 
 @pytest.mark.parametrize("dry_run", [False, True], ids=["for real", "dry run"])
 async def test_binding_of_another_pod_of_the_name_is_denied(
-    first: House, second: House, shared: Shared, dry_run: bool
+    first: Harness, second: Harness, shared: Shared, dry_run: bool
 ) -> None:
     await created(first, shared, gpu_pod())
     stale = binding("node-b", uid="uid-of-the-one-before", dry_run=dry_run)
@@ -85,11 +85,11 @@ async def test_binding_of_another_pod_of_the_name_is_denied(
 
 
 @pytest.mark.parametrize("uid", [POD_UID, None], ids=["with-a-uid", "without"])
-async def test_binding_of_a_missing_pod_is_denied(second: House, uid: str | None) -> None:
+async def test_binding_of_a_missing_pod_is_denied(second: Harness, uid: str | None) -> None:
     assert refusal(await second.validate(binding("node-b", uid=uid))) == (409, "ReservationConflict")
 
 
-async def test_binding_is_denied_if_the_reservation_is_gone(first: House, second: House, shared: Shared) -> None:
+async def test_binding_is_denied_if_the_reservation_is_gone(first: Harness, second: Harness, shared: Shared) -> None:
     """Its containers could see GPUs that another pod may hold by now."""
     await created(first, shared, gpu_pod())
     shared.change("node-b")
@@ -111,7 +111,7 @@ async def test_binding_is_denied_if_the_reservation_is_gone(first: House, second
 )
 @pytest.mark.parametrize("dry_run", [False, True], ids=["for real", "dry run"])
 async def test_binding_is_denied_with_another_pods_reservation(
-    first: House, second: House, shared: Shared, members: Raw, dry_run: bool
+    first: Harness, second: Harness, shared: Shared, members: Raw, dry_run: bool
 ) -> None:
     await created(first, shared, gpu_pod())
     shared.change("node-b", **members)
@@ -119,7 +119,7 @@ async def test_binding_is_denied_with_another_pods_reservation(
 
 
 async def test_binding_is_denied_for_a_record_without_a_reservation_id(
-    first: House, second: House, shared: Shared
+    first: Harness, second: Harness, shared: Shared
 ) -> None:
     final = await created(first, shared, gpu_pod())
     for name in ("gpuwarden.io/reservation-id", "fudo.org/gpu.reservation-id"):
@@ -127,7 +127,7 @@ async def test_binding_is_denied_for_a_record_without_a_reservation_id(
     assert refusal(await second.validate(binding("node-b"))) == (403, "NotReserved")
 
 
-async def test_binding_is_denied_for_a_malformed_record(second: House, shared: Shared) -> None:
+async def test_binding_is_denied_for_a_malformed_record(second: Harness, shared: Shared) -> None:
     shared.has(builders.created(raw_pod(annotations={"gpuwarden.io/claim": "[]"})))
     assert refusal(await second.validate(binding("node-b"))) == (403, "InvalidPod")
 
@@ -141,7 +141,7 @@ async def test_binding_is_denied_for_a_malformed_record(second: House, shared: S
     ],
 )
 async def test_forged_record_does_not_waive_the_pods_request(
-    second: House, shared: Shared, record: str, reasons: dict[str, str | None]
+    second: Harness, shared: Shared, record: str, reasons: dict[str, str | None]
 ) -> None:
     """Admitted without a review: the pod's author wrote its record."""
     shared.has(builders.created(raw_pod(annotations={**attested(HASH), "gpuwarden.io/claim": record})))
@@ -150,14 +150,14 @@ async def test_forged_record_does_not_waive_the_pods_request(
         assert answer["allowed"] if reason is None else refusal(answer) == (403, reason)
 
 
-async def test_emptied_record_does_not_free_the_pod_from_its_reserved_node(first: House, shared: Shared) -> None:
+async def test_emptied_record_does_not_free_the_pod_from_its_reserved_node(first: Harness, shared: Shared) -> None:
     final = await created(first, shared, gpu_pod())
     shared.has({**final, "metadata": {**final["metadata"], "annotations": {"gpuwarden.io/claim": "{}"}}})
     assert refusal(await first.validate(binding("node-a"))) == (403, "NotReserved")
 
 
 async def test_binding_review_binds_a_pending_reservation_to_the_pod(
-    first: House, second: House, shared: Shared
+    first: Harness, second: Harness, shared: Shared
 ) -> None:
     await reserved(first, shared, gpu_pod())
     writes = shared.store.writes
@@ -168,13 +168,13 @@ async def test_binding_review_binds_a_pending_reservation_to_the_pod(
     assert (entry["phase"], entry["uid"]) == ("finalized", POD_UID)
 
 
-async def test_denied_binding_leaves_the_reservation_unbound(first: House, second: House, shared: Shared) -> None:
+async def test_denied_binding_leaves_the_reservation_unbound(first: Harness, second: Harness, shared: Shared) -> None:
     await reserved(first, shared, gpu_pod())
     assert refusal(await second.validate(binding("node-a"))) == (403, "NotReserved")
     assert "uid" not in shared.held["GPU-b0/0"]
 
 
-async def test_binding_is_denied_if_the_reservation_vanishes_during_the_check(first: House, shared: Shared) -> None:
+async def test_binding_is_denied_if_the_reservation_vanishes_during_the_check(first: Harness, shared: Shared) -> None:
     """This replica knows it, but it is gone from the store: the replica lags behind."""
     await reserved(first, shared, gpu_pod())
     shared.change("node-b")
@@ -182,7 +182,7 @@ async def test_binding_is_denied_if_the_reservation_vanishes_during_the_check(fi
 
 
 async def test_binding_uses_a_reservation_past_its_deadline_if_the_pod_exists(
-    first: House, second: House, shared: Shared
+    first: Harness, second: Harness, shared: Shared
 ) -> None:
     await reserved(first, shared, gpu_pod())
     second.wait(200)
@@ -209,17 +209,17 @@ def unproven() -> Raw:
 async def test_binding_is_denied_without_valid_evidence(
     build: Build, shared: Shared, raw: Raw, node: str, settings: Raw, dry_run: bool
 ) -> None:
-    house = await build(assemble=sharing(shared), **settings)
-    await created(house, shared, raw)
-    assert (await house.validate(binding(node, dry_run=dry_run)))["allowed"]
-    house.file.write_text(builders.body(unproven()).decode())
-    await house.fleet_source.refresh()
-    refused = await house.validate(binding(node, dry_run=dry_run))
+    harness = await build(assemble=sharing(shared), **settings)
+    await created(harness, shared, raw)
+    assert (await harness.validate(binding(node, dry_run=dry_run)))["allowed"]
+    harness.file.write_text(builders.body(unproven()).decode())
+    await harness.fleet_source.refresh()
+    refused = await harness.validate(binding(node, dry_run=dry_run))
     assert refusal(refused) == (403, "NoProvenNode")
     assert f"node {node}: no evidence" in refused["status"]["message"]
 
 
-async def test_binding_needs_no_evidence_if_none_is_requested(first: House, shared: Shared) -> None:
+async def test_binding_needs_no_evidence_if_none_is_requested(first: Harness, shared: Shared) -> None:
     await created(first, shared, gpu_pod())
     first.file.write_text(builders.body(unproven()).decode())
     await first.fleet_source.refresh()
@@ -232,7 +232,7 @@ async def test_binding_needs_no_evidence_if_none_is_requested(first: House, shar
     ids=["another hash", "no evidence", "not known"],
 )
 async def test_pod_with_a_hash_is_not_bound_to_an_unproven_node(
-    first: House, second: House, shared: Shared, node: str, reason: str
+    first: Harness, second: Harness, shared: Shared, node: str, reason: str
 ) -> None:
     await created(first, shared, raw_pod(annotations=attested(HASH)))
     assert refusal(await second.validate(binding(node))) == (403, reason)
@@ -243,7 +243,7 @@ async def test_pod_with_a_hash_is_not_bound_to_an_unproven_node(
     "raw", [raw_pod(), raw_pod(annotations=attested(HASH)), gpu_pod()], ids=["none", "hash", "gpu"]
 )
 async def test_a_binding_plants_nothing_that_only_we_may_write(
-    first: House, second: House, shared: Shared, raw: Raw
+    first: Harness, second: Harness, shared: Shared, raw: Raw
 ) -> None:
     final = await created(first, shared, raw)
     node = final["metadata"].get("annotations", {}).get("gpuwarden.io/node", "node-a")
@@ -253,18 +253,18 @@ async def test_a_binding_plants_nothing_that_only_we_may_write(
     assert (await second.validate(binding(node, annotations={"team": "x"})))["allowed"]
 
 
-async def test_pod_without_a_record_may_be_bound_to_any_node(second: House, shared: Shared) -> None:
+async def test_pod_without_a_record_may_be_bound_to_any_node(second: Harness, shared: Shared) -> None:
     shared.has(builders.created(raw_pod()))
     assert (await second.validate(binding("node-c")))["allowed"]
 
 
-async def test_removed_record_does_not_free_the_pod_from_its_reserved_node(first: House, shared: Shared) -> None:
+async def test_removed_record_does_not_free_the_pod_from_its_reserved_node(first: Harness, shared: Shared) -> None:
     final = await created(first, shared, gpu_pod())
     shared.has({**final, "metadata": {**final["metadata"], "annotations": {}}})
     assert refusal(await first.validate(binding("node-a"))) == (403, "NotReserved")
 
 
-async def test_bindings_are_denied_while_pods_cannot_be_read(first: House, second: House, shared: Shared) -> None:
+async def test_bindings_are_denied_while_pods_cannot_be_read(first: Harness, second: Harness, shared: Shared) -> None:
     await created(first, shared, gpu_pod())
     shared.is_away = True
     assert refusal(await first.validate(binding("node-b"))) == (503, "LedgerAway")
@@ -275,7 +275,7 @@ async def test_bindings_are_denied_while_pods_cannot_be_read(first: House, secon
     assert (await second.validate(binding("node-b")))["allowed"]
 
 
-async def test_binding_is_denied_past_the_bind_deadline(first: House, second: House, shared: Shared) -> None:
+async def test_binding_is_denied_past_the_bind_deadline(first: Harness, second: Harness, shared: Shared) -> None:
     """Its GPUs are released a little later; no binding may be under way then."""
     final = await created(first, shared, gpu_pod())
     final["metadata"]["creationTimestamp"] = NOW.strftime("%Y-%m-%dT%H:%M:%SZ")
@@ -285,7 +285,7 @@ async def test_binding_is_denied_past_the_bind_deadline(first: House, second: Ho
     assert refusal(await second.validate(binding("node-b"))) == (409, "ReservationExpired")
 
 
-async def test_binding_is_denied_if_the_stored_reservation_was_deleted(first: House, shared: Shared) -> None:
+async def test_binding_is_denied_if_the_stored_reservation_was_deleted(first: Harness, shared: Shared) -> None:
     await created(first, shared, gpu_pod())
     shared.change("node-b")
     assert refusal(await first.validate(binding("node-b"))) == (403, "NotReserved")
@@ -294,7 +294,7 @@ async def test_binding_is_denied_if_the_stored_reservation_was_deleted(first: Ho
 # The mutating webhook for Bindings.
 
 
-async def test_reviewed_binding_is_marked_with_its_node(first: House, shared: Shared) -> None:
+async def test_reviewed_binding_is_marked_with_its_node(first: Harness, shared: Shared) -> None:
     """The policy that decides without a review reads the mark."""
     await created(first, shared, gpu_pod())
     asked = binding("node-b")
@@ -303,7 +303,7 @@ async def test_reviewed_binding_is_marked_with_its_node(first: House, shared: Sh
     assert refusal(await first.ask("/mutate-binding", binding("node-a"))) == (403, "NotReserved")
 
 
-async def test_existing_mark_on_a_binding_is_replaced(first: House, shared: Shared) -> None:
+async def test_existing_mark_on_a_binding_is_replaced(first: Harness, shared: Shared) -> None:
     await created(first, shared, gpu_pod())
     asked = binding("node-b")
     asked["request"]["object"]["metadata"]["finalizers"] = ["a", "gpuwarden.io/reviewed-for-node-a"]
@@ -313,5 +313,5 @@ async def test_existing_mark_on_a_binding_is_replaced(first: House, shared: Shar
     assert refusal(await first.ask("/mutate-binding", asked)) == (403, "InvalidPod")
 
 
-async def test_binding_webhook_denies_other_kinds(first: House) -> None:
+async def test_binding_webhook_denies_other_kinds(first: Harness) -> None:
     assert refusal(await first.ask("/mutate-binding", builders.mutating_create(gpu_pod()))) == (403, "NotReviewed")

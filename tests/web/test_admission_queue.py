@@ -9,7 +9,7 @@ import pytest
 from tests import builders
 from tests.builders import Raw, raw_container, raw_env, raw_pod
 from tests.conftest import Build
-from tests.web.house import INVENTORY, House, patched
+from tests.web.harness import INVENTORY, Harness, patched
 from tests.web.replica import Shared, binding, sharing
 from webhook.core.claim import recorded_claim
 from webhook.core.dress import Allocation, dressed
@@ -22,7 +22,7 @@ A100 = {"gpuwarden.io/gpu.model": "a100"}
 
 
 @pytest.fixture
-async def house(build: Build) -> House:
+async def harness(build: Build) -> Harness:
     """The only A100 is taken."""
     made = await build(when_unavailable="queue")
     await made.create(raw_pod(raw_container(gpus=1), name="first", labels=A100), "first", "uid-first")
@@ -35,27 +35,27 @@ def late(**members: Any) -> Raw:
 
 async def test_queued_pod_gets_its_runtime_class_at_creation(build: Build) -> None:
     """An existing pod cannot get one, so none is required of pods from before the setting."""
-    house = await build(when_unavailable="queue", runtime_class="nvidia")
-    await house.create(raw_pod(raw_container(gpus=1), name="first", labels=A100), "first", "uid-first")
-    made = patched(late(), await house.mutate(late()))
+    harness = await build(when_unavailable="queue", runtime_class="nvidia")
+    await harness.create(raw_pod(raw_container(gpus=1), name="first", labels=A100), "first", "uid-first")
+    made = patched(late(), await harness.mutate(late()))
     assert (made["spec"]["schedulingGates"], made["spec"]["runtimeClassName"]) == ([GATE], "nvidia")
-    assert (await validated(house, made))["allowed"]
+    assert (await validated(harness, made))["allowed"]
     made["spec"].pop("runtimeClassName")
-    assert (await validated(house, made))["allowed"]
+    assert (await validated(harness, made))["allowed"]
 
 
-async def validated(house: House, raw: Raw) -> Raw:
-    return await house.validate(builders.review("CREATE", new=builders.created(raw), uid="validate"))
+async def validated(harness: Harness, raw: Raw) -> Raw:
+    return await harness.validate(builders.review("CREATE", new=builders.created(raw), uid="validate"))
 
 
-async def test_pod_without_a_free_gpu_is_created_and_queued(house: House) -> None:
+async def test_pod_without_a_free_gpu_is_created_and_queued(harness: Harness) -> None:
     raw = raw_pod(
         raw_container(gpus=1, env=raw_env(CUDA_VISIBLE_DEVICES="3", OTHER="x")),
         raw_container("helper"),
         labels=A100,
         schedulingGates=[{"name": "example.org/quota"}],
     )
-    response = await house.mutate(raw)
+    response = await harness.mutate(raw)
     made = patched(raw, response)
     assert made["metadata"]["annotations"] == {
         "gpuwarden.io/claim": '{"asked":{"main":1},"gpus":1,"requirements":["model=a100"]}',
@@ -73,19 +73,19 @@ async def test_pod_without_a_free_gpu_is_created_and_queued(house: House) -> Non
     assert main["resources"] == {"limits": {}, "requests": {}}
     assert helper["env"] == [{"name": "NVIDIA_VISIBLE_DEVICES", "value": "void"}]
     assert response["auditAnnotations"] == {"reason": "Queued", "waits-for": "NoFreeDevice"}
-    assert house.held == ["GPU-b0"]
-    assert (await validated(house, made))["allowed"]
-    assert (await house.mutate(made, "again")).get("patch") is None
+    assert harness.held == ["GPU-b0"]
+    assert (await validated(harness, made))["allowed"]
+    assert (await harness.mutate(made, "again")).get("patch") is None
 
 
-async def test_reinvocation_of_a_queued_creation_gets_a_freed_gpu(house: House) -> None:
+async def test_reinvocation_of_a_queued_creation_gets_a_freed_gpu(harness: Harness) -> None:
     """Another webhook changes the gated pod, and the API server sends it again."""
     raw = late()
-    gated = await house.dress(raw)
-    first = next(iter(house.parts.ledger.reservations()))
-    await house.parts.ledger.release(first.id, builders.identity("first", "uid-first"))
-    made = await house.dress(gated, "again")
-    assert made == await house.dress(raw, "again")
+    gated = await harness.dress(raw)
+    first = next(iter(harness.parts.ledger.reservations()))
+    await harness.parts.ledger.release(first.id, builders.identity("first", "uid-first"))
+    made = await harness.dress(gated, "again")
+    assert made == await harness.dress(raw, "again")
     assert made["metadata"]["annotations"][GPU_UUID] == "GPU-b0"
     assert "schedulingGates" not in made["spec"]
 
@@ -97,8 +97,8 @@ async def test_reinvocation_of_a_queued_creation_gets_a_freed_gpu(house: House) 
         pytest.param({"labels": {"gpuwarden.io/gpu.model": "b200"}}, "NoMatchingDevice", id="no-such-device-yet"),
     ],
 )
-async def test_denials_that_may_pass_queue_the_pod(house: House, members: Any, reason: str) -> None:
-    response = await house.mutate(raw_pod(raw_container(gpus=1), **members))
+async def test_denials_that_may_pass_queue_the_pod(harness: Harness, members: Any, reason: str) -> None:
+    response = await harness.mutate(raw_pod(raw_container(gpus=1), **members))
     assert response["auditAnnotations"]["waits-for"] == reason
 
 
@@ -112,23 +112,23 @@ async def test_denials_that_may_pass_queue_the_pod(house: House, members: Any, r
         pytest.param(late(annotations={"gpuwarden.io/gpu-map": "x\n0=node-a"}), "InvalidPod", id="bad-lines-of-a-map"),
     ],
 )
-async def test_denials_that_cannot_pass_deny_the_pod_at_once(house: House, raw: Raw, reason: str) -> None:
-    response = await house.mutate(raw)
+async def test_denials_that_cannot_pass_deny_the_pod_at_once(harness: Harness, raw: Raw, reason: str) -> None:
+    response = await harness.mutate(raw)
     assert (response["allowed"], response["status"]["reason"]) == (False, reason)
 
 
-async def test_claim_without_gpus_is_queued_only_if_its_nodes_can_be_added_later(house: House) -> None:
+async def test_claim_without_gpus_is_queued_only_if_its_nodes_can_be_added_later(harness: Harness) -> None:
     asked = {"gpuwarden.io/required-hash": "sha256:none"}
-    assert (await house.mutate(raw_pod(annotations=asked)))["auditAnnotations"]["reason"] == "Queued"
+    assert (await harness.mutate(raw_pod(annotations=asked)))["auditAnnotations"]["reason"] == "Queued"
     own = builders.required_affinity(builders.term(builders.expression("zone", "Exists")))
-    assert not (await house.mutate(raw_pod(annotations=asked, affinity=own)))["allowed"]
+    assert not (await harness.mutate(raw_pod(annotations=asked, affinity=own)))["allowed"]
 
 
-async def test_request_added_to_a_queued_pod_does_not_replace_its_record(house: House) -> None:
-    waiting = await house.dress(late())
+async def test_request_added_to_a_queued_pod_does_not_replace_its_record(harness: Harness) -> None:
+    waiting = await harness.dress(late())
     containers = [*waiting["spec"]["containers"], raw_container("helper", gpus=1)]
     changed = {**waiting, "spec": {**waiting["spec"], "containers": containers}}
-    response = await house.mutate(changed, "another-review")
+    response = await harness.mutate(changed, "another-review")
     assert (response["allowed"], response["status"]["reason"]) == (False, "InvalidPod")
 
 
@@ -164,9 +164,9 @@ def with_env(raw: Raw, env: list[Raw]) -> Raw:
         ),
     ],
 )
-async def test_changed_queued_pod_is_denied(house: House, change: Any, words: str) -> None:
-    raw = change(await house.dress(late()))
-    response = await validated(house, raw)
+async def test_changed_queued_pod_is_denied(harness: Harness, change: Any, words: str) -> None:
+    raw = change(await harness.dress(late()))
+    response = await validated(harness, raw)
     assert not response["allowed"]
     assert words in response["status"]["message"]
 
@@ -182,57 +182,57 @@ UNPROVEN = {"gpuwarden.io/required-hash": "sha256:none"}
         pytest.param(lambda raw: annotated(raw, **{GPU_UUID: "GPU-c0"}), "Forged", id="a-gpu-of-ones-own"),
     ],
 )
-async def test_queued_pod_without_gpus_is_blinded(house: House, change: Any, reason: str) -> None:
-    gated = await house.dress(raw_pod(annotations=UNPROVEN))
-    assert (await validated(house, gated))["allowed"]
-    assert (await validated(house, change(gated)))["status"]["reason"] == reason
+async def test_queued_pod_without_gpus_is_blinded(harness: Harness, change: Any, reason: str) -> None:
+    gated = await harness.dress(raw_pod(annotations=UNPROVEN))
+    assert (await validated(harness, gated))["allowed"]
+    assert (await validated(harness, change(gated)))["status"]["reason"] == reason
 
 
 @pytest.mark.parametrize("uid", ["pod-uid-first", "pod-"])
-async def test_review_uid_of_a_queued_pods_reservation_is_denied(house: House, uid: str) -> None:
-    response = await house.mutate(raw_pod(raw_container(gpus=1)), uid)
+async def test_review_uid_of_a_queued_pods_reservation_is_denied(harness: Harness, uid: str) -> None:
+    response = await harness.mutate(raw_pod(raw_container(gpus=1)), uid)
     assert (response["allowed"], response["status"]["reason"]) == (False, "NotReviewed")
-    assert house.held == ["GPU-b0"]
+    assert harness.held == ["GPU-b0"]
 
 
-async def test_claim_larger_than_any_node_is_denied_at_once(house: House) -> None:
-    response = await house.mutate(raw_pod(raw_container(gpus=3)))
+async def test_claim_larger_than_any_node_is_denied_at_once(harness: Harness) -> None:
+    response = await harness.mutate(raw_pod(raw_container(gpus=3)))
     assert response["status"]["reason"] == "NoMatchingDevice"
     assert "no node has more than 2 GPUs" in response["status"]["message"]
-    assert (await house.mutate(raw_pod(raw_container(gpus=2), labels=A100)))["auditAnnotations"]["reason"] == "Queued"
+    assert (await harness.mutate(raw_pod(raw_container(gpus=2), labels=A100)))["auditAnnotations"]["reason"] == "Queued"
 
 
 async def test_claim_is_queued_while_the_fleet_has_no_gpus(build: Build) -> None:
-    house = await build({"nodes": []}, when_unavailable="queue")
-    assert (await house.mutate(raw_pod(raw_container(gpus=3))))["auditAnnotations"]["reason"] == "Queued"
+    harness = await build({"nodes": []}, when_unavailable="queue")
+    assert (await harness.mutate(raw_pod(raw_container(gpus=3))))["auditAnnotations"]["reason"] == "Queued"
 
 
-async def test_our_gate_without_a_claim_is_denied_and_removed(house: House) -> None:
+async def test_our_gate_without_a_claim_is_denied_and_removed(harness: Harness) -> None:
     raw = raw_pod(schedulingGates=[GATE])
-    assert (await validated(house, raw))["status"]["reason"] == "Forged"
-    assert "schedulingGates" not in (await house.dress(raw))["spec"]
+    assert (await validated(harness, raw))["status"]["reason"] == "Forged"
+    assert "schedulingGates" not in (await harness.dress(raw))["spec"]
 
 
-async def test_dry_run_shows_that_the_pod_would_be_queued(house: House) -> None:
+async def test_dry_run_shows_that_the_pod_would_be_queued(harness: Harness) -> None:
     raw = late()
-    made = patched(raw, await house.mutate(raw, dry_run=True))
+    made = patched(raw, await harness.mutate(raw, dry_run=True))
     assert made["spec"]["schedulingGates"] == [GATE]
     review = builders.review("CREATE", new=builders.created(made), uid="validate", dry_run=True)
-    assert (await house.validate(review))["allowed"]
+    assert (await harness.validate(review))["allowed"]
 
 
 # The gate is removed.
 
 
-async def test_gate_may_be_removed_only_together_with_the_reservation(house: House) -> None:
-    old = builders.created(await house.dress(late()))
-    response = await house.validate(builders.review("UPDATE", new=without_gate(old), old=old, uid="open"))
+async def test_gate_may_be_removed_only_together_with_the_reservation(harness: Harness) -> None:
+    old = builders.created(await harness.dress(late()))
+    response = await harness.validate(builders.review("UPDATE", new=without_gate(old), old=old, uid="open"))
     assert response["status"]["reason"] == "NotReserved"
     made_up = annotated(
         without_gate(old),
         **{GPU_UUID: "GPU-b0", "gpuwarden.io/node": "node-b", "gpuwarden.io/reservation-id": "first"},
     )
-    response = await house.validate(builders.review("UPDATE", new=made_up, old=old, uid="open"))
+    response = await harness.validate(builders.review("UPDATE", new=made_up, old=old, uid="open"))
     assert response["status"]["reason"] == "NotReserved"
 
 
@@ -250,14 +250,14 @@ MADE_UP = {GPU_UUID: "GPU-c0", "gpuwarden.io/node": "node-c", "gpuwarden.io/rese
     ],
 )
 async def test_opening_the_gate_of_a_pod_without_gpus_allows_no_other_change(
-    house: House, planted: dict[str, str], reason: str | None
+    harness: Harness, planted: dict[str, str], reason: str | None
 ) -> None:
-    old = builders.created(await house.dress(raw_pod(annotations=UNPROVEN)))
-    house.parts.fleet.set_evidence("node-c", builders.evidence("node-c", "sha256:none"), house.now)
+    old = builders.created(await harness.dress(raw_pod(annotations=UNPROVEN)))
+    harness.parts.fleet.set_evidence("node-c", builders.evidence("node-c", "sha256:none"), harness.now)
     claim = recorded_claim(Pod.parse(old))
     assert claim is not None
-    opened = dressed(old, Allocation(claim, ("node-c",), has_waited=True), house.parts.rules.dress)
-    response = await house.validate(builders.review("UPDATE", new=annotated(opened, **planted), old=old, uid="open"))
+    opened = dressed(old, Allocation(claim, ("node-c",), has_waited=True), harness.parts.rules.dress)
+    response = await harness.validate(builders.review("UPDATE", new=annotated(opened, **planted), old=old, uid="open"))
     assert response["allowed"] is (reason is None)
     assert (response.get("status") or {}).get("reason") == reason
 
@@ -272,12 +272,12 @@ def mapped(ordinal: int, text: str, *containers: Raw, **members: Any) -> Raw:
 
 
 @pytest.fixture
-async def replica(tmp_path: Path) -> House:
-    return await House(tmp_path, INVENTORY, None, sharing(Shared()), ledger="cluster").start()
+async def replica(tmp_path: Path) -> Harness:
+    return await Harness(tmp_path, INVENTORY, None, sharing(Shared()), ledger="cluster").start()
 
 
 @pytest.mark.defect("binder-3")
-async def test_mapped_pod_is_queued_in_a_cluster_regardless_of_the_queue_setting(replica: House) -> None:
+async def test_mapped_pod_is_queued_in_a_cluster_regardless_of_the_queue_setting(replica: Harness) -> None:
     await replica.create(mapped(0, "0=node-a:1"), "first", "uid-first")
     gated = await replica.mutate(mapped(1, "1=node-a:1"), "second")
     many = ",".join(f"GPU-{k}" for k in range(9))
@@ -287,7 +287,7 @@ async def test_mapped_pod_is_queued_in_a_cluster_regardless_of_the_queue_setting
 
 
 @pytest.mark.defect("binder-2")
-async def test_pod_whose_ordinal_is_not_in_the_map_is_queued_in_a_cluster(replica: House) -> None:
+async def test_pod_whose_ordinal_is_not_in_the_map_is_queued_in_a_cluster(replica: Harness) -> None:
     raw = mapped(7, "0=node-a:1")
     response = await replica.mutate(raw)
     assert "no line for ordinal 7" in response["warnings"][0]
@@ -304,7 +304,7 @@ async def test_pod_whose_ordinal_is_not_in_the_map_is_queued_in_a_cluster(replic
     ids=["no-such-node", "not-selected"],
 )
 async def test_mapped_pod_is_queued_until_its_node_is_labelled(
-    replica: House, text: str, members: Raw, words: str
+    replica: Harness, text: str, members: Raw, words: str
 ) -> None:
     raw = mapped(0, text, **members)
     response = await replica.mutate(raw)
@@ -331,16 +331,16 @@ async def test_denial_names_every_invalid_line_of_the_map(build: Build) -> None:
 
 @pytest.mark.defect("binder-3")
 async def test_gpu_of_two_ordinals_requires_shared_claims(build: Build) -> None:
-    house = await build()
+    harness = await build()
     text = "3=node-a:0\n4=node-a:0"
-    await house.create(mapped(3, text), "first", "uid-first")
-    assert (await house.mutate(mapped(4, text), "second"))["status"]["reason"] == "NoFreeDevice"
+    await harness.create(mapped(3, text), "first", "uid-first")
+    assert (await harness.mutate(mapped(4, text), "second"))["status"]["reason"] == "NoFreeDevice"
     shared = {"gpuwarden.io/shared": "true"}
     for ordinal in (3, 4):
         raw = mapped(ordinal, "3=node-c:0\n4=node-c:0")
         raw["metadata"]["annotations"] |= shared
-        await house.create(raw, f"shared-{ordinal}", f"uid-shared-{ordinal}")
-    assert house.held == ["GPU-a0", "GPU-c0", "GPU-c0"]
+        await harness.create(raw, f"shared-{ordinal}", f"uid-shared-{ordinal}")
+    assert harness.held == ["GPU-a0", "GPU-c0", "GPU-c0"]
 
 
 @pytest.mark.defect("binder-4")
@@ -361,9 +361,9 @@ async def test_mapped_pod_with_a_generated_name_is_denied(build: Build) -> None:
 @pytest.mark.defect("binder-12")
 async def test_map_refers_to_a_node_by_label_or_name_and_never_to_two(build: Build) -> None:
     nodes = [{**one, "labels": {"gpu-node-name": "rack-1"}} for one in INVENTORY["nodes"][1:]]
-    house = await build({"nodes": [INVENTORY["nodes"][0], *nodes]})
-    assert (await house.dress(mapped(0, "0=node-a:1")))["metadata"]["annotations"][GPU_UUID] == "GPU-a1"
-    response = await house.mutate(mapped(1, "1=rack-1:0"), "second")
+    harness = await build({"nodes": [INVENTORY["nodes"][0], *nodes]})
+    assert (await harness.dress(mapped(0, "0=node-a:1")))["metadata"]["annotations"][GPU_UUID] == "GPU-a1"
+    response = await harness.mutate(mapped(1, "1=rack-1:0"), "second")
     assert response["status"]["reason"] == "AmbiguousNode"
     assert "2 have the label gpu-node-name=rack-1" in response["status"]["message"]
 
@@ -418,61 +418,61 @@ def shown_in(raw: Raw) -> set[str]:
     ],
 )
 async def test_gpus_are_listed_in_the_order_of_the_map(build: Build, text: str, shown: str) -> None:
-    house = await build(ORDERED)
-    assert shown_in(patched(mapped(0, text), await house.mutate(mapped(0, text), dry_run=True))) == {shown}
-    first = await house.dress(mapped(0, text))
+    harness = await build(ORDERED)
+    assert shown_in(patched(mapped(0, text), await harness.mutate(mapped(0, text), dry_run=True))) == {shown}
+    first = await harness.dress(mapped(0, text))
     assert shown_in(first) == {shown}
-    assert shown_in(await house.dress(first, "reinvoked")) == {shown}
-    assert shown_in(await house.create(mapped(0, text))) == {shown}
+    assert shown_in(await harness.dress(first, "reinvoked")) == {shown}
+    assert shown_in(await harness.create(mapped(0, text))) == {shown}
 
 
 async def test_gpu_order_is_kept_when_indices_change(build: Build) -> None:
-    house = await build(ORDERED)
-    made = await house.dress(mapped(0, "0=node-a:0,1"))
-    house.parts.fleet.put(
+    harness = await build(ORDERED)
+    made = await harness.dress(mapped(0, "0=node-a:0,1"))
+    harness.parts.fleet.put(
         builders.node("node-a", *(builders.device(f"GPU-{x}", index=k) for k, x in enumerate(("aa", "zz", "mm")))),
-        house.now,
+        harness.now,
     )
-    assert shown_in(await house.dress(made, "reinvoked")) == {"GPU-zz,GPU-aa"}
-    assert (await validated(house, made))["allowed"]
+    assert shown_in(await harness.dress(made, "reinvoked")) == {"GPU-zz,GPU-aa"}
+    assert (await validated(harness, made))["allowed"]
 
 
 @pytest.mark.parametrize(("said", "is_allowed"), [("GPU-zz,GPU-aa", True), ("GPU-zz", False), ("GPU-zz,GPU-zz", False)])
 async def test_pod_may_name_each_of_its_gpus_once(build: Build, said: str, is_allowed: bool) -> None:
-    house = await build(ORDERED)
-    made = await house.dress(mapped(0, "0=node-a:0,1"))
+    harness = await build(ORDERED)
+    made = await harness.dress(mapped(0, "0=node-a:0,1"))
     forged = json.loads(json.dumps(made).replace("GPU-zz,GPU-aa", said))
-    response = await validated(house, forged)
+    response = await validated(harness, forged)
     assert response["allowed"] is is_allowed
     assert is_allowed or response["status"]["reason"] == "Forged"
 
 
 @pytest.mark.parametrize(("value", "is_allowed"), [("GPU-zz,GPU-aa", True), ("GPU-zz,GPU-mm", False)])
 async def test_a_debug_container_sees_gpus_in_the_pods_order(build: Build, value: str, is_allowed: bool) -> None:
-    house = await build(ORDERED)
-    final = await house.create(mapped(0, "0=node-a:0,1"))
+    harness = await build(ORDERED)
+    final = await harness.create(mapped(0, "0=node-a:0,1"))
     debug = raw_container("debugger", env=raw_env(CUDA_VISIBLE_DEVICES=value))
     new = {**final, "spec": {**final["spec"], "ephemeralContainers": [debug]}}
-    response = await house.validate(builders.update(new, final, subresource="ephemeralcontainers"))
+    response = await harness.validate(builders.update(new, final, subresource="ephemeralcontainers"))
     assert response["allowed"] is is_allowed
 
 
 @pytest.mark.parametrize(("said", "is_allowed"), [("GPU-zz,GPU-aa", True), ("GPU-zz,GPU-mm", False)])
 async def test_a_binding_may_repeat_what_the_pod_says(build: Build, said: str, is_allowed: bool) -> None:
-    house = await build(ORDERED)
-    await house.create(mapped(0, "0=node-a:0,1"))
-    response = await house.validate(binding("node-a", annotations={GPU_UUID: said}))
+    harness = await build(ORDERED)
+    await harness.create(mapped(0, "0=node-a:0,1"))
+    response = await harness.validate(binding("node-a", annotations={GPU_UUID: said}))
     assert response["allowed"] is is_allowed
 
 
 @pytest.mark.parametrize(("text", "shown"), [("0=node-a: 1 , 0", "1,0"), ("0=node-a:GPU-a1", "GPU-a1")])
 async def test_setting_shows_containers_the_names_of_the_map(build: Build, text: str, shown: str) -> None:
-    house = await build(injection="cuda", map_visible="index")
-    made = await house.create(mapped(0, text))
+    harness = await build(injection="cuda", map_visible="index")
+    made = await harness.create(mapped(0, text))
     assert made["spec"]["containers"][0]["env"] == raw_env(CUDA_VISIBLE_DEVICES=shown)
 
 
 async def test_serial_number_cannot_be_used_as_an_index(build: Build) -> None:
-    house = await build(injection="cuda", map_visible="index")
-    response = await house.mutate(mapped(0, "0=node-a:1650321"))
+    harness = await build(injection="cuda", map_visible="index")
+    response = await harness.mutate(mapped(0, "0=node-a:1650321"))
     assert "not a list of indices" in response["status"]["message"]

@@ -10,7 +10,7 @@ import pytest
 
 from tests.builders import HASH, NOW, SECOND, Raw, raw_container, raw_pod
 from tests.conftest import Build
-from tests.web.house import House
+from tests.web.harness import Harness
 from tests.web.test_devices import all_namespaces
 from webhook.admission.fleet_updater import Staleness
 from webhook.core.device import Device, DeviceUuid, Node, Slot
@@ -29,28 +29,28 @@ OWNER = MapOwner("2026-01-01", SetId("set", "ml"))
 BARE: Raw = {"nodes": [{"name": "node-a", "devices": [{"uuid": "GPU-a0"}]}]}
 
 
-def put_node(house: House, *, is_ready: bool = True, is_cordoned: bool = False) -> None:
+def put_node(harness: Harness, *, is_ready: bool = True, is_cordoned: bool = False) -> None:
     devices = (Device(DeviceUuid("GPU-a0")),)
-    house.parts.fleet.put(Node("node-a", {}, devices, is_ready, is_cordoned), house.now)
+    harness.parts.fleet.put(Node("node-a", {}, devices, is_ready, is_cordoned), harness.now)
 
 
-def set_evidence(house: House, *, is_banned: bool = False, is_conflict: bool = False) -> None:
-    until = house.now + 60 * SECOND
+def set_evidence(harness: Harness, *, is_banned: bool = False, is_conflict: bool = False) -> None:
+    until = harness.now + 60 * SECOND
     staleness = Evidence("node-a", HASH, "static", until=until, is_banned=is_banned, is_conflict=is_conflict)
-    house.parts.fleet.set_evidence("node-a", staleness, house.now)
+    harness.parts.fleet.set_evidence("node-a", staleness, harness.now)
 
 
-def metric(house: House, name: str, **labels: str) -> float:
-    house.parts.metrics.render()
-    return house.parts.metrics.registry.get_sample_value(name, labels) or 0
+def metric(harness: Harness, name: str, **labels: str) -> float:
+    harness.parts.metrics.render()
+    return harness.parts.metrics.registry.get_sample_value(name, labels) or 0
 
 
-async def shown_device(house: House) -> tuple[str, Raw]:
+async def shown_device(harness: Harness) -> tuple[str, Raw]:
     """The only device. Checks that page, JSON and metrics show the same state."""
-    device = (await house.devices())["GPU-a0"]
+    device = (await harness.devices())["GPU-a0"]
     state = device["state"]
-    assert metric(house, "gpuwarden_devices", state=state) == 1
-    page = (await house.plain.get("/", headers=BROWSER)).text
+    assert metric(harness, "gpuwarden_devices", state=state) == 1
+    page = (await harness.plain.get("/", headers=BROWSER)).text
     assert f'<span class="status {state}"><svg' in page.partition("<tbody")[2]
     return state, device
 
@@ -62,54 +62,54 @@ async def shown_device(house: House) -> tuple[str, Raw]:
 async def test_free_device_is_available_if_evidence_satisfies_the_policy(
     build: Build, required: str, states: list[str]
 ) -> None:
-    house = await build(BARE, sources={"require_evidence": "flag"}, require_evidence=required)
-    found = [await shown_device(house)]
-    set_evidence(house)
-    found.append(await shown_device(house))
-    house.wait(60)
-    found.append(await shown_device(house))
-    set_evidence(house, is_banned=True)
-    found.append(await shown_device(house))
-    set_evidence(house, is_conflict=True)
-    found.append(await shown_device(house))
+    harness = await build(BARE, sources={"require_evidence": "flag"}, require_evidence=required)
+    found = [await shown_device(harness)]
+    set_evidence(harness)
+    found.append(await shown_device(harness))
+    harness.wait(60)
+    found.append(await shown_device(harness))
+    set_evidence(harness, is_banned=True)
+    found.append(await shown_device(harness))
+    set_evidence(harness, is_conflict=True)
+    found.append(await shown_device(harness))
     assert [state for state, _ in found] == states
     evidence = ["absent", "fresh", "stale", "banned", "conflict"]
     assert [device["evidence"] for _, device in found] == evidence
-    available = [metric(house, "gpuwarden_devices_available", evidence=one) for one in evidence]
+    available = [metric(harness, "gpuwarden_devices_available", evidence=one) for one in evidence]
     assert available == ([0, 0, 0, 0, 1] if required == "asked" else [0] * 5)
 
 
 async def test_device_is_not_available_on_a_not_ready_or_cordoned_node(build: Build) -> None:
-    house = await build(BARE)
-    put_node(house, is_ready=False, is_cordoned=True)
-    state, device = await shown_device(house)
+    harness = await build(BARE)
+    put_node(harness, is_ready=False, is_cordoned=True)
+    state, device = await shown_device(harness)
     assert (state, device["node-ready"], device["cordoned"]) == ("not-ready", False, True)
-    put_node(house, is_cordoned=True)
-    state, device = await shown_device(house)
+    put_node(harness, is_cordoned=True)
+    state, device = await shown_device(harness)
     assert (state, "node-ready" in device, device["cordoned"]) == ("cordoned", False, True)
-    put_node(house)
-    state, device = await shown_device(house)
+    put_node(harness)
+    state, device = await shown_device(harness)
     assert (state, "node-ready" in device, "cordoned" in device) == ("available", False, False)
 
 
 async def test_device_set_aside_by_a_map_is_not_available(build: Build) -> None:
-    house = await build(BARE)
-    house.parts.fleet.set_aside({"node-a": {"GPU-a0": OWNER}}, {"node-a"})
-    assert (await shown_device(house))[0] == "kept"
-    assert metric(house, "gpuwarden_devices", state="available") == 0
-    assert metric(house, "gpuwarden_devices_available", evidence="absent") == 0
-    put_node(house, is_cordoned=True)
-    assert (await shown_device(house))[0] == "cordoned"
-    put_node(house)
-    house.parts.fleet.set_aside({}, {"node-a"})
-    assert (await shown_device(house))[0] == "available"
+    harness = await build(BARE)
+    harness.parts.fleet.set_aside({"node-a": {"GPU-a0": OWNER}}, {"node-a"})
+    assert (await shown_device(harness))[0] == "kept"
+    assert metric(harness, "gpuwarden_devices", state="available") == 0
+    assert metric(harness, "gpuwarden_devices_available", evidence="absent") == 0
+    put_node(harness, is_cordoned=True)
+    assert (await shown_device(harness))[0] == "cordoned"
+    put_node(harness)
+    harness.parts.fleet.set_aside({}, {"node-a"})
+    assert (await shown_device(harness))[0] == "available"
 
 
 async def test_held_device_stays_assigned_when_its_node_is_not_ready(build: Build) -> None:
-    house = await build(BARE)
-    await house.create(raw_pod(raw_container(gpus=1)))
-    put_node(house, is_ready=False)
-    state, device = await shown_device(house)
+    harness = await build(BARE)
+    await harness.create(raw_pod(raw_container(gpus=1)))
+    put_node(harness, is_ready=False)
+    state, device = await shown_device(harness)
     assert (state, device["node-ready"], device["assignment"]["state"]) == ("assigned", False, "active")
 
 
@@ -165,13 +165,13 @@ def some_fleet(rng: Random) -> Fleet:
 # Missing and old data.
 
 
-async def test_devices_answer_503_while_starting(house: House) -> None:
-    house.health.stage = Stage.STARTING
-    for client in (house.plain, house.tls):
+async def test_devices_answer_503_while_starting(harness: Harness) -> None:
+    harness.health.stage = Stage.STARTING
+    for client in (harness.plain, harness.tls):
         answer = await client.get("/devices")
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
         assert "starting" in answer.json()["error"]
-    page = await house.plain.get("/", headers=BROWSER)
+    page = await harness.plain.get("/", headers=BROWSER)
     assert (page.status_code, "the server is starting" in page.text, "There are no devices" in page.text) == (
         503,
         True,
@@ -179,43 +179,43 @@ async def test_devices_answer_503_while_starting(house: House) -> None:
     )
 
 
-async def test_stale_view_answers_json_with_503_and_shows_a_banner(house: House) -> None:
+async def test_stale_view_answers_json_with_503_and_shows_a_banner(harness: Harness) -> None:
     staleness: list[Staleness | None] = [Staleness("no events of /api/v1/nodes for 90 s", is_blind=True)]
-    parts = house.parts
+    parts = harness.parts
     view = Devices(parts.fleet, parts.ledger, parts.clock, outdated=lambda: staleness[0])
-    answer = await house.through(view, "/devices")
+    answer = await harness.through(view, "/devices")
     assert (answer.status_code, answer.json()) == (503, {"error": "no events of /api/v1/nodes for 90 s"})
-    page = await house.through(view, "/", **BROWSER)
+    page = await harness.through(view, "/", **BROWSER)
     assert page.status_code == 200
     assert "This page may be out of date: no events of /api/v1/nodes for 90 s." in page.text
     assert "GPU-a0" in page.text
     staleness[0] = None
-    assert (await house.through(view, "/devices")).status_code == 200
-    assert "This page may be out of date" not in (await house.through(view, "/", **BROWSER)).text
+    assert (await harness.through(view, "/devices")).status_code == 200
+    assert "This page may be out of date" not in (await harness.through(view, "/", **BROWSER)).text
 
 
-async def test_invalid_inventory_gives_a_warning_and_the_last_valid_content(house: House) -> None:
-    good = house.file.read_text()
-    house.file.write_text('nodes: [{name: "x", "gpus": "ö"}]')
-    await house.fleet_source.refresh()
-    answer = await house.plain.get("/devices")
+async def test_invalid_inventory_gives_a_warning_and_the_last_valid_content(harness: Harness) -> None:
+    good = harness.file.read_text()
+    harness.file.write_text('nodes: [{name: "x", "gpus": "ö"}]')
+    await harness.fleet_source.refresh()
+    answer = await harness.plain.get("/devices")
     assert (answer.status_code, "GPU-a0" in answer.json()) == (200, True)
     assert re.fullmatch(
         r'110 gpuwarden "[ !#-~]+ cannot be used, its last valid content is in force: [ !#-~]+"',
         answer.headers["warning"],
     )
-    assert "cannot be used, its last valid content is in force" in (await house.plain.get("/", headers=BROWSER)).text
-    house.file.write_text(json.dumps({**json.loads(good), "nodes": json.loads(good)["nodes"][:1]}))
-    await house.fleet_source.refresh()
-    answer = await house.plain.get("/devices")
+    assert "cannot be used, its last valid content is in force" in (await harness.plain.get("/", headers=BROWSER)).text
+    harness.file.write_text(json.dumps({**json.loads(good), "nodes": json.loads(good)["nodes"][:1]}))
+    await harness.fleet_source.refresh()
+    answer = await harness.plain.get("/devices")
     assert "warning" not in answer.headers
-    assert "cannot be used" not in (await house.plain.get("/", headers=BROWSER)).text
+    assert "cannot be used" not in (await harness.plain.get("/", headers=BROWSER)).text
 
 
-async def test_expired_reservation_is_shown_for_ten_minutes(house: House) -> None:
-    await house.mutate(raw_pod(raw_container(gpus=1), annotations={"gpuwarden.io/required-hash": HASH}))
-    house.wait(95)
-    await house.parts.ledger.collect(house.now)
+async def test_expired_reservation_is_shown_for_ten_minutes(harness: Harness) -> None:
+    await harness.mutate(raw_pod(raw_container(gpus=1), annotations={"gpuwarden.io/required-hash": HASH}))
+    harness.wait(95)
+    await harness.parts.ledger.collect(harness.now)
     expired = {
         "namespace": "ml",
         "name": "train-0",
@@ -224,11 +224,11 @@ async def test_expired_reservation_is_shown_for_ten_minutes(house: House) -> Non
         "reason": "ReservationExpired",
         "message": "no pod was seen for it within 90 s",
     }
-    device = (await house.devices())["GPU-a0"]
+    device = (await harness.devices())["GPU-a0"]
     assert (device["state"], device["expired"]) == ("available", [expired])
-    page = (await house.plain.get("/", headers=BROWSER)).text
+    page = (await harness.plain.get("/", headers=BROWSER)).text
     assert "12:01:35 expired: ml/train-0: no pod was seen for it within 90 s" in page
-    house.now += timedelta(minutes=10) - SECOND
-    assert "expired" in (await house.devices())["GPU-a0"]
-    house.now += SECOND
-    assert "expired" not in (await house.devices())["GPU-a0"]
+    harness.now += timedelta(minutes=10) - SECOND
+    assert "expired" in (await harness.devices())["GPU-a0"]
+    harness.now += SECOND
+    assert "expired" not in (await harness.devices())["GPU-a0"]

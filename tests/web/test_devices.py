@@ -59,7 +59,7 @@ class SlowLedger(MemoryLedger):
         self._index.replace(one.node, {**self._index.on(one.node), one.id: one.after(ReservationEvent.POD_ENDED)})
 
 
-class House:
+class Harness:
     """A fleet, a ledger and a clock, and the device view of them."""
 
     def __init__(self, *nodes: Node, notes: Sequence[str] = (), shows_pending_ids: bool = True) -> None:
@@ -184,14 +184,14 @@ def gpu(n: int, *labels: str, **properties: Any) -> Device:
 
 @pytest.mark.defect("assigner-15")
 async def test_devices_json_has_the_form_of_the_assigner() -> None:
-    house = House(node("gpu-a", gpu(1, MEMORY, COMPUTE), gpu(2, COMPUTE), gpu(3, COMPUTE)))
-    house.prove("gpu-a")
-    await house.pending("reservation-1", GPU[1])
+    harness = Harness(node("gpu-a", gpu(1, MEMORY, COMPUTE), gpu(2, COMPUTE), gpu(3, COMPUTE)))
+    harness.prove("gpu-a")
+    await harness.pending("reservation-1", GPU[1])
     pod = PodIdentity("ml", "infer-x7k2p", "00000000-0000-4000-8000-000000000041")
-    await house.ledger.bind_to_pod(PodProof.REPORTED, ReservationId("reservation-1"), pod)
-    await house.pending("reservation-2", GPU[2])
+    await harness.ledger.bind_to_pod(PodProof.REPORTED, ReservationId("reservation-1"), pod)
+    await harness.pending("reservation-2", GPU[2])
 
-    response = await house.get("/devices")
+    response = await harness.get("/devices")
 
     assert response.status_code == 200
     assert dict(response.headers) == {
@@ -238,13 +238,13 @@ async def test_devices_json_has_the_form_of_the_assigner() -> None:
 
 
 async def test_devices_json_is_an_empty_object_without_devices() -> None:
-    response = await House(node("cpu-only")).get("/devices")
+    response = await Harness(node("cpu-only")).get("/devices")
     assert response.content == b"{}"
 
 
 async def test_device_json_has_known_properties_only() -> None:
-    house = House(node("gpu-a", gpu(1, index=0, model="H100", memory="80Gi", serial="16503"), gpu(2)))
-    assert await house.devices() == {
+    harness = Harness(node("gpu-a", gpu(1, index=0, model="H100", memory="80Gi", serial="16503"), gpu(2)))
+    assert await harness.devices() == {
         GPU[1]: {
             "node": "gpu-a",
             "labels": [],
@@ -260,10 +260,10 @@ async def test_device_json_has_known_properties_only() -> None:
 
 
 async def test_pending_reservation_shows_its_pod_uid() -> None:
-    house = House(node("gpu-a", gpu(1)))
-    reservation = await house.pending("r1", GPU[1])
-    await house.ledger.bind_to_pod(PodProof.NAMED, reservation.id, PodIdentity("ml", "infer-x7k2p", "uid-1"))
-    assert (await house.devices())[GPU[1]]["assignment"] == {
+    harness = Harness(node("gpu-a", gpu(1)))
+    reservation = await harness.pending("r1", GPU[1])
+    await harness.ledger.bind_to_pod(PodProof.NAMED, reservation.id, PodIdentity("ml", "infer-x7k2p", "uid-1"))
+    assert (await harness.devices())[GPU[1]]["assignment"] == {
         "exists?": False,
         "namespace": "ml",
         "uid": "uid-1",
@@ -274,44 +274,44 @@ async def test_pending_reservation_shows_its_pod_uid() -> None:
 
 
 async def test_json_omits_the_name_of_a_pod_without_uid() -> None:
-    house = House(node("gpu-a", gpu(1)))
-    await house.pending("r1", GPU[1], pod="infer-0")
-    assert "name" not in (await house.devices())[GPU[1]]["assignment"]
-    assert (await house.page()).body[0][3] == "ml/infer-0"
+    harness = Harness(node("gpu-a", gpu(1)))
+    await harness.pending("r1", GPU[1], pod="infer-0")
+    assert "name" not in (await harness.devices())[GPU[1]]["assignment"]
+    assert (await harness.page()).body[0][3] == "ml/infer-0"
 
 
 @pytest.mark.defect("assigner-22")
 async def test_expired_and_orphaned_devices_have_different_states() -> None:
-    house = House(node("gpu-a", gpu(1), gpu(2)))
-    await house.pending("late", GPU[1])
-    gone = await house.assigned("gone", GPU[2])
-    house.ledger.begin_release(gone.id)
-    house.clock.now += PATIENCE
+    harness = Harness(node("gpu-a", gpu(1), gpu(2)))
+    await harness.pending("late", GPU[1])
+    gone = await harness.assigned("gone", GPU[2])
+    harness.ledger.begin_release(gone.id)
+    harness.clock.now += PATIENCE
 
-    seen = await house.devices()
+    seen = await harness.devices()
 
     assert (seen[GPU[1]]["state"], seen[GPU[1]]["assignment"]["state"]) == ("expired", "proposal")
     assert seen[GPU[1]]["assignment"]["exists?"] is False
     assert (seen[GPU[2]]["state"], seen[GPU[2]]["assignment"]["state"]) == ("orphaned", "active")
     assert seen[GPU[2]]["assignment"]["exists?"] is False
-    assert [row[4] for row in (await house.page()).body] == ["expired", "orphaned"]
+    assert [row[4] for row in (await harness.page()).body] == ["expired", "orphaned"]
 
 
 async def test_pending_device_expires_at_its_deadline() -> None:
-    house = House(node("gpu-a", gpu(1)))
-    await house.pending("r1", GPU[1])
-    house.clock.now += PATIENCE - timedelta(microseconds=1)
-    assert (await house.devices())[GPU[1]]["state"] == "pending"
-    house.clock.now += timedelta(microseconds=1)
-    assert (await house.devices())[GPU[1]]["state"] == "expired"
+    harness = Harness(node("gpu-a", gpu(1)))
+    await harness.pending("r1", GPU[1])
+    harness.clock.now += PATIENCE - timedelta(microseconds=1)
+    assert (await harness.devices())[GPU[1]]["state"] == "pending"
+    harness.clock.now += timedelta(microseconds=1)
+    assert (await harness.devices())[GPU[1]]["state"] == "expired"
 
 
 async def test_held_device_stays_listed_after_it_vanished() -> None:
-    house = House(node("gpu-a", gpu(1), gpu(2)))
-    await house.assigned("r1", GPU[1])
-    house.put(node("gpu-a", gpu(2)))
-    house.fleet.remove("gpu-a")
-    assert await house.devices() == {
+    harness = Harness(node("gpu-a", gpu(1), gpu(2)))
+    await harness.assigned("r1", GPU[1])
+    harness.put(node("gpu-a", gpu(2)))
+    harness.fleet.remove("gpu-a")
+    assert await harness.devices() == {
         GPU[1]: {
             "node": "gpu-a",
             "labels": [],
@@ -327,15 +327,15 @@ async def test_held_device_stays_listed_after_it_vanished() -> None:
             "evidence": "absent",
         }
     }
-    assert (await house.page()).body == [
+    assert (await harness.page()).body == [
         [GPU[1], "-", "gpu-a evidence absent", "ml/infer-x7k2p", "quarantined vanished"]
     ]
 
 
 async def test_uuid_on_two_nodes_is_listed_once_with_both_nodes() -> None:
-    house = House(node("gpu-b", gpu(1, COMPUTE)), node("gpu-a", gpu(1, COMPUTE), gpu(2)))
-    house.prove("gpu-b")
-    assert await house.devices() == {
+    harness = Harness(node("gpu-b", gpu(1, COMPUTE)), node("gpu-a", gpu(1, COMPUTE), gpu(2)))
+    harness.prove("gpu-b")
+    assert await harness.devices() == {
         GPU[1]: {
             "node": "gpu-a",
             "labels": [COMPUTE],
@@ -345,7 +345,7 @@ async def test_uuid_on_two_nodes_is_listed_once_with_both_nodes() -> None:
         },
         GPU[2]: {"node": "gpu-a", "labels": [], "state": "available", "evidence": "absent"},
     }
-    assert (await house.page()).body[0] == [
+    assert (await harness.page()).body[0] == [
         GPU[1],
         "gpu.compute",
         "gpu-a evidence absent\ngpu-b evidence fresh",
@@ -355,15 +355,15 @@ async def test_uuid_on_two_nodes_is_listed_once_with_both_nodes() -> None:
 
 
 async def test_unhealthy_device_is_quarantined() -> None:
-    house = House(node("gpu-a", gpu(1, is_healthy=False)))
-    assert (await house.devices())[GPU[1]]["state"] == "quarantined"
-    assert (await house.page()).body[0][4] == "quarantined unhealthy"
+    harness = Harness(node("gpu-a", gpu(1, is_healthy=False)))
+    assert (await harness.devices())[GPU[1]]["state"] == "quarantined"
+    assert (await harness.page()).body[0][4] == "quarantined unhealthy"
 
 
 async def test_shared_device_lists_all_holders_and_the_busiest_as_assignment() -> None:
-    house = House(node("gpu-a", gpu(1, shares=3)))
-    await house.pending("r1", GPU[1], k=0)
-    await house.assigned("r2", GPU[1], k=1)
+    harness = Harness(node("gpu-a", gpu(1, shares=3)))
+    await harness.pending("r1", GPU[1], k=0)
+    await harness.assigned("r2", GPU[1], k=1)
     pending = {"exists?": False, "namespace": "ml", "uid": None, "reservation-id": "r1", "state": "proposal"}
     active = {
         "exists?": True,
@@ -373,7 +373,7 @@ async def test_shared_device_lists_all_holders_and_the_busiest_as_assignment() -
         "reservation-id": "r2",
         "state": "active",
     }
-    assert await house.devices() == {
+    assert await harness.devices() == {
         GPU[1]: {
             "node": "gpu-a",
             "labels": [],
@@ -384,7 +384,7 @@ async def test_shared_device_lists_all_holders_and_the_busiest_as_assignment() -
             "evidence": "absent",
         }
     }
-    assert (await house.page()).body[0] == [
+    assert (await harness.page()).body[0] == [
         f"{GPU[1]}\n3 shares",
         "-",
         "gpu-a evidence absent",
@@ -395,22 +395,22 @@ async def test_shared_device_lists_all_holders_and_the_busiest_as_assignment() -
 
 async def test_pending_ids_are_neither_shown_nor_found_if_they_are_hidden() -> None:
     shared = Device(GPU[1], shares=2)
-    house = House(Node("node-a", devices=(Device(GPU[0]), shared)), shows_pending_ids=False)
-    await house.pending("secret-1", GPU[0])
-    await house.pending("secret-2", GPU[1], k=0)
-    await house.assigned("told-3", GPU[1], k=1)
-    text = (await house.get("/devices")).text
+    harness = Harness(Node("node-a", devices=(Device(GPU[0]), shared)), shows_pending_ids=False)
+    await harness.pending("secret-1", GPU[0])
+    await harness.pending("secret-2", GPU[1], k=0)
+    await harness.assigned("told-3", GPU[1], k=1)
+    text = (await harness.get("/devices")).text
     assert "secret" not in text
     assert "told-3" in text
     for asked, found in (("secret", 0), ("told-3", 1)):
-        rows = (await house.page(f"/?text={asked}")).rows
+        rows = (await harness.page(f"/?text={asked}")).rows
         assert sum("GPU-" in row[0] for row in rows if row) == found
-    assert "secret" not in (await house.get("/", accept=BROWSER)).text
+    assert "secret" not in (await harness.get("/", accept=BROWSER)).text
 
 
 async def test_free_shared_device_has_no_reservations() -> None:
-    house = House(node("gpu-a", gpu(1, shares=2)))
-    assert (await house.devices())[GPU[1]] == {
+    harness = Harness(node("gpu-a", gpu(1, shares=2)))
+    assert (await harness.devices())[GPU[1]] == {
         "node": "gpu-a",
         "labels": [],
         "state": "available",
@@ -421,11 +421,11 @@ async def test_free_shared_device_has_no_reservations() -> None:
 
 
 async def test_evidence_state_follows_the_clock() -> None:
-    house = House(node("gpu-a", gpu(1)))
-    house.prove("gpu-a", until=NOON + timedelta(minutes=40))
-    assert (await house.devices())[GPU[1]]["evidence"] == "fresh"
-    house.clock.now += timedelta(minutes=40)
-    assert (await house.devices())[GPU[1]]["evidence"] == "stale"
+    harness = Harness(node("gpu-a", gpu(1)))
+    harness.prove("gpu-a", until=NOON + timedelta(minutes=40))
+    assert (await harness.devices())[GPU[1]]["evidence"] == "fresh"
+    harness.clock.now += timedelta(minutes=40)
+    assert (await harness.devices())[GPU[1]]["evidence"] == "stale"
 
 
 # JSON or HTML.
@@ -451,13 +451,13 @@ async def test_evidence_state_follows_the_clock() -> None:
 )
 async def test_devices_are_json_unless_the_client_prefers_html(accept: str, is_html: bool) -> None:
     assert prefers_html(accept) is is_html
-    response = await House(node("gpu-a", gpu(1))).get("/devices", accept=accept or None)
+    response = await Harness(node("gpu-a", gpu(1))).get("/devices", accept=accept or None)
     assert response.headers["content-type"] == ("text/html; charset=utf-8" if is_html else "application/json")
     assert response.headers["vary"] == "Accept"
 
 
 async def test_browser_gets_json_with_format_json() -> None:
-    response = await House(node("gpu-a", gpu(1))).get("/devices?format=json", accept=BROWSER)
+    response = await Harness(node("gpu-a", gpu(1))).get("/devices?format=json", accept=BROWSER)
     assert list(response.json()) == [GPU[1]]
 
 
@@ -466,8 +466,8 @@ async def test_browser_gets_json_with_format_json() -> None:
     [pytest.param("/", "*/*", True, id="page"), pytest.param("/devices", "*/*", False, id="json")],
 )
 async def test_head_has_the_headers_of_get_without_a_body(url: str, accept: str, length: bool) -> None:
-    house = House(node("gpu-a", gpu(1)))
-    got, head = await house.get(url, accept=accept), await house.get(url, "HEAD", accept)
+    harness = Harness(node("gpu-a", gpu(1)))
+    got, head = await harness.get(url, accept=accept), await harness.get(url, "HEAD", accept)
     assert head.status_code == 200
     assert head.content == b""
     assert head.headers == got.headers
@@ -478,24 +478,24 @@ async def test_head_has_the_headers_of_get_without_a_body(url: str, accept: str,
 
 
 @pytest.fixture
-async def all_states() -> House:
+async def all_states() -> Harness:
     """One device in each state."""
-    house = House(
+    harness = Harness(
         node("gpu-a", gpu(1, COMPUTE, MEMORY, "model=h100", index=0, model="H100", memory="80Gi"), gpu(2), gpu(3)),
         node("gpu-b", gpu(4), gpu(5), gpu(6, is_healthy=False)),
         notes=["evidence is static: development only"],
     )
-    house.prove("gpu-a")
-    await house.pending("expired", GPU[4])
-    house.clock.now += timedelta(seconds=60)
-    await house.pending("pending", GPU[2])
-    await house.assigned("assigned", GPU[3])
-    house.ledger.begin_release((await house.assigned("orphaned", GPU[5], pod="gone-0")).id)
-    house.clock.now += timedelta(seconds=30)
-    return house
+    harness.prove("gpu-a")
+    await harness.pending("expired", GPU[4])
+    harness.clock.now += timedelta(seconds=60)
+    await harness.pending("pending", GPU[2])
+    await harness.assigned("assigned", GPU[3])
+    harness.ledger.begin_release((await harness.assigned("orphaned", GPU[5], pod="gone-0")).id)
+    harness.clock.now += timedelta(seconds=30)
+    return harness
 
 
-async def test_page_has_a_row_for_each_device(all_states: House) -> None:
+async def test_page_has_a_row_for_each_device(all_states: Harness) -> None:
     page = await all_states.page()
     assert page.texts["title"] == "GPU Device Assignment"
     assert page.texts["h1"] == "GPU Device Assigner"
@@ -517,7 +517,7 @@ async def test_page_has_a_row_for_each_device(all_states: House) -> None:
     ]
 
 
-async def test_each_state_has_a_shape_that_screen_readers_ignore(all_states: House) -> None:
+async def test_each_state_has_a_shape_that_screen_readers_ignore(all_states: Harness) -> None:
     page = await all_states.page("/?state=expired")
     shapes = [attributes["href"] for tag, attributes in page.tags if tag == "use"]
     assert {f"#{state}" for state in STATES.split(", ")} == set(shapes)
@@ -525,7 +525,7 @@ async def test_each_state_has_a_shape_that_screen_readers_ignore(all_states: Hou
     assert {attributes.get("aria-hidden") for tag, attributes in page.tags if tag == "svg"} == {"true"}
 
 
-async def test_page_is_accessible_and_has_labels_for_cards(all_states: House) -> None:
+async def test_page_is_accessible_and_has_labels_for_cards(all_states: Harness) -> None:
     tags = (await all_states.page()).tags
     assert ("html", {"lang": "en"}) in tags
     assert ("meta", {"name": "viewport", "content": "width=device-width, initial-scale=1"}) in tags
@@ -538,7 +538,7 @@ async def test_page_is_accessible_and_has_labels_for_cards(all_states: House) ->
     assert labelled == {attributes["id"] for tag, attributes in tags if tag in ("input", "select")}
 
 
-async def test_page_headers_forbid_scripts_and_external_resources(all_states: House) -> None:
+async def test_page_headers_forbid_scripts_and_external_resources(all_states: Harness) -> None:
     response = await all_states.get("/")
     policy = response.headers["content-security-policy"]
     digest = policy.partition("style-src 'sha256-")[2].partition("'")[0]
@@ -565,12 +565,12 @@ def sha256_of(style: str) -> str:
     return base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
 
 
-async def test_page_shows_notes(all_states: House) -> None:
+async def test_page_shows_notes(all_states: Harness) -> None:
     assert "evidence is static: development only" in (await all_states.get("/")).text
 
 
 async def test_page_without_devices_has_one_row_with_a_message() -> None:
-    page = await House().page()
+    page = await Harness().page()
     assert page.body == [["There are no devices: no node in the inventory has a GPU."]]
     assert ("td", {"role": "cell", "class": "empty", "colspan": "5"}) in page.tags
 
@@ -580,19 +580,19 @@ INJECTION = """"'><script>alert(1)</script><img src=x onerror=alert(1)>{{7*7}}""
 
 async def test_page_escapes_all_external_text() -> None:
     device = gpu(1, INJECTION, model=INJECTION, memory=INJECTION, serial=INJECTION)
-    house = House(node(INJECTION, device), notes=[INJECTION])
-    reservation = await house.pending("r1", GPU[1])
-    await house.ledger.bind_to_pod(PodProof.REPORTED, reservation.id, PodIdentity("ml", INJECTION, "uid-1"))
+    harness = Harness(node(INJECTION, device), notes=[INJECTION])
+    reservation = await harness.pending("r1", GPU[1])
+    await harness.ledger.bind_to_pod(PodProof.REPORTED, reservation.id, PodIdentity("ml", INJECTION, "uid-1"))
     for url in ("/", str(httpx.URL("/", params={"text": INJECTION})), str(httpx.URL("/", params={"node": INJECTION}))):
-        page = await house.page(url)
+        page = await harness.page(url)
         assert not {"script", "img"} & {tag for tag, _ in page.tags}
         assert page.body[0][1] == INJECTION
         assert page.body[0][3] == f"ml/{INJECTION}"
-    response = await house.get("/", "GET")
-    refused = await house.get(str(httpx.URL("/", params={"state": INJECTION})))
+    response = await harness.get("/", "GET")
+    refused = await harness.get(str(httpx.URL("/", params={"state": INJECTION})))
     assert refused.status_code == 400
     assert "<script" not in response.text + refused.text
-    assert (await house.devices())[GPU[1]]["labels"] == [INJECTION]
+    assert (await harness.devices())[GPU[1]]["labels"] == [INJECTION]
 
 
 # Filters and pages.
@@ -617,7 +617,7 @@ async def test_page_escapes_all_external_text() -> None:
         pytest.param("colour=red", [1, 2, 3, 4, 5, 6], id="unknown-parameter"),
     ],
 )
-async def test_filter_shows_matching_devices(all_states: House, query: str, expected: list[int]) -> None:
+async def test_filter_shows_matching_devices(all_states: Harness, query: str, expected: list[int]) -> None:
     page = await all_states.page(f"/?{query}")
     if expected:
         assert page.uuids == [GPU[n] for n in expected]
@@ -625,7 +625,7 @@ async def test_filter_shows_matching_devices(all_states: House, query: str, expe
         assert page.body == [["No device matches the filter."]]
 
 
-async def test_summary_counts_and_links_each_state(all_states: House) -> None:
+async def test_summary_counts_and_links_each_state(all_states: Harness) -> None:
     page = await all_states.page("/?node=gpu-b&state=orphaned")
     assert {words: page.link(words) for words in (" ".join(text.split()) for text, _ in page.links[2:14])} == {
         "3 devices": "?node=gpu-b",
@@ -661,7 +661,7 @@ async def test_summary_counts_and_links_each_state(all_states: House) -> None:
         ),
     ],
 )
-async def test_invalid_query_is_refused_with_all_mistakes(all_states: House, query: str, mistakes: list[str]) -> None:
+async def test_invalid_query_is_refused_with_all_mistakes(all_states: Harness, query: str, mistakes: list[str]) -> None:
     response = await all_states.get(f"/?{query}")
     assert response.status_code == 400
     assert response.headers["content-type"] == "text/html; charset=utf-8"
@@ -681,8 +681,8 @@ def many_nodes(count: int, per_node: int = 8) -> Iterator[Node]:
 
 
 async def test_page_has_200_rows_and_links_to_other_pages() -> None:
-    house = House(*many_nodes(408))
-    first, middle, last = [await house.page(f"/?text=gpu&page={n}") for n in (1, 2, 3)]
+    harness = Harness(*many_nodes(408))
+    first, middle, last = [await harness.page(f"/?text=gpu&page={n}") for n in (1, 2, 3)]
     assert [len(page.body) for page in (first, middle, last)] == [200, 200, 8]
     assert first.uuids + middle.uuids + last.uuids == [f"GPU-{n:06}" for n in range(408)]
     assert (first.texts["caption"]).strip() == "Devices 1 to 200 of 408 that match the filter"
@@ -697,7 +697,7 @@ def pager(page: Page) -> list[str | None]:
 
 
 async def test_page_after_the_last_names_the_last_page() -> None:
-    page = await House(*many_nodes(208)).page("/?page=9")
+    page = await Harness(*many_nodes(208)).page("/?page=9")
     assert page.body == [["There is no page 9: the last one is page 2."]]
     assert page.link("Previous") == "?page=2"
 
@@ -723,8 +723,8 @@ async def longest_wait_during(work: Awaitable[httpx.Response]) -> tuple[httpx.Re
 
 @pytest.mark.parametrize("url", ["/devices", "/", "/?text=nowhere&page=1"])
 async def test_view_of_100_000_devices_does_not_block_the_event_loop(url: str) -> None:
-    house = House(*many_nodes(100_000))
-    response, longest = await longest_wait_during(house.get(url))
+    harness = Harness(*many_nodes(100_000))
+    response, longest = await longest_wait_during(harness.get(url))
     assert response.status_code == 200
     if url == "/devices":
         seen = response.json()
@@ -734,13 +734,13 @@ async def test_view_of_100_000_devices_does_not_block_the_event_loop(url: str) -
 
 
 async def test_changes_during_the_response_do_not_duplicate_devices() -> None:
-    house = House(*many_nodes(2_000))
-    responding = asyncio.create_task(house.get("/devices"))
+    harness = Harness(*many_nodes(2_000))
+    responding = asyncio.create_task(harness.get("/devices"))
     changes = 0
     while not responding.done():
-        house.fleet.remove(f"gpu-{changes * 8:06}")
-        house.put(Node(f"new-{changes}", devices=(Device(DeviceUuid(f"GPU-{1999 - changes:06}")),)))
-        await house.pending(f"r{changes}", DeviceUuid(f"GPU-{1000 + changes:06}"))
+        harness.fleet.remove(f"gpu-{changes * 8:06}")
+        harness.put(Node(f"new-{changes}", devices=(Device(DeviceUuid(f"GPU-{1999 - changes:06}")),)))
+        await harness.pending(f"r{changes}", DeviceUuid(f"GPU-{1000 + changes:06}"))
         changes += 1
         await asyncio.sleep(0)
     response = await responding
@@ -753,13 +753,13 @@ async def all_namespaces(namespaces: Collection[str]) -> Collection[str]:
 
 
 async def test_snapshot_has_the_state_at_its_start() -> None:
-    house = House(*many_nodes(1_600))
-    await house.pending("r0", DeviceUuid("GPU-000000"))
-    snapshotting = asyncio.create_task(take_snapshot(house.fleet, house.ledger, NOON, all_namespaces))
+    harness = Harness(*many_nodes(1_600))
+    await harness.pending("r0", DeviceUuid("GPU-000000"))
+    snapshotting = asyncio.create_task(take_snapshot(harness.fleet, harness.ledger, NOON, all_namespaces))
     await asyncio.sleep(0)
-    house.fleet.remove("gpu-000008")
-    house.put(Node("later", devices=(Device(DeviceUuid("GPU-later")),)))
-    await house.pending("r1", DeviceUuid("GPU-000001"))
+    harness.fleet.remove("gpu-000008")
+    harness.put(Node("later", devices=(Device(DeviceUuid("GPU-later")),)))
+    await harness.pending("r1", DeviceUuid("GPU-000001"))
     seen = {one.device.uuid: one for one in device_views(await snapshotting, NOON)}
     assert sorted(seen) == [f"GPU-{n:06}" for n in range(1_600)]
     assert [uuid for uuid, one in seen.items() if one.holders] == ["GPU-000000"]

@@ -18,7 +18,7 @@ from tests.evidence.jwt.bad_tokens import BAD, Bad, World
 from tests.evidence.jwt.jwt_doubles import JwtWorkloadApiDouble, endpoint, http
 from tests.evidence.jwt.test_bundle_endpoint import web_context
 from tests.evidence.jwt.tokens import TRUST_DOMAIN, SigningKey, document, evidence_id, seconds, token
-from tests.web.house import INVENTORY, House
+from tests.web.harness import INVENTORY, Harness
 from webhook.core.device import DeviceUuid, Slot
 from webhook.core.reservation import Orphan, Phase, Reservation, ReservationId
 from webhook.evidence.jwt.end_reports import MAX_PODS, EndReports, uid_digest
@@ -32,7 +32,7 @@ class Site:
 
     def __init__(self, directory: Path, **settings: Any) -> None:
         self.agent = JwtWorkloadApiDouble(str(directory / "agent.sock"), KEY)
-        self.house = House(
+        self.harness = Harness(
             directory,
             INVENTORY,
             None,
@@ -44,40 +44,40 @@ class Site:
 
     async def open(self) -> "Site":
         await self.agent.start()
-        await self.house.start()
-        assert self.house.parts.attestation is not None
-        await self.house.parts.attestation.load()
+        await self.harness.start()
+        assert self.harness.parts.attestation is not None
+        await self.harness.parts.attestation.load()
         return self
 
     async def close(self) -> None:
-        await self.house.close()
+        await self.harness.close()
         await self.agent.stop()
 
     async def nonce(self, node: str = "node-a") -> str:
-        reply = await self.house.tls.get("/evidence/challenge", params={"node": node})
+        reply = await self.harness.tls.get("/evidence/challenge", params={"node": node})
         assert reply.status_code == 200, reply.text
         return str(reply.json()["nonce"])
 
     async def token(self, node: str = "node-a", **members: Any) -> str:
         members.setdefault("sub", evidence_id(node))
-        return token(KEY, await self.nonce(node), self.house.now, **members)
+        return token(KEY, await self.nonce(node), self.harness.now, **members)
 
     async def post(self, text: str) -> httpx.Response:
-        return await self.house.tls.post("/evidence", json={"token": text})
+        return await self.harness.tls.post("/evidence", json={"token": text})
 
     async def admits(self, *hashes: str, uid: str = builders.REVIEW_UID) -> bool:
         """Whether a pod that requires one of these hashes is admitted now. Nothing is reserved."""
-        await self.house.fleet_source.refresh()
+        await self.harness.fleet_source.refresh()
         return await self.admits_at_once(*hashes, uid=uid)
 
     async def admits_at_once(self, *hashes: str, uid: str = builders.REVIEW_UID) -> bool:
         """The same without a poll before it."""
         raw = raw_pod(raw_container(gpus=1), annotations={"gpuwarden.io/required-hash": ",".join(hashes)})
-        return bool((await self.house.mutate(raw, uid, dry_run=True))["allowed"])
+        return bool((await self.harness.mutate(raw, uid, dry_run=True))["allowed"])
 
     def counted(self, outcome: str) -> float:
         name = "gpuwarden_evidence_proofs_total"
-        return self.house.parts.metrics.registry.get_sample_value(name, {"outcome": outcome}) or 0
+        return self.harness.parts.metrics.registry.get_sample_value(name, {"outcome": outcome}) or 0
 
 
 @pytest.fixture
@@ -96,11 +96,11 @@ async def test_node_is_proven_until_its_evidence_expires(site: Site) -> None:
     )
     assert await site.admits(HASH)
     assert not await site.admits(OTHER_HASH)
-    shown = (await site.house.plain.get("/metrics")).text
+    shown = (await site.harness.plain.get("/metrics")).text
     assert 'gpuwarden_evidence_age_seconds{node_class="",state="fresh"} 5.0' in shown
-    site.house.now += timedelta(minutes=40) - timedelta(seconds=1)
+    site.harness.now += timedelta(minutes=40) - timedelta(seconds=1)
     assert await site.admits(HASH)
-    site.house.now += timedelta(seconds=1)
+    site.harness.now += timedelta(seconds=1)
     assert not await site.admits(HASH)
     assert site.counted("accepted") == 1
 
@@ -112,14 +112,14 @@ async def test_accepted_proof_applies_to_the_next_review(site: Site) -> None:
 
 
 async def test_challenge_has_a_nonce_and_an_expiry(site: Site) -> None:
-    reply = await site.house.tls.get("/evidence/challenge?node=node-a")
+    reply = await site.harness.tls.get("/evidence/challenge?node=node-a")
     assert set(reply.json()) == {"nonce", "expires"}
     assert (reply.json()["expires"], reply.headers["cache-control"]) == ("2026-03-02T12:01:00Z", "no-store")
 
 
 @pytest.mark.parametrize("query", ["", "?node=", "?node=Node-A", "?node=a%0Ab", "?node=" + "a" * 254, "?name=node-a"])
 async def test_challenge_needs_a_valid_node_name(site: Site, query: str) -> None:
-    assert (await site.house.tls.get(f"/evidence/challenge{query}")).status_code == 400
+    assert (await site.harness.tls.get(f"/evidence/challenge{query}")).status_code == 400
 
 
 @pytest.mark.parametrize(("bad", "fault"), [pytest.param(bad, fault, id=name) for name, bad, fault in BAD])
@@ -146,20 +146,20 @@ async def test_replayed_token_is_refused_and_counted(site: Site) -> None:
 
 async def test_second_token_for_a_challenge_is_refused_as_a_replay(site: Site) -> None:
     nonce = await site.nonce()
-    assert (await site.post(token(KEY, nonce, site.house.now))).status_code == 200
-    site.house.now += timedelta(seconds=5)
-    assert (await site.post(token(KEY, nonce, site.house.now))).status_code == 409
+    assert (await site.post(token(KEY, nonce, site.harness.now))).status_code == 200
+    site.harness.now += timedelta(seconds=5)
+    assert (await site.post(token(KEY, nonce, site.harness.now))).status_code == 409
 
 
 async def test_challenges_are_accepted_once_and_in_order(site: Site) -> None:
     nonces = []
     for _ in range(3):
         nonces.append(await site.nonce())
-        site.house.now += timedelta(milliseconds=1)
+        site.harness.now += timedelta(milliseconds=1)
     answers = []
     for number in (0, 1, 0, 1, 2, 1, 2):
-        site.house.now += timedelta(seconds=1)
-        answers.append((await site.post(token(KEY, nonces[number], site.house.now))).status_code)
+        site.harness.now += timedelta(seconds=1)
+        answers.append((await site.post(token(KEY, nonces[number], site.harness.now))).status_code)
     assert answers == [200, 200, 409, 409, 200, 409, 409]
     assert await site.admits(HASH)
 
@@ -181,17 +181,17 @@ async def test_token_accepted_before_a_restart_is_refused(site: Site, tmp_path: 
 
 async def test_later_token_renews_the_evidence(site: Site) -> None:
     await site.post(await site.token())
-    site.house.now += timedelta(minutes=20)
+    site.harness.now += timedelta(minutes=20)
     reply = await site.post(await site.token())
     assert reply.json()["until"] == "2026-03-02T13:00:00Z"
-    site.house.now += timedelta(minutes=30)
+    site.harness.now += timedelta(minutes=30)
     assert await site.admits(HASH)
 
 
 async def test_signer_clock_ahead_leaves_no_gap_between_two_proofs(site: Site) -> None:
     await site.post(await site.token())
-    site.house.now += timedelta(minutes=20)
-    ahead = seconds(site.house.now) + 5
+    site.harness.now += timedelta(minutes=20)
+    ahead = seconds(site.harness.now) + 5
     reply = await site.post(await site.token(iat=ahead, exp=ahead + 60))
     assert (reply.status_code, reply.json()["since"]) == (200, "2026-03-02T12:20:05Z")
     assert await site.admits(HASH)
@@ -215,17 +215,17 @@ async def test_unknown_node_is_refused(site: Site) -> None:
 
 async def test_recreated_node_needs_a_new_proof(site: Site) -> None:
     in_hand = await site.token()
-    site.house.now += timedelta(seconds=1)
+    site.harness.now += timedelta(seconds=1)
     assert (await site.post(await site.token())).status_code == 200
     assert await site.admits(HASH)
-    inventory = json.loads(site.house.file.read_text())
+    inventory = json.loads(site.harness.file.read_text())
     for nodes in (inventory["nodes"][1:], inventory["nodes"]):
-        site.house.file.write_text(json.dumps({"nodes": nodes}, indent=len(nodes)))
-        site.house.now += timedelta(seconds=1)
-        await site.house.fleet_source.refresh()
+        site.harness.file.write_text(json.dumps({"nodes": nodes}, indent=len(nodes)))
+        site.harness.now += timedelta(seconds=1)
+        await site.harness.fleet_source.refresh()
     assert not await site.admits(HASH)
     assert (await site.post(in_hand)).status_code == 403
-    site.house.now += timedelta(seconds=6)
+    site.harness.now += timedelta(seconds=6)
     assert (await site.post(await site.token())).status_code == 200
     assert await site.admits(HASH)
 
@@ -233,10 +233,10 @@ async def test_recreated_node_needs_a_new_proof(site: Site) -> None:
 async def test_token_of_a_revoked_key_is_refused(site: Site) -> None:
     other = SigningKey.make("key-2")
     site.agent.bundles = {f"spiffe://{TRUST_DOMAIN}": document(other)}
-    assert site.house.parts.attestation is not None
-    await site.house.parts.attestation.load()
+    assert site.harness.parts.attestation is not None
+    await site.harness.parts.attestation.load()
     assert (await site.post(await site.token())).status_code == 403
-    text = token(other, await site.nonce(), site.house.now)
+    text = token(other, await site.nonce(), site.harness.now)
     assert (await site.post(text)).status_code == 200
 
 
@@ -250,20 +250,20 @@ async def test_older_bundle_does_not_restore_a_revoked_key(tmp_path: Path, rolle
         site = await Site(tmp_path, **trusted).open()
 
         async def posted(key: SigningKey) -> int:
-            site.house.now += timedelta(seconds=6)
-            return (await site.post(token(key, await site.nonce(), site.house.now))).status_code
+            site.harness.now += timedelta(seconds=6)
+            return (await site.post(token(key, await site.nonce(), site.harness.now))).status_code
 
         assert await posted(lost) == 200
         shown.reply = http(document(KEY, sequence=8))
-        assert site.house.parts.attestation is not None
-        await site.house.parts.attestation.load()
+        assert site.harness.parts.attestation is not None
+        await site.harness.parts.attestation.load()
         assert await posted(lost) == 403
         shown.reply = http(document(KEY, lost, sequence=rolled_back))
         for _ in range(3):
             assert await posted(lost) == 403
         assert await posted(KEY) == 200
         name = "gpuwarden_trust_bundle_looks_total"
-        looks = site.house.parts.metrics.registry.get_sample_value(name, {"outcome": "refused"})
+        looks = site.harness.parts.metrics.registry.get_sample_value(name, {"outcome": "refused"})
         assert looks == 3
         await site.close()
 
@@ -271,19 +271,19 @@ async def test_older_bundle_does_not_restore_a_revoked_key(tmp_path: Path, rolle
 async def test_unknown_key_is_looked_up_in_a_new_bundle(site: Site) -> None:
     other = SigningKey.make("key-2")
     site.agent.bundles = {f"spiffe://{TRUST_DOMAIN}": document(KEY, other)}
-    site.house.now += timedelta(seconds=5)
-    assert (await site.post(token(other, await site.nonce(), site.house.now))).status_code == 200
+    site.harness.now += timedelta(seconds=5)
+    assert (await site.post(token(other, await site.nonce(), site.harness.now))).status_code == 200
 
 
 async def test_evidence_stays_valid_until_it_expires_while_the_provider_is_unavailable(site: Site) -> None:
     await site.post(await site.token())
     await site.agent.stop()
-    site.house.now += timedelta(minutes=35)
+    site.harness.now += timedelta(minutes=35)
     text = await site.token("node-b", sub=evidence_id("node-b", OTHER_HASH))
     assert (await site.post(text)).status_code == 200  # the keys are valid for an hour
-    site.house.now += timedelta(minutes=5)
+    site.harness.now += timedelta(minutes=5)
     assert not await site.admits(HASH)
-    site.house.now += timedelta(minutes=20)
+    site.harness.now += timedelta(minutes=20)
     reply = await site.post(await site.token())
     assert (reply.status_code, reply.headers["retry-after"]) == (503, "1")
     assert site.counted("unavailable") == 1
@@ -292,8 +292,8 @@ async def test_evidence_stays_valid_until_it_expires_while_the_provider_is_unava
 async def test_many_tokens_are_logged_once_while_the_keys_are_unavailable(site: Site) -> None:
     """Any caller can get a challenge and sign it with any key."""
     await site.agent.stop()
-    site.house.now += timedelta(hours=1)
-    forged = token(FOREIGN, await site.nonce(), site.house.now)
+    site.harness.now += timedelta(hours=1)
+    forged = token(FOREIGN, await site.nonce(), site.harness.now)
     with capture_logs() as lines:
         for _ in range(50):
             assert (await site.post(forged)).status_code == 503
@@ -318,29 +318,29 @@ async def test_many_tokens_are_logged_once_while_the_keys_are_unavailable(site: 
     ids=["empty", "no token", "list", "number", "no UTF-8", "deep", "blank", "one megabyte", "three megabytes"],
 )
 async def test_malformed_body_is_refused(site: Site, content: bytes, status: int) -> None:
-    assert (await site.house.tls.post("/evidence", content=content)).status_code == status
+    assert (await site.harness.tls.post("/evidence", content=content)).status_code == status
 
 
 async def test_forged_nonce_is_refused_before_the_signature_is_checked(site: Site) -> None:
     """Without a challenge made by this server no signature is checked and no bundle is fetched."""
-    forged = token(FOREIGN, "gpuwarden/nonce/" + "A" * 76, site.house.now)
+    forged = token(FOREIGN, "gpuwarden/nonce/" + "A" * 76, site.harness.now)
     for _ in range(200):
         assert (await site.post(forged)).status_code == 403
     assert (site.counted("nonce"), site.counted("signature")) == (200, 0)
 
 
 async def test_routes_are_absent_without_a_challenging_provider(tmp_path: Path) -> None:
-    house = await House(tmp_path, INVENTORY, None).start()
-    assert (await house.tls.get("/evidence/challenge?node=node-a")).status_code == 404
-    assert (await house.tls.post("/evidence", json={})).status_code == 404
-    await house.close()
+    harness = await Harness(tmp_path, INVENTORY, None).start()
+    assert (await harness.tls.get("/evidence/challenge?node=node-a")).status_code == 404
+    assert (await harness.tls.post("/evidence", json={})).status_code == 404
+    await harness.close()
 
 
 async def test_evidence_routes_answer_503_while_the_server_is_not_serving(tmp_path: Path) -> None:
     site = Site(tmp_path)
-    assert (await site.house.tls.get("/evidence/challenge?node=node-a")).status_code == 503
-    assert (await site.house.tls.post("/evidence", json={"token": ""})).status_code == 503
-    await site.house.close()
+    assert (await site.harness.tls.get("/evidence/challenge?node=node-a")).status_code == 503
+    assert (await site.harness.tls.post("/evidence", json={"token": ""})).status_code == 503
+    await site.harness.close()
 
 
 # Orphans.
@@ -367,45 +367,45 @@ class FakeOrphans:
 
 @pytest.fixture
 def orphans(site: Site) -> FakeOrphans:
-    found = FakeOrphans(site.house.now - timedelta(minutes=1))
-    attestation = site.house.parts.attestation
+    found = FakeOrphans(site.harness.now - timedelta(minutes=1))
+    attestation = site.harness.parts.attestation
     assert attestation is not None
     object.__setattr__(attestation, "reports", EndReports(found, timedelta(seconds=5)))
     return found
 
 
 async def test_challenge_has_digests_of_the_orphans_on_its_node_only(site: Site, orphans: FakeOrphans) -> None:
-    reply = await site.house.tls.get("/evidence/challenge?node=node-a")
+    reply = await site.harness.tls.get("/evidence/challenge?node=node-a")
     assert reply.json()["orphans"] == [uid_digest("uid-1")]
     assert "uid-1" not in reply.text
-    assert "orphans" not in (await site.house.tls.get("/evidence/challenge?node=node-b")).json()
+    assert "orphans" not in (await site.harness.tls.get("/evidence/challenge?node=node-b")).json()
 
 
 async def test_end_report_of_a_proven_node_has_the_time_of_its_challenge(site: Site, orphans: FakeOrphans) -> None:
-    asked, text = site.house.now, await site.token()
-    site.house.now += timedelta(seconds=7)
-    reply = await site.house.tls.post("/evidence", json={"token": text, "ended": ["uid-0", "uid-1"]})
+    asked, text = site.harness.now, await site.token()
+    site.harness.now += timedelta(seconds=7)
+    reply = await site.harness.tls.post("/evidence", json={"token": text, "ended": ["uid-0", "uid-1"]})
     assert reply.status_code == 200, reply.text
     assert orphans.marked == [("r1", asked)]
 
 
 async def test_node_cannot_report_orphans_of_another_node(site: Site, orphans: FakeOrphans) -> None:
     text = await site.token("node-b", sub=evidence_id("node-b", OTHER_HASH))
-    assert (await site.house.tls.post("/evidence", json={"token": text, "ended": ["uid-1"]})).status_code == 200
+    assert (await site.harness.tls.post("/evidence", json={"token": text, "ended": ["uid-1"]})).status_code == 200
     assert orphans.marked == []
 
 
 async def test_end_report_with_a_refused_token_is_ignored(site: Site, orphans: FakeOrphans) -> None:
     used = await site.token()
     assert (await site.post(used)).status_code == 200
-    foreign = token(FOREIGN, await site.nonce(), site.house.now, sub=evidence_id("node-a"))
+    foreign = token(FOREIGN, await site.nonce(), site.harness.now, sub=evidence_id("node-a"))
     for text in (used, foreign, "a.b.c"):
-        reply = await site.house.tls.post("/evidence", json={"token": text, "ended": ["uid-1"]})
+        reply = await site.harness.tls.post("/evidence", json={"token": text, "ended": ["uid-1"]})
         assert reply.status_code in (400, 403, 409)
     assert orphans.marked == []
 
 
 @pytest.mark.parametrize("ended", ["uid-1", [1], [None], ["u" * 65], ["uid-1"] * (MAX_PODS + 1)])
 async def test_malformed_list_of_uids_is_refused(site: Site, orphans: FakeOrphans, ended: Any) -> None:
-    reply = await site.house.tls.post("/evidence", json={"token": await site.token(), "ended": ended})
+    reply = await site.harness.tls.post("/evidence", json={"token": await site.token(), "ended": ended})
     assert (reply.status_code, orphans.marked) == (400, [])

@@ -13,7 +13,7 @@ from tests import builders
 from tests.builders import HASH, NOW, OTHER_HASH, Raw, raw_container, raw_pod
 from tests.conftest import Build
 from tests.core.test_extender_wire import MALFORMED
-from tests.web.house import INVENTORY, House
+from tests.web.harness import INVENTORY, Harness
 from tests.web.replica import Shared, sharing
 from tests.web.test_app import paths
 from webhook.core.caller import Caller, CallersUnavailableError, Right
@@ -28,20 +28,20 @@ DIFFERS = "attestation hash differs from the required one"
 ABSENT = "no attestation evidence for this node"
 
 
-def of_house(house: House, *, plain: bool = False, authority: Authority | None = None) -> httpx.AsyncClient:
-    parts = house.parts
+def of_house(harness: Harness, *, plain: bool = False, authority: Authority | None = None) -> httpx.AsyncClient:
+    parts = harness.parts
     gate = CallerGate(parts.clock, authority)
-    routes = ExtenderRoutes(Extender(parts, None), parts.metrics, house.health, gate)
+    routes = ExtenderRoutes(Extender(parts, None), parts.metrics, harness.health, gate)
     if plain:
-        app = plain_extender_app(routes, house.health, parts.metrics)
+        app = plain_extender_app(routes, harness.health, parts.metrics)
     else:
-        app = extender_app(routes, house.health, parts.metrics, gate=gate)
+        app = extender_app(routes, harness.health, parts.metrics, gate=gate)
     return httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="https://extender")
 
 
 @pytest_asyncio.fixture
-async def client(house: House) -> AsyncIterator[httpx.AsyncClient]:
-    async with of_house(house) as made:
+async def client(harness: Harness) -> AsyncIterator[httpx.AsyncClient]:
+    async with of_house(harness) as made:
         yield made
 
 
@@ -122,7 +122,7 @@ async def test_scores_have_the_order_of_the_request(client: httpx.AsyncClient) -
 
 
 @pytest.mark.defect("extender-5")
-async def test_preempt_drops_nodes_that_cannot_fit_the_pod(house: House, client: httpx.AsyncClient) -> None:
+async def test_preempt_drops_nodes_that_cannot_fit_the_pod(harness: Harness, client: httpx.AsyncClient) -> None:
     victims = {name: {"Pods": [{"UID": f"uid-{name}"}], "NumPDBViolations": 0} for name in NAMES}
     pod = pod_requiring(HASH)
     args = {"Pod": pod, "NodeNameToVictims": None, "NodeNameToMetaVictims": victims}
@@ -130,7 +130,7 @@ async def test_preempt_drops_nodes_that_cannot_fit_the_pod(house: House, client:
     assert await post(client, "/preempt", args) == only_a
     pod["spec"]["containers"][0]["resources"] = {"limits": {"nvidia.com/gpu": "1"}}
     for n in range(2):
-        await house.create(raw_pod(raw_container(gpus=1), name=f"other-{n}", nodeName="node-a"), f"r{n}", f"u{n}")
+        await harness.create(raw_pod(raw_container(gpus=1), name=f"other-{n}", nodeName="node-a"), f"r{n}", f"u{n}")
     assert list((await post(client, "/filter", by_name(pod, *NAMES)))["FailedNodes"]) == ["node-a"]
     assert await post(client, "/preempt", args) == only_a
     pod["metadata"]["annotations"] = {"gpuwarden.io/claim": "[]"}
@@ -139,17 +139,17 @@ async def test_preempt_drops_nodes_that_cannot_fit_the_pod(house: House, client:
 
 
 @pytest.mark.defect("extender-1")
-async def test_filter_uses_changed_evidence(house: House, client: httpx.AsyncClient) -> None:
+async def test_filter_uses_changed_evidence(harness: Harness, client: httpx.AsyncClient) -> None:
     async def passed() -> list[str]:
         return list((await post(client, "/filter", by_name(pod_requiring(HASH), *NAMES)))["NodeNames"])
 
     assert await passed() == ["node-a"]
     nodes = [{**node, "evidence": {"hash": HASH}} for node in INVENTORY["nodes"]]
-    house.file.write_text(json.dumps({"nodes": nodes}))
-    await house.fleet_source.refresh()
+    harness.file.write_text(json.dumps({"nodes": nodes}))
+    await harness.fleet_source.refresh()
     assert await passed() == NAMES
-    house.file.write_text(json.dumps({"nodes": [{**nodes[1], "evidence": {"hash": OTHER_HASH}}]}))
-    await house.fleet_source.refresh()
+    harness.file.write_text(json.dumps({"nodes": [{**nodes[1], "evidence": {"hash": OTHER_HASH}}]}))
+    await harness.fleet_source.refresh()
     assert await passed() == []
 
 
@@ -157,17 +157,17 @@ async def test_filter_uses_changed_evidence(house: House, client: httpx.AsyncCli
 async def test_filter_refuses_a_node_at_the_second_its_evidence_expires(build: Build) -> None:
     (first, *others) = INVENTORY["nodes"]
     until = (NOW + timedelta(seconds=60)).isoformat()
-    house = await build({"nodes": [{**first, "evidence": {"hash": HASH, "until": until}}, *others]})
-    async with of_house(house) as client:
+    harness = await build({"nodes": [{**first, "evidence": {"hash": HASH, "until": until}}, *others]})
+    async with of_house(harness) as client:
         for wait, names in ((59, ["node-a"]), (1, [])):
-            house.wait(wait)
+            harness.wait(wait)
             assert (await post(client, "/filter", by_name(pod_requiring(HASH), "node-a")))["NodeNames"] == names
 
 
 async def test_filter_knows_nodes_of_the_hash_map_without_an_inventory(build: Build) -> None:
     """The Blind GPU Scheduler is configured like this: with a hash map, but without an inventory of the nodes."""
-    house = await build(node_hash_map={"kind-worker": "abc123", "node-a": HASH})
-    async with of_house(house) as client:
+    harness = await build(node_hash_map={"kind-worker": "abc123", "node-a": HASH})
+    async with of_house(harness) as client:
         pod = pod_requiring("abc123")
         answer = await post(client, "/filter", by_name(pod, "kind-worker", "node-a", "kind-control-plane"))
         assert answer["NodeNames"] == ["kind-worker"]
@@ -238,9 +238,9 @@ async def test_body_over_the_limit_is_refused_and_the_next_request_is_answered(
 
 @pytest.mark.parametrize("stage", [Stage.STARTING, Stage.DRAINING])
 async def test_extender_answers_503_while_the_server_is_not_serving(
-    house: House, client: httpx.AsyncClient, stage: Stage
+    harness: Harness, client: httpx.AsyncClient, stage: Stage
 ) -> None:
-    house.health.stage = stage
+    harness.health.stage = stage
     for path in ("/filter", "/prioritize", "/preempt", "/bind"):
         reply = await client.post(path, json=by_name(pod_requiring(), *NAMES))
         assert (reply.status_code, reply.json()) == (503, {"Error": f"the server is {stage}"})
@@ -260,11 +260,11 @@ async def test_filter_answers_an_error_while_reservations_cannot_be_read(build: 
 
 
 @pytest.mark.defect("extender-8")
-async def test_extender_answers_are_counted(house: House, client: httpx.AsyncClient) -> None:
+async def test_extender_answers_are_counted(harness: Harness, client: httpx.AsyncClient) -> None:
     await post(client, "/filter", by_name(pod_requiring(HASH), *NAMES))
     await post(client, "/filter", by_name(pod_requiring("nobody has it"[:6]), *NAMES))
     await post(client, "/prioritize", by_name(pod_requiring(HASH), *NAMES))
-    text = (await house.plain.get("/metrics")).text
+    text = (await harness.plain.get("/metrics")).text
     for line in (
         'gpuwarden_extender_duration_seconds_count{outcome="passed",verb="filter"} 1.0',
         'gpuwarden_extender_duration_seconds_count{outcome="refused",verb="filter"} 1.0',
@@ -277,8 +277,8 @@ async def test_extender_answers_are_counted(house: House, client: httpx.AsyncCli
         assert line in text
 
 
-async def test_plain_listener_has_the_two_routes_of_the_extender(house: House) -> None:
-    async with of_house(house, plain=True) as client:
+async def test_plain_listener_has_the_two_routes_of_the_extender(harness: Harness) -> None:
+    async with of_house(harness, plain=True) as client:
         assert (await post(client, "/filter", by_name(pod_requiring(HASH), *NAMES)))["NodeNames"] == ["node-a"]
         health = await client.get("/healthz")
         assert (health.status_code, health.text) == (200, "ok")
@@ -296,11 +296,11 @@ async def test_plain_listener_has_the_two_routes_of_the_extender(house: House) -
     ],
 )
 async def test_bind_needs_the_right_to_bind_in_the_pod_namespace(
-    house: House, token: str, namespace: str, problem: str
+    harness: Harness, token: str, namespace: str, problem: str
 ) -> None:
     permissions = Permissions(("jane", "ml"))
     binding = {"PodName": "p", "PodNamespace": namespace, "PodUID": "u", "Node": "node-a"}
-    async with of_house(house, authority=permissions) as client:
+    async with of_house(harness, authority=permissions) as client:
         client.headers["Authorization"] = f"Bearer {token}"
         assert (await post(client, "/bind", binding))["Error"].startswith(problem)
         permissions.is_away = True
@@ -308,21 +308,21 @@ async def test_bind_needs_the_right_to_bind_in_the_pod_namespace(
         assert (await client.post("/bind", json=away)).status_code == 503
 
 
-async def test_large_requests_need_the_right_to_bind_all_pods(house: House) -> None:
+async def test_large_requests_need_the_right_to_bind_all_pods(harness: Harness) -> None:
     args = by_name(pod_requiring(HASH), *NAMES, *(f"node-{number}" for number in range(10_000)))
     namespace = args["Pod"]["metadata"]["namespace"]
     permissions = Permissions(("jane", namespace), ("scheduler", namespace), ("scheduler", ""))
-    async with of_house(house, authority=permissions) as client:
+    async with of_house(harness, authority=permissions) as client:
         for token, code in (("jane", 413), ("scheduler", 200)):
             reply = await client.post("/filter", json=args, headers={"Authorization": f"Bearer {token}"})
             assert reply.status_code == code
 
 
 @pytest.mark.parametrize("path", ["/filter", "/prioritize", "/preempt"])
-async def test_requests_need_the_right_to_bind_the_pod(house: House, path: str) -> None:
+async def test_requests_need_the_right_to_bind_the_pod(harness: Harness, path: str) -> None:
     args = {**by_name(pod_requiring(HASH), *NAMES), "NodeNameToMetaVictims": {}}
     namespace = args["Pod"]["metadata"]["namespace"]
-    async with of_house(house, authority=Permissions(("jane", namespace))) as client:
+    async with of_house(harness, authority=Permissions(("jane", namespace))) as client:
         assert (await client.post(path, json=args)).status_code == 401
         refused = await client.post(path, json=args, headers={"Authorization": "Bearer joe"})
         assert (refused.status_code, HASH in refused.text) == (403, False)

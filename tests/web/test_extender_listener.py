@@ -15,7 +15,7 @@ from tests import builders
 from tests.builders import HASH, Raw, raw_pod
 from tests.h2_client import H2Client
 from tests.running import Running, serving
-from tests.web.house import INVENTORY
+from tests.web.harness import INVENTORY
 
 EXAMPLES = Path(__file__).resolve().parent.parent.parent / "examples/scheduler"
 PLAIN_URL = re.compile(r"http://127\.0\.0\.1:\d+")

@@ -7,7 +7,7 @@ import pytest
 from tests import builders
 from tests.builders import POD_UID, REVIEW_UID, Raw, raw_container, raw_pod
 from tests.conftest import Build
-from tests.web.house import INVENTORY, House
+from tests.web.harness import INVENTORY, Harness
 from tests.web.replica import Shared, sharing
 from webhook.core.reservation import ReservationId
 
@@ -20,8 +20,8 @@ REPORT = {
 }
 
 
-async def finalize(house: House, report: Raw) -> tuple[int, Raw]:
-    reply = await house.plain.post("/finalize", json=report)
+async def finalize(harness: Harness, report: Raw) -> tuple[int, Raw]:
+    reply = await harness.plain.post("/finalize", json=report)
     return reply.status_code, reply.json()
 
 
@@ -31,31 +31,31 @@ def shared() -> Shared:
 
 
 @pytest.fixture
-async def first(build: Build, shared: Shared) -> House:
+async def first(build: Build, shared: Shared) -> Harness:
     """The replica that reserves."""
     return await build(assemble=sharing(shared))
 
 
 @pytest.fixture
-async def second(build: Build, shared: Shared) -> House:
+async def second(build: Build, shared: Shared) -> Harness:
     """A replica that has not seen the reservation."""
     return await build(assemble=sharing(shared))
 
 
-async def reserve(house: House, shared: Shared, gpus: int = 2, uid: str = REVIEW_UID) -> None:
-    shared.has(builders.created(await house.dress(raw_pod(raw_container(gpus=gpus)), uid)))
+async def reserve(harness: Harness, shared: Shared, gpus: int = 2, uid: str = REVIEW_UID) -> None:
+    shared.has(builders.created(await harness.dress(raw_pod(raw_container(gpus=gpus)), uid)))
 
 
 @pytest.mark.parametrize("uuids", ["GPU-a0,GPU-a1", "GPU-a1,GPU-a0", "GPU-a1"])
-async def test_any_replica_can_finalize_repeatedly(first: House, second: House, shared: Shared, uuids: str) -> None:
+async def test_any_replica_can_finalize_repeatedly(first: Harness, second: Harness, shared: Shared, uuids: str) -> None:
     await reserve(first, shared)
-    for house in (second, second, first):
-        assert await finalize(house, {**REPORT, "gpu-uuid": uuids}) == (200, {"status": "ok"})
+    for harness in (second, second, first):
+        assert await finalize(harness, {**REPORT, "gpu-uuid": uuids}) == (200, {"status": "ok"})
     assert {(entry["phase"], entry["uid"]) for entry in shared.held.values()} == {("finalized", POD_UID)}
 
 
 async def test_cached_reservation_is_read_again_if_it_does_not_match(
-    first: House, second: House, shared: Shared
+    first: Harness, second: Harness, shared: Shared
 ) -> None:
     """The GPUs were released and reserved again after this replica read them."""
     await reserve(first, shared)
@@ -80,7 +80,7 @@ async def test_cached_reservation_is_read_again_if_it_does_not_match(
     ],
 )
 async def test_mismatched_report_changes_nothing(
-    first: House, second: House, shared: Shared, change: Raw, code: int
+    first: Harness, second: Harness, shared: Shared, change: Raw, code: int
 ) -> None:
     await reserve(first, shared)
     assert (await finalize(second, {**REPORT, **change}))[0] == code
@@ -96,20 +96,20 @@ POD_ANNOTATIONS = {
 
 @pytest.mark.parametrize(("annotations_changed", "problem"), POD_ANNOTATIONS.values(), ids=POD_ANNOTATIONS)
 async def test_pod_annotations_must_match_the_report(
-    first: House, second: House, shared: Shared, annotations_changed: Raw | None, problem: str
+    first: Harness, second: Harness, shared: Shared, annotations_changed: Raw | None, problem: str
 ) -> None:
     """The uid matches the report, but the reservation belongs to a pod that does not exist yet."""
     dressed = await first.dress(raw_pod(raw_container(gpus=2), name=None, generate_name="train-"))
     changes = {f"gpuwarden.io/{key}": value for key, value in (annotations_changed or {}).items()}
     annotations = None if annotations_changed is None else dressed["metadata"]["annotations"] | changes
     shared.has(builders.created(raw_pod(name="train-0", annotations=annotations)))
-    for house in (second, first):
-        assert await finalize(house, REPORT) == (422, {"error": f"pod ml/train-0 {problem}"})
+    for harness in (second, first):
+        assert await finalize(harness, REPORT) == (422, {"error": f"pod ml/train-0 {problem}"})
     assert {(entry["phase"], entry.get("uid")) for entry in shared.held.values()} == {("pending", None)}
 
 
 async def test_gpu_that_another_replica_reserved_for_another_pod_is_refused(
-    first: House, second: House, shared: Shared
+    first: Harness, second: Harness, shared: Shared
 ) -> None:
     """Both GPUs are on one node; this replica does not know who holds the second."""
     for name, uid in (("train-0", REVIEW_UID), ("train-1", "another")):
@@ -117,17 +117,17 @@ async def test_gpu_that_another_replica_reserved_for_another_pod_is_refused(
     assert await finalize(second, REPORT) == (409, {"error": "GPU-a1 is held by another reservation"})
 
 
-async def test_gpu_on_two_nodes_is_looked_up_on_both(build: Build, first: House, shared: Shared) -> None:
+async def test_gpu_on_two_nodes_is_looked_up_on_both(build: Build, first: Harness, shared: Shared) -> None:
     await reserve(first, shared)
     disputed = copy.deepcopy(INVENTORY)
     disputed["nodes"] = [{"name": "node-0", "devices": [{"uuid": "GPU-a0"}, {"uuid": "GPU-a1"}]}, *disputed["nodes"]]
-    house = await build(disputed, assemble=sharing(shared))
-    assert await finalize(house, REPORT) == (200, {"status": "ok"})
+    harness = await build(disputed, assemble=sharing(shared))
+    assert await finalize(harness, REPORT) == (200, {"status": "ok"})
 
 
 @pytest.mark.parametrize("uuid", ["GPU-a0", "GPU-b0"], ids=["held", "free"])
 async def test_finalize_answers_503_while_the_api_server_is_unavailable(
-    first: House, second: House, shared: Shared, uuid: str
+    first: Harness, second: Harness, shared: Shared, uuid: str
 ) -> None:
     await reserve(first, shared)
     with shared.store.away():
@@ -137,14 +137,14 @@ async def test_finalize_answers_503_while_the_api_server_is_unavailable(
     assert {entry["phase"] for entry in shared.held.values()} == {"pending"}
 
 
-async def test_known_reservation_is_not_read_again(first: House, shared: Shared) -> None:
+async def test_known_reservation_is_not_read_again(first: Harness, shared: Shared) -> None:
     await reserve(first, shared)
     assert (await finalize(first, REPORT))[0] == 200
     with shared.store.away():
         assert (await finalize(first, {**REPORT, "name": "another"}))[0] == 409
 
 
-async def test_delete_review_releases_nothing(first: House, shared: Shared) -> None:
+async def test_delete_review_releases_nothing(first: Harness, shared: Shared) -> None:
     """The grace period only begins, and the deletion may still be refused."""
     final = builders.created(await first.dress(raw_pod(raw_container(gpus=2)), REVIEW_UID))
     shared.has(final)

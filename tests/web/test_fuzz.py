@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests import builders
 from tests.builders import Raw, raw_container, raw_pod
-from tests.web.house import House, patched
+from tests.web.harness import Harness, patched
 from tests.web.test_app import paths, rich_review
 
 scalars = (
@@ -60,8 +60,8 @@ def change(review: Any, path: tuple[Any, ...], value: Any, *, remove: bool) -> N
 @pytest.mark.defect("X-5")
 @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(review=reviews() | values, path=st.sampled_from(["/mutate", "/validate"]))
-async def test_fuzzed_review_gets_a_well_formed_answer(house: House, review: Any, path: str) -> None:
-    reply = await house.tls.post(path, content=builders.body(review))
+async def test_fuzzed_review_gets_a_well_formed_answer(harness: Harness, review: Any, path: str) -> None:
+    reply = await harness.tls.post(path, content=builders.body(review))
     assert reply.status_code in (200, 400)
     answer: Raw = reply.json()
     if reply.status_code == 400:
@@ -76,8 +76,8 @@ async def test_fuzzed_review_gets_a_well_formed_answer(house: House, review: Any
         assert status["code"] in (403, 409, 429, 503)
         assert status["reason"]
         assert status["message"]
-        assert response["uid"] not in {one.id for one in house.parts.ledger.reservations()}
-    await start_over(house)
+        assert response["uid"] not in {one.id for one in harness.parts.ledger.reservations()}
+    await start_over(harness)
 
 
 def check_admitted(review: Raw, response: Raw) -> None:
@@ -87,11 +87,11 @@ def check_admitted(review: Raw, response: Raw) -> None:
         assert dressed != raw
 
 
-async def start_over(house: House) -> None:
+async def start_over(harness: Harness) -> None:
     """Let all reservations expire, so that the next review starts from the same state."""
-    house.wait(100)
-    await house.parts.ledger.collect(house.now)
+    harness.wait(100)
+    await harness.parts.ledger.collect(harness.now)
     fresh = raw_pod(raw_container(gpus=1))
-    assert (await house.mutate(fresh, "afterwards"))["allowed"]
-    house.wait(100)
-    await house.parts.ledger.collect(house.now)
+    assert (await harness.mutate(fresh, "afterwards"))["allowed"]
+    harness.wait(100)
+    await harness.parts.ledger.collect(harness.now)

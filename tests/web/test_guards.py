@@ -10,7 +10,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from tests.web.house import House
+from tests.web.harness import Harness
 from tests.web.test_callers import ApiServer
 from webhook.admission.explanation import Explainer
 from webhook.admission.reviewer import Reviewer
@@ -50,9 +50,9 @@ ABSENT = {
 }
 
 
-def apps(house: House) -> dict[str, ASGIApp]:
+def apps(harness: Harness) -> dict[str, ASGIApp]:
     """The listeners of a server in a cluster, where reviewers need a token."""
-    parts, health = house.parts, house.health
+    parts, health = harness.parts, harness.health
     gate = CallerGate(parts.clock, ApiServer(), Reviewers("gpuwarden"))
     reviewer = Reviewer.of(parts)
     admission = Admission(reviewer, parts.clock, health)
@@ -83,10 +83,10 @@ def test_route_without_a_guard_prevents_the_start(route: Any) -> None:
 
 @pytest.mark.parametrize("listener", ["tls", "plain", "extender"])
 async def test_routes_admit_callers_by_their_guards(tmp_path: Path, listener: str) -> None:
-    house = await House(tmp_path, {"nodes": []}, None).start()
-    transport = httpx.ASGITransport(app=apps(house)[listener])
+    harness = await Harness(tmp_path, {"nodes": []}, None).start()
+    transport = httpx.ASGITransport(app=apps(harness)[listener])
 
-    async with httpx.AsyncClient(transport=transport, base_url="https://house") as client:
+    async with httpx.AsyncClient(transport=transport, base_url="https://harness") as client:
 
         async def codes(routes: list[tuple[str, str]]) -> set[int]:
             return {(await client.request(method, path)).status_code for method, path in routes}
@@ -94,4 +94,4 @@ async def test_routes_admit_callers_by_their_guards(tmp_path: Path, listener: st
         assert await codes(OPEN[listener]) == {200}
         assert await codes(GUARDED[listener]) == ({401} if GUARDED[listener] else set())
         assert await codes(ABSENT[listener]) <= {404, 405}
-    await house.close()
+    await harness.close()

@@ -13,7 +13,7 @@ from tests.admission.test_namespaces import KEY, Api, namespace
 from tests.builders import HASH, OTHER_HASH, Raw, raw_container, raw_pod
 from tests.conftest import Build
 from tests.scheduler.bindings import FakeBindings
-from tests.web.house import INVENTORY, Assemble, House, patched
+from tests.web.harness import INVENTORY, Assemble, Harness, patched
 from tests.web.replica import Shared, binding, sharing
 from tests.web.test_admission import pinned_nodes, refusal
 from tests.web.test_extender import by_name, of_house
@@ -48,7 +48,7 @@ def with_namespaces(namespaces: WatchedNamespaces, otherwise: Assemble = embedde
 
 
 @pytest.fixture
-async def house(build: Build, namespaces: WatchedNamespaces) -> House:
+async def harness(build: Build, namespaces: WatchedNamespaces) -> Harness:
     return await build(assemble=with_namespaces(namespaces))
 
 
@@ -66,66 +66,71 @@ def claim_record(raw: Raw) -> Raw:
 
 
 async def test_pod_without_a_hash_gets_a_node_with_the_hash_of_its_namespace(
-    house: House, namespaces: WatchedNamespaces
+    harness: Harness, namespaces: WatchedNamespaces
 ) -> None:
     require(namespaces, OTHER_HASH)
-    final = await house.create(pod_requiring())
+    final = await harness.create(pod_requiring())
     assert pinned_nodes(final) == ["node-b"]
     assert claim_record(final)["hashes"] == [OTHER_HASH]
-    assert refusal(await house.mutate(pod_requiring(), "another")) == (429, "NoFreeDevice")
+    assert refusal(await harness.mutate(pod_requiring(), "another")) == (429, "NoFreeDevice")
 
 
-async def test_pod_may_narrow_the_hashes_of_its_namespace(house: House, namespaces: WatchedNamespaces) -> None:
+async def test_pod_may_narrow_the_hashes_of_its_namespace(harness: Harness, namespaces: WatchedNamespaces) -> None:
     require(namespaces, f"{HASH},{OTHER_HASH}")
-    narrowed = await house.create(pod_requiring(OTHER_HASH, THIRD))
+    narrowed = await harness.create(pod_requiring(OTHER_HASH, THIRD))
     assert pinned_nodes(narrowed) == ["node-b"]
     assert claim_record(narrowed)["hashes"] == [OTHER_HASH]
 
 
-async def test_pod_may_not_widen_the_hashes_of_its_namespace(house: House, namespaces: WatchedNamespaces) -> None:
+async def test_pod_may_not_widen_the_hashes_of_its_namespace(harness: Harness, namespaces: WatchedNamespaces) -> None:
     require(namespaces, HASH)
-    refused = await house.mutate(pod_requiring(OTHER_HASH))
+    refused = await harness.mutate(pod_requiring(OTHER_HASH))
     assert refusal(refused) == (403, "InvalidPod")
     assert f"asks for {OTHER_HASH}, but namespace ml allows only {HASH}" in refused["status"]["message"]
-    assert house.held == []
+    assert harness.held == []
 
 
-async def test_malformed_namespace_annotation_denies_all_claims(house: House, namespaces: WatchedNamespaces) -> None:
+async def test_malformed_namespace_annotation_denies_all_claims(
+    harness: Harness, namespaces: WatchedNamespaces
+) -> None:
     require(namespaces, f"{HASH},,")
     for raw in (pod_requiring(), pod_requiring(HASH), pod_requiring(HASH, gpus=0)):
-        refused = await house.mutate(raw)
+        refused = await harness.mutate(raw)
         assert refusal(refused) == (403, "InvalidPod")
         assert refused["status"]["message"].startswith(f"namespace ml: its annotation {KEY} has an empty hash")
-    assert (await house.mutate(raw_pod()))["allowed"]
+    assert (await harness.mutate(raw_pod()))["allowed"]
 
 
-async def test_unknown_namespace_is_read_from_the_api_server_or_the_pod_is_denied(house: House, api: Api) -> None:
+async def test_unknown_namespace_is_read_from_the_api_server_or_the_pod_is_denied(harness: Harness, api: Api) -> None:
     api.there["ml"] = namespace("ml", OTHER_HASH)
-    assert pinned_nodes(await house.dress(pod_requiring())) == ["node-b"]
+    assert pinned_nodes(await harness.dress(pod_requiring())) == ["node-b"]
     api.is_away = True
-    for path in (house.mutate(pod_requiring(), "another"), house.validate(builders.validating_create(pod_requiring()))):
+    for path in (
+        harness.mutate(pod_requiring(), "another"),
+        harness.validate(builders.validating_create(pod_requiring())),
+    ):
         refused = await path
         assert refusal(refused) == (503, "LedgerAway")
         assert "namespace ml" in refused["status"]["message"]
 
 
-async def test_requirement_does_not_affect_other_namespaces(house: House, namespaces: WatchedNamespaces) -> None:
+async def test_requirement_does_not_affect_other_namespaces(harness: Harness, namespaces: WatchedNamespaces) -> None:
     namespaces.view.replaced({"/ml": namespace("ml"), "/other": namespace("other", THIRD)})
-    assert pinned_nodes(await house.dress(pod_requiring())) != []
+    assert pinned_nodes(await harness.dress(pod_requiring())) != []
 
 
 # Changes of the requirement between two reviews of a pod.
 
 
 async def test_reservation_made_under_the_former_requirement_stays_valid(
-    house: House, namespaces: WatchedNamespaces
+    harness: Harness, namespaces: WatchedNamespaces
 ) -> None:
     require(namespaces, OTHER_HASH)
-    dressed = await house.dress(pod_requiring())
+    dressed = await harness.dress(pod_requiring())
     require(namespaces, HASH, version=2)
-    again = await house.mutate(dressed, "another-review")
+    again = await harness.mutate(dressed, "another-review")
     assert patched(dressed, again) == dressed
-    assert (await house.validate(builders.validating_create(dressed)))["allowed"]
+    assert (await harness.validate(builders.validating_create(dressed)))["allowed"]
 
 
 @pytest.mark.parametrize(
@@ -134,13 +139,13 @@ async def test_reservation_made_under_the_former_requirement_stays_valid(
     ids=["removed", "widened", "new", "changed"],
 )
 async def test_unknown_claim_record_is_valid_while_it_satisfies_the_namespace(
-    house: House, namespaces: WatchedNamespaces, former: str | None, latter: str | None, *, is_let_in: bool
+    harness: Harness, namespaces: WatchedNamespaces, former: str | None, latter: str | None, *, is_let_in: bool
 ) -> None:
     require(namespaces, former)
     own = (HASH, OTHER_HASH)
-    dressed = await house.dress(pod_requiring(*own, gpus=0))
+    dressed = await harness.dress(pod_requiring(*own, gpus=0))
     require(namespaces, latter, version=2)
-    answer = await house.validate(builders.validating_create(dressed))
+    answer = await harness.validate(builders.validating_create(dressed))
     assert answer["allowed"] is is_let_in
     if not is_let_in:
         assert refusal(answer) == (403, "Forged")
@@ -156,11 +161,11 @@ def shared() -> Shared:
 
 
 @pytest.fixture
-async def replica(build: Build, shared: Shared, namespaces: WatchedNamespaces) -> House:
+async def replica(build: Build, shared: Shared, namespaces: WatchedNamespaces) -> Harness:
     return await build(assemble=with_namespaces(namespaces, sharing(shared)))
 
 
-async def passed(replica: House, shared: Shared, raw: Raw) -> list[str]:
+async def passed(replica: Harness, shared: Shared, raw: Raw) -> list[str]:
     offer = ExtenderArgs(Pod.parse(raw), OfferedNodes(("node-a", "node-b", "node-c")))
     return list((await Extender(replica.parts, FakeBindings(shared)).filter(offer)).passed)
 
@@ -176,7 +181,7 @@ async def passed(replica: House, shared: Shared, raw: Raw) -> list[str]:
     ],
 )
 async def test_filter_passes_nodes_with_a_hash_of_the_namespace(
-    replica: House,
+    replica: Harness,
     shared: Shared,
     namespaces: WatchedNamespaces,
     own: tuple[str, ...],
@@ -191,7 +196,7 @@ async def test_filter_passes_nodes_with_a_hash_of_the_namespace(
 
 
 async def test_undressed_pod_is_bound_only_to_nodes_with_a_hash_of_its_namespace(
-    replica: House, shared: Shared, namespaces: WatchedNamespaces
+    replica: Harness, shared: Shared, namespaces: WatchedNamespaces
 ) -> None:
     require(namespaces, HASH)
     shared.has(builders.created(pod_requiring()))
@@ -200,7 +205,7 @@ async def test_undressed_pod_is_bound_only_to_nodes_with_a_hash_of_its_namespace
 
 
 async def test_undressed_pod_is_not_bound_while_the_namespace_cannot_be_read(
-    replica: House, shared: Shared, api: Api
+    replica: Harness, shared: Shared, api: Api
 ) -> None:
     api.is_away = True
     shared.has(builders.created(pod_requiring()))
@@ -213,13 +218,13 @@ async def test_undressed_pod_is_not_bound_while_the_namespace_cannot_be_read(
 
 
 async def test_explain_uses_the_requirement_of_the_namespace(
-    house: House, namespaces: WatchedNamespaces, api: Api
+    harness: Harness, namespaces: WatchedNamespaces, api: Api
 ) -> None:
     require(namespaces, OTHER_HASH)
-    answer = (await house.tls.post("/explain", json=pod_requiring())).json()
+    answer = (await harness.tls.post("/explain", json=pod_requiring())).json()
     assert [one["name"] for one in answer["nodes"] if one["fits"]] == ["node-b"]
     api.is_away = True
-    assert (await house.tls.post("/explain", json=pod_requiring(namespace="new"))).status_code == 503
+    assert (await harness.tls.post("/explain", json=pod_requiring(namespace="new"))).status_code == 503
 
 
 # In a cluster all claims need a proven node.
@@ -247,10 +252,10 @@ class SilentApi(Api):
 
 @pytest.mark.parametrize("path", ["/mutate", "/validate"])
 async def test_review_is_answered_before_its_deadline_while_the_api_server_hangs(build: Build, path: str) -> None:
-    house = await build(assemble=with_namespaces(WatchedNamespaces(SilentApi())))
+    harness = await build(assemble=with_namespaces(WatchedNamespaces(SilentApi())))
     review = builders.review(
         "CREATE", new=builders.created(pod_requiring()) if path == "/validate" else pod_requiring()
     )
     async with asyncio.timeout(10):
-        refused = await house.ask(path, review, timeout="1s")
+        refused = await harness.ask(path, review, timeout="1s")
     assert refused["status"]["reason"] == "DeadlinePassed"

@@ -20,7 +20,7 @@ from tests.builders import HASH, OTHER_HASH, Raw, raw_container, raw_pod
 from tests.conftest import Build
 from tests.running import serving
 from tests.scoring.doubles import BAD, GOOD, FakeScorer, good, scoring
-from tests.web.house import House, patched
+from tests.web.harness import Harness, patched
 from tests.web.test_admission import pinned_nodes, refusal
 from webhook.admission.parts import Parts
 from webhook.assembly.parts import embedded
@@ -47,7 +47,7 @@ def job(job_type: str = "train-bert", gpus: int | None = 1, **members: Any) -> R
 
 
 @asynccontextmanager
-async def scored(build: Build, inventory: Raw = FLEET, **members: Any) -> AsyncIterator[tuple[House, FakeScorer]]:
+async def scored(build: Build, inventory: Raw = FLEET, **members: Any) -> AsyncIterator[tuple[Harness, FakeScorer]]:
     settings = {
         name: members.pop(name)
         for name in (
@@ -61,9 +61,9 @@ async def scored(build: Build, inventory: Raw = FLEET, **members: Any) -> AsyncI
         if name in members
     }
     async with scoring(**members) as double:
-        house = await build(inventory, scorer=double.url, **settings)
-        yield house, double
-        await house.close()
+        harness = await build(inventory, scorer=double.url, **settings)
+        yield harness, double
+        await harness.close()
 
 
 def warnings(response: Raw) -> str:
@@ -80,8 +80,8 @@ def notes(raw: Raw) -> Mapping[str, str]:
 
 
 async def test_claim_is_reserved_on_the_hinted_node_and_validated(build: Build) -> None:
-    async with scored(build) as (house, double):
-        final = await house.create(job())
+    async with scored(build) as (harness, double):
+        final = await harness.create(job())
         assert pinned_nodes(final) == ["big"]
         assert final["spec"]["priorityClassName"] == "gpu-high"
         assert not {"priority", "preemptionPolicy"} & final["spec"].keys()
@@ -90,38 +90,38 @@ async def test_claim_is_reserved_on_the_hinted_node_and_validated(build: Build) 
         assert final["metadata"]["labels"] == {"app.kubernetes.io/job-type": "train-bert"}
         assert notes(final)["scheduler.radix.ai/priority-score"] == "85"
         assert notes(final)["gpuwarden.io/chosen-gpu"] == "A100-80GB"
-        assert notes(final)["gpuwarden.io/gpu-uuid"] == house.held[0]
+        assert notes(final)["gpuwarden.io/gpu-uuid"] == harness.held[0]
     assert double.asked[0]["candidate_gpu_types"] == ["A100-80GB", "L4-24GB"]
     assert double.asked[0]["features"]["gpu_mem_gb"] == 40.0
 
 
 @pytest.mark.defect("scoring-9")
 async def test_decision_timestamp_is_the_time_of_the_clock(build: Build) -> None:
-    async with scored(build) as (house, _):
-        final = await house.dress(job())
-        assert abs(int(notes(final)["scheduler.radix.ai/decision-timestamp"]) - house.now.timestamp()) < 5
+    async with scored(build) as (harness, _):
+        final = await harness.dress(job())
+        assert abs(int(notes(final)["scheduler.radix.ai/decision-timestamp"]) - harness.now.timestamp()) < 5
 
 
 async def test_older_annotation_names_follow_the_setting(build: Build) -> None:
-    async with scored(build, write_aliases=False) as (house, _):
-        assert not [key for key in notes(await house.dress(job())) if key.startswith("scheduler.radix.ai/")]
+    async with scored(build, write_aliases=False) as (harness, _):
+        assert not [key for key in notes(await harness.dress(job())) if key.startswith("scheduler.radix.ai/")]
 
 
 @pytest.mark.defect("scoring-12")
 async def test_priority_class_follows_the_configured_buckets(build: Build) -> None:
     buckets = ({"minScore": 85, "priorityClassName": "urgent"}, {"minScore": 0, "priorityClassName": "later"})
-    async with scored(build, priority_buckets=buckets) as (house, double):
-        assert (await house.dress(job("one"), "one"))["spec"]["priorityClassName"] == "urgent"
+    async with scored(build, priority_buckets=buckets) as (harness, double):
+        assert (await harness.dress(job("one"), "one"))["spec"]["priorityClassName"] == "urgent"
         double.body = good(priority_score=84.9)
-        assert (await house.dress(job("two"), "two"))["spec"]["priorityClassName"] == "later"
+        assert (await harness.dress(job("two"), "two"))["spec"]["priorityClassName"] == "later"
 
 
 @pytest.mark.defect("scoring-6")
 async def test_product_label_is_selected_if_there_is_no_class_label(build: Build) -> None:
     product = "nvidia.com/gpu.product"
     inventory = {"nodes": [{**node("big", "unread", 2), "labels": {product: "A100-80GB"}}]}
-    async with scored(build, inventory) as (house, double):
-        final = await house.create(job())
+    async with scored(build, inventory) as (harness, double):
+        final = await harness.create(job())
         assert final["spec"]["nodeSelector"] == {product: "A100-80GB"}
         assert notes(final)["scheduler.radix.ai/chosen-gpu"] == "A100-80GB"
     assert double.asked[0]["candidate_gpu_types"] == ["A100-80GB"]
@@ -133,19 +133,19 @@ async def test_feature_that_is_not_a_number_is_dropped_with_a_warning(build: Bui
     said = {"gpu.mem.gi": text, "ml.batch_size": text}
     # The pod requests no GPU by name, so the feature has no default value.
     raw = job(gpus=None, annotations={**said, "gpuwarden.io/gpu-count": "1"})
-    async with scored(build) as (house, double):
-        response = await house.mutate(raw)
-        assert len(house.held) == 1
+    async with scored(build) as (harness, double):
+        response = await harness.mutate(raw)
+        assert len(harness.held) == 1
     assert double.asked[0]["features"] == {"job_type": "train-bert", "tenant": "default"}
     assert "annotation gpu.mem.gi: " in warnings(response)
     assert "annotation ml.batch_size: " in warnings(response)
 
 
 async def test_hint_is_dropped_if_no_hinted_node_fits(build: Build) -> None:
-    async with scored(build) as (house, _):
+    async with scored(build) as (harness, _):
         for number in range(2):
-            assert pinned_nodes(await house.dress(job(), f"first-{number}")) == ["big"]
-        response = await house.mutate(job(), "third")
+            assert pinned_nodes(await harness.dress(job(), f"first-{number}")) == ["big"]
+        response = await harness.mutate(job(), "third")
         final = patched(job(), response)
         assert pinned_nodes(final) == ["small"]
         assert "nodeSelector" not in final["spec"]
@@ -155,13 +155,13 @@ async def test_hint_is_dropped_if_no_hinted_node_fits(build: Build) -> None:
 
 async def test_required_hash_takes_precedence_over_the_hint(build: Build) -> None:
     asked = {"gpuwarden.io/required-hash": OTHER_HASH}
-    async with scored(build) as (house, _):
-        assert pinned_nodes(await house.create(job(annotations=asked))) == ["small"]
+    async with scored(build) as (harness, _):
+        assert pinned_nodes(await harness.create(job(annotations=asked))) == ["small"]
 
 
 async def test_scorer_is_not_called_for_a_pod_without_a_proven_node(build: Build) -> None:
-    async with scored(build) as (house, double):
-        refused = await house.mutate(job(annotations={"gpuwarden.io/required-hash": "sha256:none"}))
+    async with scored(build) as (harness, double):
+        refused = await harness.mutate(job(annotations={"gpuwarden.io/required-hash": "sha256:none"}))
         assert refusal(refused) == (403, "NoProvenNode")
     assert double.asked == []
 
@@ -170,18 +170,18 @@ async def test_scorer_is_not_called_for_a_pod_without_a_proven_node(build: Build
     ("text", "reason"), [("0=big:0", "NotInMap"), ("1=nowhere:0", "NoSuitableNode")], ids=["no-line", "no-such-node"]
 )
 async def test_scorer_is_not_called_for_a_pod_with_an_invalid_map(build: Build, text: str, reason: str) -> None:
-    async with scored(build) as (house, double):
-        refused = await house.mutate(mapped("bert-1", text))
+    async with scored(build) as (harness, double):
+        refused = await harness.mutate(mapped("bert-1", text))
         assert refusal(refused) == (403, reason)
     assert double.asked == []
 
 
 async def test_map_takes_precedence_over_the_hint(build: Build) -> None:
-    async with scored(build) as (house, double):
+    async with scored(build) as (harness, double):
         raw = mapped("bert-1", "1=small:GPU-small-2")
-        response = await house.mutate(raw)
+        response = await harness.mutate(raw)
         final = patched(raw, response)
-        assert (pinned_nodes(final), house.held) == (["small"], ["GPU-small-2"])
+        assert (pinned_nodes(final), harness.held) == (["small"], ["GPU-small-2"])
         assert "nodeSelector" not in final["spec"]
         assert final["spec"]["priorityClassName"] == "gpu-high"
         assert "the hint is ignored" in warnings(response)
@@ -195,51 +195,51 @@ def mapped(name: str, text: str) -> Raw:
 
 async def test_hinted_toleration_allows_the_tainted_node(build: Build) -> None:
     tainted = node("big", "A100-80GB", 2, taints=[{"key": "nvidia.com/gpu"}])
-    async with scored(build, {"nodes": [tainted]}) as (house, _):
-        assert pinned_nodes(await house.create(job())) == ["big"]
+    async with scored(build, {"nodes": [tainted]}) as (harness, _):
+        assert pinned_nodes(await harness.create(job())) == ["big"]
 
 
 async def test_queued_pod_gets_hints_without_a_node_selector(build: Build) -> None:
     full = {"nodes": [node("big", "A100-80GB", 0)]}
-    async with scored(build, full, when_unavailable="queue") as (house, _):
-        final = await house.dress(job())
+    async with scored(build, full, when_unavailable="queue") as (harness, _):
+        final = await harness.dress(job())
         assert final["spec"]["schedulingGates"] == [{"name": "gpuwarden.io/queue"}]
         assert "nodeSelector" not in final["spec"]
         assert final["spec"]["priorityClassName"] == "gpu-high"
         assert notes(final)["gpuwarden.io/chosen-gpu"] == "A100-80GB"
-        last = await house.validate(builders.validating_create(final))
+        last = await harness.validate(builders.validating_create(final))
         assert last["allowed"], last
 
 
 async def test_second_review_of_a_creation_calls_no_scorer_and_changes_nothing(build: Build) -> None:
     other = raw_container(resources={"requests": {"amd.com/gpu": "1"}, "limits": {"amd.com/gpu": "1"}})
-    async with scored(build) as (house, double):
+    async with scored(build) as (harness, double):
         for raw in (job(), job(container=other)):
-            once = await house.dress(raw, "first")
+            once = await harness.dress(raw, "first")
             assert "scheduler.radix.ai/priority-score" in notes(once)
             double.asked.clear()
-            assert await house.dress(once, "again") == once
+            assert await harness.dress(once, "again") == once
             assert double.asked == []
 
 
 async def test_dry_run_applies_hints_and_reserves_nothing(build: Build) -> None:
-    async with scored(build) as (house, _):
-        final = patched(job(), await house.mutate(job(), dry_run=True))
+    async with scored(build) as (harness, _):
+        final = patched(job(), await harness.mutate(job(), dry_run=True))
         assert final["spec"]["nodeSelector"] == {CLASS: "A100-80GB"}
-        assert house.held == []
+        assert harness.held == []
 
 
 async def test_request_names_the_running_jobs(build: Build) -> None:
-    async with scored(build) as (house, double):
-        await house.create(job("train-llama"))
-        await house.dress(job("infer"), "second")
+    async with scored(build) as (harness, double):
+        await harness.create(job("train-llama"))
+        await harness.dress(job("infer"), "second")
         assert double.asked[-1]["colocated_job_types"] == ["train-llama"]
 
 
 @pytest.mark.defect("scoring-5")
 async def test_anti_affinity_hint_matches_the_labels_of_the_other_pod(build: Build) -> None:
-    async with scored(build, body=good(avoid_co_locate_with=["infer"])) as (house, _):
-        one, other = await house.dress(job("train"), "one"), await house.dress(job("infer"), "other")
+    async with scored(build, body=good(avoid_co_locate_with=["infer"])) as (harness, _):
+        one, other = await harness.dress(job("train"), "one"), await harness.dress(job("infer"), "other")
         (term,) = one["spec"]["affinity"]["podAntiAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
         (wanted,) = term["podAffinityTerm"]["labelSelector"]["matchExpressions"]
         assert other["metadata"]["labels"][wanted["key"]] in wanted["values"]
@@ -247,11 +247,11 @@ async def test_anti_affinity_hint_matches_the_labels_of_the_other_pod(build: Bui
 
 async def test_pod_with_foreign_gpus_gets_hints_and_no_reservation(build: Build) -> None:
     other = raw_container(resources={"requests": {"amd.com/gpu": "1"}})
-    async with scored(build) as (house, _):
-        final = await house.dress(job(container=other))
+    async with scored(build) as (harness, _):
+        final = await harness.dress(job(container=other))
         assert final["spec"]["nodeSelector"] == {CLASS: "A100-80GB"}
-        assert house.held == []
-        last = await house.validate(builders.validating_create(final))
+        assert harness.held == []
+        last = await harness.validate(builders.validating_create(final))
         assert last["allowed"]
 
 
@@ -267,8 +267,8 @@ NOWHERE: dict[str, tuple[Raw, Raw]] = {
 @pytest.mark.parametrize(("selected", "own"), NOWHERE.values(), ids=NOWHERE)
 async def test_node_selector_hint_is_dropped_if_no_node_matches(build: Build, selected: Raw, own: Raw) -> None:
     raw = job(container=raw_container(resources={"requests": {"amd.com/gpu": "1"}}), **own)
-    async with scored(build, body=good(gpu_selector={"nodeSelector": selected})) as (house, _):
-        response = await house.mutate(raw)
+    async with scored(build, body=good(gpu_selector={"nodeSelector": selected})) as (harness, _):
+        response = await harness.mutate(raw)
     final = patched(raw, response)
     assert "nodeSelector" not in final["spec"]
     assert final["spec"]["priorityClassName"] == "gpu-high"
@@ -277,9 +277,9 @@ async def test_node_selector_hint_is_dropped_if_no_node_matches(build: Build, se
 
 @pytest.mark.defect("scoring-17")
 async def test_pod_without_gpus_gets_no_hints(build: Build) -> None:
-    async with scored(build) as (house, double):
+    async with scored(build) as (harness, double):
         for raw in (job(gpus=None), raw_pod()):
-            made = patched(raw, await house.mutate(raw))
+            made = patched(raw, await harness.mutate(raw))
             assert made["metadata"] == raw["metadata"]
             assert made["spec"].keys() == raw["spec"].keys()
         assert double.asked == []
@@ -287,12 +287,12 @@ async def test_pod_without_gpus_gets_no_hints(build: Build) -> None:
 
 @pytest.mark.defect("scoring-2")
 async def test_existing_pod_is_not_patched(build: Build) -> None:
-    async with scored(build) as (house, double):
-        final = await house.create(job())
+    async with scored(build) as (harness, double):
+        final = await harness.create(job())
         double.asked.clear()
         touched = {**final, "metadata": {**final["metadata"], "labels": {"touched": "yes"}}}
         for path in ("/mutate", "/validate"):
-            response = await house.ask(path, builders.update(touched, final))
+            response = await harness.ask(path, builders.update(touched, final))
             assert (response["allowed"], "patch" in response) == (True, False)
         assert double.asked == []
 
@@ -304,8 +304,8 @@ async def test_missing_priority_class_is_dropped_with_a_warning(build: Build) ->
         assert parts.hinting is not None
         return evolve(parts, hinting=evolve(parts.hinting, classes=WatchedPriorityClasses()))
 
-    async with scored(build, assemble=in_a_cluster) as (house, _):
-        response = await house.mutate(job())
+    async with scored(build, assemble=in_a_cluster) as (harness, _):
+        response = await harness.mutate(job())
         final = patched(job(), response)
         assert ("priorityClassName" in final["spec"], final["spec"]["priority"]) == (False, 0)
         assert final["spec"]["nodeSelector"] == {CLASS: "A100-80GB"}
@@ -317,49 +317,49 @@ async def test_missing_priority_class_is_dropped_with_a_warning(build: Build) ->
 
 @pytest.mark.parametrize("body", BAD.values(), ids=BAD)
 async def test_malformed_answer_costs_only_the_hints(build: Build, body: bytes) -> None:
-    async with scored(build, body=body) as (house, _):
-        response = await house.mutate(job())
+    async with scored(build, body=body) as (harness, _):
+        response = await harness.mutate(job())
         assert "is malformed: the pod is admitted without hints" in warnings(response) or "too long" in warnings(
             response
         )
         final = patched(job(), response)
-        assert len(house.held) == 1
+        assert len(harness.held) == 1
         assert "priorityClassName" not in final["spec"]
         assert "gpuwarden.io/priority-score" not in notes(final)
-        text = house.parts.metrics.render()[0].decode()
+        text = harness.parts.metrics.render()[0].decode()
         assert 'gpuwarden_scoring_total{outcome="malformed"} 1.0' in text
 
 
 @pytest.mark.defect("scoring-8")
 async def test_scorer_is_not_called_if_no_node_has_a_gpu_label(build: Build) -> None:
-    async with scored(build, BARE) as (house, double):
-        response = await house.mutate(job())
+    async with scored(build, BARE) as (harness, double):
+        response = await harness.mutate(job())
         assert "with its GPU type, so the scorer was not asked" in warnings(response)
         assert "nodeSelector" not in patched(job(), response)["spec"]
-        text = house.parts.metrics.render()[0].decode()
+        text = harness.parts.metrics.render()[0].decode()
         assert 'gpuwarden_scoring_total{outcome="no-candidates"} 1.0' in text
     assert double.asked == []
 
 
 async def test_unreachable_scorer_is_logged_with_the_older_event(build: Build) -> None:
-    async with scored(build) as (house, double):
+    async with scored(build) as (harness, double):
         with structlog.testing.capture_logs() as lines:
-            await house.create(job(), "answered")
+            await harness.create(job(), "answered")
             double.hangs_up = True
-            response = await house.mutate(job("other"), "unanswered")
+            response = await harness.mutate(job("other"), "unanswered")
         assert "cannot be reached: the pod is admitted without hints" in warnings(response)
         events = [line["event"] for line in lines]
         assert "Mutated pod" in events
         assert "Scheduler unavailable" in events
-        assert (await house.tls.get("/readyz")).status_code == 200
+        assert (await harness.tls.get("/readyz")).status_code == 200
 
 
 async def test_only_admitted_pods_are_logged_as_mutated(build: Build) -> None:
-    async with scored(build) as (house, double):
+    async with scored(build) as (harness, double):
         with structlog.testing.capture_logs() as lines:
-            refused = await house.mutate(job(gpus=9, name="refused"), "refused")
+            refused = await harness.mutate(job(gpus=9, name="refused"), "refused")
             assert not refused["allowed"]
-            await house.dress(job(name="dressed"), "dressed")
+            await harness.dress(job(name="dressed"), "dressed")
         assert double.asked
         told = [(line["uid"], line["name"], line["job_type"]) for line in lines if line["event"] == "Mutated pod"]
         assert told == [("dressed", "dressed", "train-bert")]
@@ -371,32 +371,32 @@ async def test_https_scorer_is_verified_with_the_configured_ca(build: Build, tmp
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     ca.issue_cert("127.0.0.1").configure_cert(tls)
     async with scoring(tls) as double:
-        house = await build(FLEET, scorer=double.url, scorer_ca=roots)
-        assert notes(await house.dress(job()))["gpuwarden.io/chosen-gpu"] == "A100-80GB"
-        await house.close()
+        harness = await build(FLEET, scorer=double.url, scorer_ca=roots)
+        assert notes(await harness.dress(job()))["gpuwarden.io/chosen-gpu"] == "A100-80GB"
+        await harness.close()
 
 
 async def test_hints_can_be_disabled(build: Build) -> None:
-    async with scored(build, hint_pods=False) as (house, double):
-        final = await house.create(job())
+    async with scored(build, hint_pods=False) as (harness, double):
+        final = await harness.create(job())
         assert "priorityClassName" not in final["spec"]
         assert double.asked == []
 
 
 @pytest.mark.defect("scoring-15")
 async def test_slow_scorer_does_not_use_up_the_deadline_of_the_review(build: Build) -> None:
-    async with scored(build, delay=60) as (house, _):
+    async with scored(build, delay=60) as (harness, _):
         started = time.monotonic()
-        response = await house.ask("/mutate", builders.mutating_create(job()), timeout="2s")
+        response = await harness.ask("/mutate", builders.mutating_create(job()), timeout="2s")
         assert "has not answered within 0.6 s" in warnings(response)
-        assert len(house.held) == 1
+        assert len(harness.held) == 1
         assert time.monotonic() - started < 20
 
 
 @pytest.mark.defect("scoring-12")
 async def test_scorer_timeout_follows_the_setting(build: Build) -> None:
-    async with scored(build, delay=60, scorer_timeout=timedelta(milliseconds=200)) as (house, _):
-        assert "has not answered within 0.2 s" in warnings(await house.mutate(job()))
+    async with scored(build, delay=60, scorer_timeout=timedelta(milliseconds=200)) as (harness, _):
+        assert "has not answered within 0.2 s" in warnings(await harness.mutate(job()))
 
 
 # Jobs.
@@ -417,37 +417,37 @@ def of_job(annotations: Raw, template: Raw | None = None, operation: str = "CREA
 @pytest.mark.defect("scoring-3")
 async def test_job_annotations_are_copied_to_its_pod_template_only(build: Build) -> None:
     said = {"app.kubernetes.io/job-type": "train-bert", "scheduler.radix.ai/tenant": "team-a"}
-    async with scored(build) as (house, double):
+    async with scored(build) as (harness, double):
         review = of_job(said)
         raw = review["request"]["object"]
-        final = patched(raw, await house.ask("/mutate", review))
+        final = patched(raw, await harness.ask("/mutate", review))
         assert final["spec"]["template"]["metadata"] == {"annotations": said}
         assert final["spec"]["template"]["spec"] == raw["spec"]["template"]["spec"]
         assert final["metadata"] == raw["metadata"]
-        again = await house.ask("/mutate", of_job(said, {"annotations": said}))
+        again = await harness.ask("/mutate", of_job(said, {"annotations": said}))
         assert (again["allowed"], "patch" in again) == (True, False)
     assert double.asked == []
 
 
 @pytest.mark.defect("scoring-2")
 async def test_existing_job_is_not_patched(build: Build) -> None:
-    async with scored(build) as (house, _):
-        response = await house.ask("/mutate", of_job({"app.kubernetes.io/job-type": "a"}, operation="UPDATE"))
+    async with scored(build) as (harness, _):
+        response = await harness.ask("/mutate", of_job({"app.kubernetes.io/job-type": "a"}, operation="UPDATE"))
         assert (response["allowed"], "patch" in response) == (True, False)
 
 
-async def test_job_is_not_patched_without_a_scorer(house: House) -> None:
-    response = await house.ask("/mutate", of_job({"app.kubernetes.io/job-type": "a"}))
+async def test_job_is_not_patched_without_a_scorer(harness: Harness) -> None:
+    response = await harness.ask("/mutate", of_job({"app.kubernetes.io/job-type": "a"}))
     assert (response["allowed"], "patch" in response) == (True, False)
 
 
 @pytest.mark.defect("scoring-16")
 async def test_malformed_review_is_answered_400_without_a_uid(build: Build) -> None:
-    async with scored(build) as (house, _):
+    async with scored(build) as (harness, _):
         review = of_job({})
         del review["request"]["uid"]
         for body in ({}, {"kind": "AdmissionReview"}, review):
-            reply = await house.tls.post("/mutate", json=body)
+            reply = await harness.tls.post("/mutate", json=body)
             assert (reply.status_code, reply.headers["content-type"]) == (400, "application/json")
 
 

@@ -56,7 +56,7 @@ INVENTORY: Raw = {
 Assemble = Callable[[Settings, Clock], Parts]
 
 
-class House:
+class Harness:
     """One server, in embedded mode by default."""
 
     def __init__(
@@ -98,8 +98,8 @@ class House:
             evidence,
         )
         plain = plain_app(finalize, devices, self.health, parts.metrics)
-        self.tls = httpx.AsyncClient(transport=httpx.ASGITransport(app=tls), base_url="https://house")
-        self.plain = httpx.AsyncClient(transport=httpx.ASGITransport(app=plain), base_url="http://house")
+        self.tls = httpx.AsyncClient(transport=httpx.ASGITransport(app=tls), base_url="https://harness")
+        self.plain = httpx.AsyncClient(transport=httpx.ASGITransport(app=plain), base_url="http://harness")
 
     @property
     def fleet_source(self) -> FleetUpdater:
@@ -107,7 +107,7 @@ class House:
         assert isinstance(self.parts.fleet_source, FleetUpdater)
         return self.parts.fleet_source
 
-    async def start(self) -> "House":
+    async def start(self) -> "Harness":
         await self.parts.fleet_source.load()
         self.health.stage = Stage.SERVING
         return self
@@ -151,7 +151,7 @@ class House:
     async def through(self, view: Devices, path: str, **headers: str) -> httpx.Response:
         """The answer of another view of the devices."""
         app = plain_app(self.finalize, view, self.health, self.parts.metrics)
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://house") as client:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://harness") as client:
             return await client.get(path, headers=headers)
 
     async def devices(self) -> Mapping[str, Raw]:
