@@ -182,7 +182,7 @@ async def test_required_hashes_of_another_namespace_are_not_shown(harness: Harne
         assert (told.status_code, DEMANDED in told.text) == (403, False)
         for verb in ("filter", "prioritize", "preempt"):
             got = await client.post(f"{extender}/{verb}", json=question)
-            assert (got.status_code, "token's user may not" in got.text) == (403, True), got.text
+            assert (got.status_code, "the user of the token must be allowed" in got.text) == (403, True), got.text
     async with harness.client(harness.own) as client:
         assert (await client.post("/explain", json=asked)).status_code == 200
 
