@@ -45,3 +45,17 @@ def faults(page: str) -> list[str]:
 @pytest.mark.parametrize("page", PAGES)
 def test_page_has_short_lines_and_plain_words(page: str) -> None:
     assert faults(page) == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_code_blocks_of_a_page_are_fenced(page: str) -> None:
+    """An indented block loses its lines when somebody wraps the page."""
+    lines = (ROOT / page).read_text().split("\n")
+    indented = []
+    is_code = False
+    for number, line in enumerate(lines, 1):
+        if line.lstrip().startswith("```"):
+            is_code = not is_code
+        elif not is_code and line.startswith("    ") and not lines[number - 2].strip():
+            indented.append(f"{page}:{number}: {line}")
+    assert indented == []
