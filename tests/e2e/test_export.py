@@ -295,7 +295,7 @@ async def test_truncated_output_is_a_failure_and_stderr_output_is_not(
         await kube.create(PODS, plugin_pod("plugin-a"), PLUGINS)
         entries = await wait_for(lambda: running.logged("node not read"), running)
         assert entries[0]["reason"] == "unreadable"
-        assert "ends in the middle" in entries[0]["problem"]
+        assert "is truncated at line" in entries[0]["problem"]
         fake_nvidia_smi.runs_shell("head -c 30000000 /dev/zero")
         await wait_for(lambda: "too_large" in {one["reason"] for one in running.logged("node not read")}, running)
         fake_nvidia_smi.runs_shell('echo "a warning" >&2; cat "$STANDIN/content.xml"')

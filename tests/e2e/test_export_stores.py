@@ -495,7 +495,7 @@ class TestHistory:
         assert "there is no history in" in done.stderr
         done = history(postgres, table)
         assert done.returncode == 2
-        assert "say what to look for" in done.stderr
+        assert "set at least one of --serial, --pod, --hash and --uuid" in done.stderr
 
 
 def query_of_docs(postgres: Postgres, table: str, after: datetime, before: datetime) -> set[str]:
