@@ -509,7 +509,7 @@ async def test_binding_is_created_once_and_only_for_the_pod_with_the_given_uid(h
         async def bound(**members: str) -> str:
             return str((await client.post("/bind", json={**wish, **members})).raise_for_status().json()["Error"])
 
-        assert "no pod" in await bound(PodUID="another")
+        assert "does not exist" in await bound(PodUID="another")
         assert "no evidence" in await bound(Node="ext-0")
         assert await harness.node_of("secure") is None
         assert await bound() == ""
