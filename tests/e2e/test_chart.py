@@ -530,7 +530,7 @@ async def test_missing_cluster_features_are_reported_before_anything_is_created(
         ({"prometheusRule.enabled": True}, "this cluster has no PrometheusRule"),
         (
             {"export.enabled": True, "export.settings.clusterName": "rig"},
-            "there is no namespace gpu-operator: say by export.settings.namespace",
+            "there is no namespace gpu-operator: set export.settings.namespace",
         ),
     ):
         done = await asyncio.to_thread(
