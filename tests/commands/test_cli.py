@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from webhook import __version__, cli
-from webhook.core import keys
+from webhook.core import claim_keys
 from webhook.core.errors import GpuwardenError
 from webhook.runtime import settings
 
@@ -178,7 +178,7 @@ def test_manifests_are_printed_for_an_installation(tmp_path: Path, capsys: pytes
     assert first == {"url": "https://127.0.0.1:8443/mutate", "caBundle": "LS0tLS1CRUdJTiBDRVJUSUZJQ0FURS0tLS0tCg=="}
     assert run("manifests", "webhooks", "--required-hash-alias", "my.org/h") == 0
     renamed = capsys.readouterr().out
-    assert renamed.count("'my.org/h'") == renamed.count(f"'{keys.REQUIRED_HASH.aliases[0]}'") > 0
+    assert renamed.count("'my.org/h'") == renamed.count(f"'{claim_keys.REQUIRED_HASH.aliases[0]}'") > 0
     assert run("manifests", "policies", "--host-paths", "/data, /mnt/datasets") == 0
     assert "expression: dyn(['/data', '/mnt/datasets'])\n" in capsys.readouterr().out
     assert run("manifests", "rbac") == 0

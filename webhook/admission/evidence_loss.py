@@ -16,7 +16,8 @@ from attrs import define, evolve, frozen
 
 from webhook.admission.namespaces import ClaimReader
 from webhook.core import check, keys
-from webhook.core.claim import Claim, ClaimRecord, ClaimRules, claim_of, recorded_claim_or_none, strictest_claim
+from webhook.core.claim import Claim, ClaimRules, claim_of, recorded_claim_or_none, strictest_claim
+from webhook.core.claim_keys import ClaimRecord
 from webhook.core.decide import EvidencePolicy
 from webhook.core.device import Node
 from webhook.core.errors import GpuwardenError, InvalidPodError

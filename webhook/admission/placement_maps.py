@@ -7,7 +7,7 @@ from typing import Any
 import structlog
 from attrs import frozen
 
-from webhook.core import keys
+from webhook.core import claim_keys, keys
 from webhook.core.errors import InvalidPodError
 from webhook.core.fleet import Fleet
 from webhook.core.gpu_map import MapOwner, SetId, parse_map
@@ -171,7 +171,7 @@ def map_of(raw: Raw) -> str | None:
     """The map in the set's pod template."""
     meta = ((raw.get("spec") or {}).get("template") or {}).get("metadata") or {}
     annotations = meta.get("annotations") or {}
-    return next((annotations[name] for name in keys.GPU_MAP.names if annotations.get(name)), None)
+    return next((annotations[name] for name in claim_keys.GPU_MAP.names if annotations.get(name)), None)
 
 
 def ordinals_of(raw: Raw) -> range:

@@ -7,7 +7,7 @@ import msgspec
 from attrs import frozen
 
 from webhook.core import keys
-from webhook.core.claim import ClaimRecord
+from webhook.core.claim_keys import ClaimRecord
 from webhook.core.device import DeviceUuid
 from webhook.core.dress import REFERENCE
 from webhook.core.errors import InvalidPodError

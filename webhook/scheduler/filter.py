@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from attrs import frozen
 
 from webhook.core.claim import Claim
+from webhook.core.claim_keys import ClaimRecord
 from webhook.core.decide import ClaimSearch, EvidencePolicy, Objection
 from webhook.core.extender_wire import MAX_SCORE, FilterResult
 from webhook.core.fleet import Fleet
@@ -59,8 +60,7 @@ class NodeQuery:
     @property
     def is_of_gpus_alone(self) -> bool:
         """Whether the claim is only for a number of GPUs, which the scheduler can count itself."""
-        record = self.claim.record
-        return not (record.hashes or record.requirements or self.claim.is_mapped or record.shared)
+        return self.claim.record.without_count() == ClaimRecord()
 
 
 def passes_unchecked(query: NodeQuery | None, policy: EvidencePolicy) -> bool:
@@ -165,8 +165,7 @@ def message_for(objection: Objection | None) -> str | None:
 def is_counted_elsewhere(claim: Claim) -> bool:
     """Whether the scheduler counts the GPUs itself, as an extended resource, on a node whose devices we do not know. A
     map may name such a node: no review has seen the pod, so no GPU is reserved for it."""
-    record = claim.record
-    return not (record.requirements or record.shared)
+    return not claim.record.selects_devices
 
 
 def scores(
