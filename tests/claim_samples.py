@@ -18,8 +18,8 @@ class Sample:
     # The members that the value changes in the record of a pod with one GPU, and the sentence of that claim.
     record: dict[str, Any]
     sentence: str
-    # The slots that the claim gets in a fleet with a node of hash OTHER_HASH and the GPUs 0, 1, and 2 with two shares,
-    # and another of hash HASH with the GPU 3. A pod without the key gets the GPU 3.
+    # The slots that the claim gets. One node has the hash OTHER_HASH, the GPU 0, the GPU 1 with the label model=h100,
+    # and the GPU 2 with two shares. Another node has the hash HASH and the GPU 3, which a pod without the key gets.
     slots: tuple[str, ...]
     makes_claim: bool = True
     is_label: bool = False

@@ -28,7 +28,12 @@ def record_of(sample: Sample) -> ClaimRecord:
 
 def slots(record: ClaimRecord) -> tuple[str, ...]:
     there = fleet(
-        node("node-a", device("GPU-0", index=0), device("GPU-1", index=1), device("GPU-2", index=2, shares=2)),
+        node(
+            "node-a",
+            device("GPU-0", index=0),
+            device("GPU-1", "model=h100", index=1),
+            device("GPU-2", index=2, shares=2),
+        ),
         node("node-b", device("GPU-3")),
         proven={"node-a": OTHER_HASH, "node-b": HASH},
     )
