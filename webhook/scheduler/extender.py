@@ -15,7 +15,7 @@ from webhook.core.binding import Binding
 from webhook.core.claim import Claim, claim_of, recorded_claim, strictest_claim
 from webhook.core.decide import EvidencePolicy
 from webhook.core.errors import GpuwardenError, InvalidPodError, LedgerError
-from webhook.core.extender_wire import BindArgs, ExtenderArgs, FilterResult, PreemptArgs, Victims
+from webhook.core.extender_wire import BindArgs, ExtenderArgs, FilterResult, PreemptArgs, Refusal, Victims
 from webhook.core.fleet import Fleet
 from webhook.core.pod import Pod
 from webhook.core.reservation import PodIdentity
@@ -50,9 +50,9 @@ class Bindings(Protocol):
 
 @frozen
 class Refused:
-    """Every node is refused, with this text."""
+    """Every node is refused."""
 
-    text: str
+    refusal: Refusal
 
 
 class Extender:
@@ -74,7 +74,7 @@ class Extender:
         other methods raise the same."""
         query = await self._query(args.pod)
         if isinstance(query, Refused):
-            return node_filter.reject_all(args.offer.names, query.text)
+            return node_filter.reject_all(args.offer.names, query.refusal)
         self._fleet.advance(self._clock())
         return node_filter.filter_nodes(query, args.offer.names, self._fleet, self._policy)
 
@@ -176,10 +176,5 @@ def node_of(living: Pod | None, pod: PodIdentity) -> str | None:
 
 
 def count_rejections(result: FilterResult) -> Mapping[str, int]:
-    """The number of refused nodes by text. Texts that quote a pod count as one."""
-    texts = (*result.failed.values(), *result.unresolvable.values())
-    return Counter(text if text in node_filter.TEXTS else text_about_the_pod(text) for text in texts)
-
-
-def text_about_the_pod(text: str) -> str:
-    return node_filter.NOT_IN_MAP if text.startswith(node_filter.NOT_IN_MAP) else node_filter.UNREADABLE
+    """The number of refused nodes by text, without details of the pod."""
+    return Counter(refusal.text for refusal in (*result.failed.values(), *result.unresolvable.values()))

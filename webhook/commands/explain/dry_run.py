@@ -42,6 +42,7 @@ GPU_NODE_PATH: Final = GPU_NODES_PATH + "/{name}"
 REVIEWS_PATH: Final = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
 # The API server calls the webhooks one after the other.
 TIMEOUT: Final = 60.0
+# Only the API server's text shows whether a webhook or the API server itself refused: both give the same reasons.
 DENIED: Final = re.compile(r'admission webhook "[^"]*" denied the request: ')
 WARNING: Final = re.compile(r'299 \S+ "((?:[^"\\]|\\.)*)"')
 # Fields of metadata that the API server sets.
