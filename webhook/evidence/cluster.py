@@ -8,7 +8,7 @@ import structlog
 from attrs import evolve
 
 from webhook.core.evidence import Evidence, combined, predates_node
-from webhook.core.raw import Raw
+from webhook.core.raw import Raw, is_ours
 from webhook.evidence import EvidenceProvider
 from webhook.evidence.node_evidence import (
     SOURCES_WITHOUT_END,
@@ -16,7 +16,6 @@ from webhook.evidence.node_evidence import (
     entry_in,
     has_entry,
     is_due,
-    is_ours,
     new_node_evidence,
     raw_entries,
     with_entries,
