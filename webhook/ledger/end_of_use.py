@@ -174,7 +174,7 @@ class PodHistory:
 
 
 @frozen
-class PodEnd:
+class DeletedPod:
     """When a pod was last observed, and whether it provably used nothing by then."""
 
     at: datetime
@@ -203,11 +203,11 @@ class PodHistories:
         known = self._known.get(uid)
         return Grace() if known is None else known.grace
 
-    def deleted(self, uid: str, raw: Raw, now: datetime) -> PodEnd:
+    def deleted(self, uid: str, raw: Raw, now: datetime) -> DeletedPod:
         """`raw` is the last version of the object."""
         history = self._of(uid, raw).after(raw)
         self._known.pop(uid, None)
-        return PodEnd(now, history.is_over(raw), history.grace)
+        return DeletedPod(now, history.is_over(raw), history.grace)
 
     def forget(self, uid: str) -> None:
         self._known.pop(uid, None)
