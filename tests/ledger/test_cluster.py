@@ -801,11 +801,11 @@ async def test_rest_waits_for_writes_in_progress_and_starts_none_without_a_calle
     await asyncio.sleep(0)
     first.cancel()
     later.cancel()
-    resting = asyncio.ensure_future(ledger.rest())
+    finishing = asyncio.ensure_future(ledger.finish_writes())
     await asyncio.sleep(0.01)
-    assert not resting.done()
+    assert not finishing.done()
     store.may_answer.set()
-    await resting
+    await finishing
     assert store.writes == 1
     assert list(bench.held()) == ["GPU-a0/0"]
 
