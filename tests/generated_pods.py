@@ -1,28 +1,16 @@
-"""Pods of all kinds that people write, and some that nobody should: made from a seed, the same each time."""
+"""Pods of all kinds that people write, and some that are invalid: made from a seed, the same each time."""
 
 from random import Random
 
-from tests.builders import HASH, OTHER_HASH, Raw, raw_container, raw_env, raw_pod, stateful_set
+from tests.builders import Raw, raw_container, raw_env, raw_pod, stateful_set
+from tests.claim_samples import SAMPLES
 
-HASHES = (HASH, OTHER_HASH, f"{HASH},{OTHER_HASH}", "sha256:AA11", "sha256:0000", "", "sha256:a b")
-COUNTS = ("1", "2", "0", "two", "1.5", "-1", "50", "")
 LABELS = (
     ("gpuwarden.io/gpu.model", "h100"),
     ("gpuwarden.io/gpu.model", "H100"),
     ("gpuwarden.io/gpu.modle", "h100"),
     ("fudo.org/gpu.memory-80g", "true"),
     ("fudo.org/gpu.assign", "true"),
-    ("gpuwarden.io/shared", "true"),
-    ("gpuwarden.io/shared", "yes"),
-)
-MAPS = (
-    "0=node-a:0",
-    "0=node-a:0,1",
-    "0=node-z:0",
-    "1=node-b:0",
-    "0=node-a:GPU-a1",
-    "nonsense",
-    "0=node-a:0\n0=node-b:0",
 )
 ENVIRONMENTS = (
     {"NVIDIA_VISIBLE_DEVICES": "all"},
@@ -45,14 +33,13 @@ def generated_pod(chance: Random, name: str) -> Raw:
     labels: dict[str, str] = {}
     spec: Raw = {}
     owners = []
-    if chance.random() < 0.5:
-        annotations["gpuwarden.io/required-hash"] = chance.choice(HASHES)
-    if chance.random() < 0.3:
-        annotations["gpuwarden.io/gpu-count"] = chance.choice(COUNTS)
+    for sample in SAMPLES:
+        if chance.random() < 0.3:
+            written = labels if sample.is_label and chance.random() < 0.5 else annotations
+            written[sample.names[0]] = chance.choice((sample.value, *sample.others))
     if chance.random() < 0.4:
         labels.update([chance.choice(LABELS)])
-    if chance.random() < 0.15:
-        annotations["gpuwarden.io/gpu-map"] = chance.choice(MAPS)
+    if chance.random() < 0.3:
         owners = [stateful_set()]
         name = f"train-{chance.randrange(2)}"
     if chance.random() < 0.1:

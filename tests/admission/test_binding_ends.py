@@ -37,7 +37,8 @@ from webhook.admission.binding_ends import (
     within_the_limit,
 )
 from webhook.admission.namespaces import ClaimReader, WatchedNamespaces
-from webhook.core.claim import ClaimRecord, ClaimRules
+from webhook.core.claim import ClaimRules
+from webhook.core.claim_keys import ClaimRecord
 from webhook.core.decide import EvidencePolicy
 from webhook.core.evidence import Evidence
 from webhook.core.fleet import Fleet

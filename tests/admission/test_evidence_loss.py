@@ -17,7 +17,8 @@ from webhook.admission.evidence_loss import (
     evidence_ages,
 )
 from webhook.admission.namespaces import ClaimReader
-from webhook.core.claim import ClaimRecord, ClaimRules
+from webhook.core.claim import ClaimRules
+from webhook.core.claim_keys import ClaimRecord
 from webhook.core.decide import EvidencePolicy
 from webhook.core.device import Taint
 from webhook.core.evidence import Evidence, EvidenceState, combined

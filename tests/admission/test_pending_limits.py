@@ -9,7 +9,8 @@ import pytest
 from tests.builders import NOW
 from webhook.admission.pending_limits import HINT, PendingLimits
 from webhook.admission.reserving import FOR_THE_WRITE, Reserver
-from webhook.core.claim import Claim, ClaimRecord
+from webhook.core.claim import Claim
+from webhook.core.claim_keys import ClaimRecord
 from webhook.core.decide import EvidencePolicy
 from webhook.core.device import Device, DeviceUuid, Node
 from webhook.core.errors import LedgerUnavailableError

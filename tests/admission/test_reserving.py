@@ -9,7 +9,8 @@ import pytest
 from tests import builders
 from tests.builders import NOW
 from webhook.admission.reserving import Reserver
-from webhook.core.claim import Claim, ClaimRecord
+from webhook.core.claim import Claim
+from webhook.core.claim_keys import ClaimRecord
 from webhook.core.decide import EvidencePolicy, decide
 from webhook.core.device import Device, DeviceUuid, Node
 from webhook.core.errors import DeadlinePassedError, SlotsTakenError

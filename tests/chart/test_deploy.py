@@ -7,7 +7,7 @@ import yaml
 
 from scripts.chart_deploy import DEPLOY, written
 from tests.chart.rendering import Raw, of_kind
-from webhook.core import keys
+from webhook.core import claim_keys
 from webhook.export import settings as export_settings
 from webhook.runtime.settings import load
 
@@ -96,4 +96,4 @@ def test_example_requires_a_hash_of_the_node_hash_map() -> None:
     example = yaml.safe_load((DEPLOY.parent / "examples/secure-gpu-pod.yaml").read_text())
     (settings,) = of_kind(manifests("extender"), "ConfigMap")
     known = yaml.safe_load(settings["data"]["settings.yaml"])["nodeHashMap"].values()
-    assert example["metadata"]["annotations"][keys.REQUIRED_HASH.name] in known
+    assert example["metadata"]["annotations"][claim_keys.REQUIRED_HASH.name] in known

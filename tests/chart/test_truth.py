@@ -14,7 +14,7 @@ from scripts.chart_values import CHART
 from tests.chart.rendering import Raw, identity, of_kind, one, rendered
 from tests.chart.test_values import CHALLENGES
 from tests.project.test_alerts import SERIES
-from webhook.core import keys
+from webhook.core import claim_keys
 from webhook.kube.install import crds
 from webhook.kube.install.policies import Installation, certs, export, policies, rbac, score, webhooks, while_down
 
@@ -101,7 +101,7 @@ def test_configured_names_are_rendered_in_webhooks_and_policies() -> None:
     mine = [each for each in found if each["apiVersion"].startswith("admissionregistration.k8s.io/")]
     assert compared(mine) == compared([*while_down(installation), *webhooks(installation), *policies(installation)])
     # The process also reads the built-in names, so the hooks match these too.
-    assert all(name in json.dumps(mine) for name in (*keys.REQUIRED_HASH.names, "example.org/hash"))
+    assert all(name in json.dumps(mine) for name in (*claim_keys.REQUIRED_HASH.names, "example.org/hash"))
 
 
 @pytest.mark.parametrize("label", ["gpuwarden.io/enabled", "example.org/guarded"])

@@ -59,7 +59,7 @@ class Shared:
         self.published = bundle
 
 
-async def test_who_is_overtaken_writes_nothing_and_looks_again() -> None:
+async def test_replica_that_loses_the_race_writes_nothing_and_reads_again() -> None:
     place = Shared(faster=3)
     assert await rotate_once(place, RULES) == RotationStep(None, is_done=False)
     assert place.writes == []
@@ -69,14 +69,14 @@ async def test_who_is_overtaken_writes_nothing_and_looks_again() -> None:
     assert place.writes == ["keep"]
 
 
-async def test_done_is_whoever_has_a_certificate_and_nothing_to_do() -> None:
+async def test_replica_with_a_certificate_and_no_work_is_done() -> None:
     place = Shared()
     first = await rotate_once(place, RULES)
     assert (first.state, first.is_done) == (place.state, False)
     assert await rotate_once(place, RULES) == RotationStep(place.state, is_done=True)
 
 
-async def test_what_has_come_is_looked_at_at_once() -> None:
+async def test_new_object_is_read_at_once() -> None:
     """A webhook configuration without a CA bundle has every pod refused that asks for GPUs."""
     settings = Settings(ui_port=0, certs_look_interval=timedelta(hours=1))
     place, news = Shared(), ConfigurationListener()
@@ -94,7 +94,7 @@ def contents(directory: Path) -> dict[str, bytes]:
     return {name: (directory / name).read_bytes() for name in FILES}
 
 
-def test_all_files_change_at_one_moment(tmp_path: Path) -> None:
+def test_all_files_change_at_the_same_time(tmp_path: Path) -> None:
     directory = tmp_path / "new" / "files"
     replace_files(directory, FILES)
     assert contents(directory) == FILES
@@ -108,14 +108,14 @@ def test_all_files_change_at_one_moment(tmp_path: Path) -> None:
     assert len(list(directory.glob("..*"))) == 2  # the link and what it leads to: nothing old is left
 
 
-def test_files_that_are_the_same_are_left_alone(tmp_path: Path) -> None:
+def test_unchanged_files_are_not_written(tmp_path: Path) -> None:
     replace_files(tmp_path, FILES)
     before = os.readlink(tmp_path / "..data")
     replace_files(tmp_path, FILES)
     assert os.readlink(tmp_path / "..data") == before
 
 
-def test_what_a_killed_process_left_behind_is_cleared_away(tmp_path: Path) -> None:
+def test_files_of_a_killed_process_are_removed(tmp_path: Path) -> None:
     replace_files(tmp_path, FILES)
     (tmp_path / "..half-done").mkdir()
     (tmp_path / "..half-done" / "tls.crt").write_bytes(b"h")
@@ -127,7 +127,7 @@ def test_what_a_killed_process_left_behind_is_cleared_away(tmp_path: Path) -> No
     assert not (tmp_path / "..half-done").exists()
 
 
-def test_the_names_are_those_of_the_service_and_what_is_asked_for() -> None:
+def test_certificate_has_the_names_of_the_service_and_the_requested_names() -> None:
     flags = {"certs_service": "hook", "certs_namespace": "wardens", "certs_names": "10.0.0.1,hook.example.org"}
     names = rules_of(load(flags, {})).names
     assert names[:4] == ("hook", "hook.wardens", "hook.wardens.svc", "hook.wardens.svc.cluster.local")
@@ -155,7 +155,7 @@ def test_invalid_lifetimes_and_names_are_refused(flags: dict[str, str], said: st
     assert said in str(refused.value)
 
 
-def test_the_account_may_do_that_and_no_more() -> None:
+def test_role_of_the_account_has_only_the_needed_permissions() -> None:
     rules = [rule for one in certs(Installation(namespace="wardens")) for rule in one.get("rules", ())]
     assert [(rule["resources"], rule.get("resourceNames"), rule["verbs"]) for rule in rules] == [
         (

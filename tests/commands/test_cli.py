@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from webhook import __version__, cli
-from webhook.core import keys
+from webhook.core import claim_keys
 from webhook.core.errors import GpuwardenError
 from webhook.runtime import settings
 
@@ -57,7 +57,7 @@ def test_mistake_in_options_is_printed_with_the_usage(words: list[str], capsys: 
 
 
 @pytest.mark.parametrize("words", [["bind"], ["bind", "--in-cluster", "true", "--scheduler-name=a"]], ids=len)
-def test_the_command_that_is_gone_names_what_replaces_it(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_removed_command_names_its_replacement(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert run(*words) == 1
     assert capsys.readouterr().err == (
         "gpuwarden bind: `gpuwarden bind` is gone: a profile of kube-scheduler replaces it, which the chart runs with "
@@ -148,7 +148,7 @@ def test_config_check_accepts_the_defaults(capsys: pytest.CaptureFixture[str]) -
     assert capsys.readouterr() == ("The settings are valid.\n", "")
 
 
-def test_config_show_shows_what_is_in_effect(
+def test_config_show_prints_the_settings_in_effect(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("BGS_NODE_HASH_MAP", '{"kind-worker":"abc123"}')
@@ -178,7 +178,7 @@ def test_manifests_are_printed_for_an_installation(tmp_path: Path, capsys: pytes
     assert first == {"url": "https://127.0.0.1:8443/mutate", "caBundle": "LS0tLS1CRUdJTiBDRVJUSUZJQ0FURS0tLS0tCg=="}
     assert run("manifests", "webhooks", "--required-hash-alias", "my.org/h") == 0
     renamed = capsys.readouterr().out
-    assert renamed.count("'my.org/h'") == renamed.count(f"'{keys.REQUIRED_HASH.aliases[0]}'") > 0
+    assert renamed.count("'my.org/h'") == renamed.count(f"'{claim_keys.REQUIRED_HASH.aliases[0]}'") > 0
     assert run("manifests", "policies", "--host-paths", "/data, /mnt/datasets") == 0
     assert "expression: dyn(['/data', '/mnt/datasets'])\n" in capsys.readouterr().out
     assert run("manifests", "rbac") == 0
@@ -290,7 +290,7 @@ def test_a_start_that_fails_is_one_line_and_exit_code_1(
     [KeyError("x"), ExceptionGroup("tasks", [IN_USE, KeyError("x")])],
     ids=["alone", "beside-a-foreseen-failure"],
 )
-def test_a_bug_keeps_its_traceback(bug: Exception) -> None:
+def test_exception_of_a_bug_is_raised_unchanged(bug: Exception) -> None:
     with pytest.raises(type(bug)) as caught:
         cli.exit_code(cli.make_parser(), raising(bug))
     assert caught.value is bug

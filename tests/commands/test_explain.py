@@ -14,7 +14,7 @@ from tests.builders import HASH, Raw, raw_container, raw_pod
 from tests.conftest import Build
 from tests.web.harness import Harness
 from webhook.admission.manifest_pods import MOST_ORDINALS, pods_made_by
-from webhook.commands.explain.sources import CannotSayError, answer_in
+from webhook.commands.explain.sources import NoAnswerError, answer_in
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = [
@@ -72,7 +72,7 @@ def test_the_answer_for_a_person_names_every_node() -> None:
     ],
     ids=["no pod in it", "not YAML", "a list", "a spec that is none", "an empty list"],
 )
-def test_what_holds_no_pod_is_an_error_in_a_sentence(tmp_path: Path, text: str, said: str) -> None:
+def test_file_without_a_pod_is_an_error_in_a_sentence(tmp_path: Path, text: str, said: str) -> None:
     path = tmp_path / "manifest.yaml"
     path.write_text(text)
     done = gpuwarden("explain", path)
@@ -147,7 +147,7 @@ def test_yaml_without_end_is_an_error_in_a_sentence(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_a_file_that_is_not_there_is_an_error_in_a_sentence() -> None:
+def test_missing_file_is_an_error_in_a_sentence() -> None:
     done = gpuwarden("explain", "nowhere.yaml")
     assert done.returncode == 2
     assert "nowhere.yaml: No such file or directory\n" in done.stderr
@@ -168,7 +168,7 @@ GOOD, BAD = "examples/pods/attested-h100.yaml", "examples/pods/unproven-hash.yam
     ],
     ids=["admitted", "one-denied", "as-kubectl", "one-missing", "a-directory"],
 )
-def test_of_several_files_the_exit_status_is_the_worst(arguments: list[str], status: int, verdicts: list[str]) -> None:
+def test_exit_status_of_several_files_is_the_worst(arguments: list[str], status: int, verdicts: list[str]) -> None:
     done = gpuwarden("explain", *arguments, "-o", "json")
     found = json.loads(done.stdout)
     answers = found if isinstance(found, list) else [found]
@@ -176,7 +176,7 @@ def test_of_several_files_the_exit_status_is_the_worst(arguments: list[str], sta
     assert {one["source"] for one in answers} == {"inventory examples/inventory.yaml"}
 
 
-def test_a_manifest_comes_from_stdin_and_a_namespace_from_the_command_line() -> None:
+def test_manifest_is_read_from_stdin_and_the_namespace_from_the_command_line() -> None:
     pod = raw_pod(raw_container(gpus=1), namespace=None)
     done = gpuwarden("explain", "-", "-n", "not_a_name", stdin=json.dumps(pod))
     assert (done.returncode, "InvalidPod" in done.stdout, "not_a_name" in done.stdout) == (1, True, True)
@@ -197,13 +197,13 @@ def test_the_patch_is_shown_and_the_pod_with_the_patch() -> None:
     assert pod["metadata"]["annotations"]["gpuwarden.io/node"] == "node-a"
 
 
-def test_of_a_pod_that_is_denied_nothing_is_shown() -> None:
+def test_no_patch_is_printed_for_a_denied_pod() -> None:
     done = gpuwarden("explain", BAD, "--show", "pod")
     assert (done.returncode, done.stdout) == (1, "")
     assert "0 of 3 nodes fit" in done.stderr
 
 
-def test_where_nobody_can_be_asked_there_is_no_verdict(tmp_path: Path) -> None:
+def test_unreachable_source_gives_no_verdict(tmp_path: Path) -> None:
     (tmp_path / "pod.json").write_text(json.dumps(raw_pod()))
     nobody = gpuwarden("explain", "pod.json", cwd=tmp_path)
     assert (nobody.returncode, nobody.stdout) == (2, "")
@@ -225,7 +225,7 @@ ANSWERS: dict[str, bytes] = {
 
 @pytest.mark.parametrize("content", ANSWERS.values(), ids=ANSWERS.keys())
 def test_unreadable_answer_of_a_server_is_no_verdict(content: bytes) -> None:
-    with pytest.raises(CannotSayError, match="an unreadable answer"):
+    with pytest.raises(NoAnswerError, match="an unreadable answer"):
         answer_in(content, "https://server")
 
 
@@ -255,7 +255,7 @@ async def test_the_route_answers_the_same_and_reserves_nothing(harness: Harness)
     assert harness.held == []
 
 
-async def test_the_route_refuses_at_once_what_a_review_refuses_at_once(build: Build) -> None:
+async def test_the_route_refuses_at_once_the_pods_that_a_review_refuses_at_once(build: Build) -> None:
     harness = await build(injection="cuda")
     raw = raw_pod(raw_container(gpus=1))
     answer: Raw = (await harness.tls.post("/explain", json=raw)).json()
@@ -263,7 +263,7 @@ async def test_the_route_refuses_at_once_what_a_review_refuses_at_once(build: Bu
     assert answer["reason"] == response["status"]["reason"] == "InjectionConflict"
 
 
-async def test_a_copy_of_a_dressed_pod_is_explained_as_the_mutating_door_serves_it(harness: Harness) -> None:
+async def test_copy_of_a_dressed_pod_is_explained_as_the_mutating_webhook_answers_it(harness: Harness) -> None:
     final = await harness.create(raw_pod(raw_container(gpus=1)))
     copied = raw_pod(name="copy", annotations=final["metadata"]["annotations"])
     answer: Raw = (await harness.tls.post("/explain", json=copied)).json()
@@ -272,7 +272,7 @@ async def test_a_copy_of_a_dressed_pod_is_explained_as_the_mutating_door_serves_
     assert served["metadata"]["annotations"]["gpuwarden.io/gpu-uuid"] == "GPU-a0"
 
 
-async def test_the_route_sees_what_is_held(harness: Harness) -> None:
+async def test_the_route_considers_reservations(harness: Harness) -> None:
     raw = raw_pod(raw_container(gpus=2), annotations={"gpuwarden.io/required-hash": HASH})
     await harness.create(raw)
     answer: Raw = (await harness.tls.post("/explain", json=raw)).json()
@@ -290,13 +290,13 @@ NO_PODS = {
 
 
 @pytest.mark.parametrize("body", NO_PODS.values(), ids=NO_PODS.keys())
-async def test_the_route_admits_nothing_that_is_no_pod(harness: Harness, body: bytes) -> None:
+async def test_the_route_rejects_objects_that_are_no_pods(harness: Harness, body: bytes) -> None:
     reply = await harness.tls.post("/explain", content=body)
     assert reply.status_code == 400
     assert reply.json()["error"]
 
 
-async def test_the_route_names_what_is_wrong_with_a_pod(harness: Harness) -> None:
+async def test_the_route_names_the_mistakes_in_a_pod(harness: Harness) -> None:
     reply = await harness.tls.post("/explain", json={"spec": {"containers": 5}})
     assert reply.json()["reason"] == "InvalidPod"
 

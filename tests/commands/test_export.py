@@ -35,7 +35,7 @@ class Store:
 
 
 @pytest.mark.defect("gpuid-15")
-async def test_readiness_is_that_of_the_stores() -> None:
+async def test_readiness_follows_the_stores() -> None:
     store = Store()
     health = StoreHealth(store.check, every=0.0)
     app = application(ExportMetrics(), get("/readyz", health.ready, Guard.OPEN))
@@ -50,7 +50,7 @@ async def test_readiness_is_that_of_the_stores() -> None:
         assert (await client.get("/readyz")).status_code == 200
 
 
-async def test_however_often_somebody_asks_stores_are_asked_rarely() -> None:
+async def test_frequent_readiness_requests_cause_few_calls_of_the_stores() -> None:
     store = Store()
     health = StoreHealth(store.check, every=3600.0)
     health.stage = Stage.SERVING
@@ -70,11 +70,11 @@ async def test_however_often_somebody_asks_stores_are_asked_rarely() -> None:
         pytest.param(0, 0, id="lost"),
     ],
 )
-def test_the_last_write_ends_before_the_lease_can_be_anothers(left: float, seconds: float) -> None:
+def test_last_write_ends_before_another_replica_can_take_the_lease(left: float, seconds: float) -> None:
     assert time_to_drain(timedelta(seconds=left)) == timedelta(seconds=seconds)
 
 
-def test_one_reading_is_a_line_a_gpu_and_nothing_else(tmp_path: Path) -> None:
+def test_a_reading_prints_one_line_for_each_gpu_and_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "smi.xml").write_bytes(document([*gb200_tray(), dead(Card(4))]))
     done = refusing(tmp_path, "export", "--smi-file", "smi.xml", "--cluster", "C", "--node", "N", "--machine", "M")
     assert done.returncode == 0
@@ -116,7 +116,7 @@ def test_export_of_a_file_reports_mistakes_and_prints_nothing(
     assert text in done.stderr
 
 
-def test_what_matters_of_a_node_and_of_its_evidence() -> None:
+def test_relevant_fields_of_a_node_and_of_its_evidence() -> None:
     info = {"nodeInfo": {"bootID": "b"}}
     raw = {"metadata": {"name": "n", "annotations": {"gpuwarden.io/gpus": "{}"}}, "status": info}
     assert node_facts(raw).boot == "b"
@@ -138,7 +138,7 @@ def test_what_matters_of_a_node_and_of_its_evidence() -> None:
         {**plugin_pod(), "metadata": {"name": "p", "uid": "u", "deletionTimestamp": "2026-01-01T00:00:00Z"}},
     ],
 )
-def test_what_is_kept_of_a_pod_in_a_long_list_is_what_is_looked_at(raw: dict[str, Any]) -> None:
+def test_only_the_needed_fields_of_a_pod_in_a_list_are_kept(raw: dict[str, Any]) -> None:
     assert parse_pod(trim_pod(raw)) == parse_pod(raw)
 
 
@@ -146,7 +146,7 @@ def test_what_is_kept_of_a_pod_in_a_long_list_is_what_is_looked_at(raw: dict[str
     "more", [{}, {"status": None}, {"status": {"nodeInfo": {"bootID": "b"}, "images": [{"names": ["i"]}]}, "spec": {}}]
 )
 @pytest.mark.parametrize("notes", [None, {"gpuwarden.io/gpus": "{}", "other": "long"}])
-def test_what_is_kept_of_a_node_in_a_long_list_is_what_is_looked_at(
+def test_only_the_needed_fields_of_a_node_in_a_list_are_kept(
     notes: dict[str, str] | None, more: dict[str, Any]
 ) -> None:
     raw = {"metadata": {"name": "n", "resourceVersion": "7", "annotations": notes}, **more}
@@ -168,7 +168,7 @@ def node_with(text: str, version: int) -> dict[str, Any]:
     return {"metadata": metadata}
 
 
-def test_what_a_node_says_of_its_gpus_is_read_once_for_all_of_them() -> None:
+def test_annotation_of_a_node_is_parsed_once_for_all_its_gpus() -> None:
     def said(serial: str) -> str:
         gpus = [{"index": 0, "uuid": "GPU-0", "serial": serial}, {"index": 1, "uuid": "GPU-1"}]
         return json.dumps({"time": "2026-01-01T00:00:00Z", "gpus": gpus})

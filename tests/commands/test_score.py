@@ -71,7 +71,7 @@ EVERY = ["A100-80GB", "A100-40GB", "L4-24GB"]
         pytest.param(["H100-80GB", "B200-192GB"], 100.0, "B200-192GB", id="unknown-here-but-named-by-size"),
     ],
 )
-async def test_the_tightest_fit_of_what_is_free(
+async def test_tightest_fit_of_the_free_gpus_is_chosen(
     http: httpx.AsyncClient, candidates: list[str], memory: float, chosen: str
 ) -> None:
     reply = await http.post("/v1/score", json=question(candidates, memory))
@@ -83,7 +83,7 @@ async def test_the_tightest_fit_of_what_is_free(
     assert DECODER.decode(reply.content).advice().chosen_gpu == chosen
 
 
-async def test_what_no_pod_could_be_given_is_not_free() -> None:
+async def test_gpus_that_no_pod_can_get_are_not_free() -> None:
     """On a node that is not ready, on one that is cordoned, or kept for a placement map."""
     fleet = Fleet()
     fleet.put(evolve(node("dead", "L4-24GB", "24Gi", 8), is_ready=False), NOW)
@@ -102,7 +102,7 @@ async def test_what_no_pod_could_be_given_is_not_free() -> None:
 
 
 @pytest.mark.parametrize(("tenant", "score"), [("team-a", 95), ("team-b", 12.5), ("nobody", 50)])
-async def test_priority_is_the_tenants(http: httpx.AsyncClient, tenant: str, score: float) -> None:
+async def test_priority_is_that_of_the_tenant(http: httpx.AsyncClient, tenant: str, score: float) -> None:
     reply = await http.post("/v1/score", json=question(EVERY, tenant=tenant))
     assert reply.json()["priority_score"] == score
 
@@ -122,18 +122,18 @@ async def test_no_candidates_are_a_bad_request(http: httpx.AsyncClient) -> None:
         '{"job_type": "a", "candidate_gpu_types": "b"}',
     ],
 )
-async def test_another_shape_is_unprocessable(http: httpx.AsyncClient, body: str) -> None:
+async def test_request_of_another_form_is_unprocessable(http: httpx.AsyncClient, body: str) -> None:
     assert (await http.post("/v1/score", content=body)).status_code == 422
 
 
-async def test_before_it_has_heard_of_the_cluster_it_says_so(http: httpx.AsyncClient, health: Health) -> None:
+async def test_scorer_is_not_ready_before_the_first_list(http: httpx.AsyncClient, health: Health) -> None:
     health.stage = Stage.STARTING
     assert (await http.post("/v1/score", json=question(EVERY))).status_code == 503
     assert (await http.get("/healthz")).status_code == 200
     assert (await http.get("/readyz")).status_code == 503
 
 
-def test_what_is_free_is_counted_again_after_a_while(fleet: Fleet) -> None:
+def test_free_gpus_are_counted_again_after_an_interval(fleet: Fleet) -> None:
     now = [0.0]
     stocks = ModelStocks(fleet, lambda: now[0])
     assert stocks.by_model()["L4-24GB"] == ModelStock(0, 24.0)
@@ -145,16 +145,16 @@ def test_what_is_free_is_counted_again_after_a_while(fleet: Fleet) -> None:
 
 
 @pytest.mark.parametrize(("text", "size"), [("80Gi", 80), ("80 GB", 80), ("81559 MiB", 79.6), ("", 0), ("much", 0)])
-def test_memory_as_inventories_write_it(text: str, size: float) -> None:
+def test_memory_is_parsed_as_inventories_write_it(text: str, size: float) -> None:
     assert gigabytes(text) == pytest.approx(size, abs=0.1)
 
 
 @pytest.mark.parametrize(("name", "size"), [("A100-80GB", 80), ("NVIDIA-L4-24G", 24), ("H100", 0), ("T4-16GBX", 0)])
-def test_memory_as_models_are_called(name: str, size: float) -> None:
+def test_memory_is_parsed_from_the_name_of_a_model(name: str, size: float) -> None:
     assert memory_in(name) == size
 
 
-def test_the_command_serves_an_inventory_and_ends_when_told(tmp_path: Path) -> None:
+def test_the_command_serves_an_inventory_and_ends_on_a_signal(tmp_path: Path) -> None:
     inventory: dict[str, Any] = {
         "nodes": [
             {

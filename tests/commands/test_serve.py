@@ -45,7 +45,7 @@ async def admitted(running: Running, uid: str = "r1", **options: Any) -> bool:
         return bool(reply.json()["response"]["allowed"])
 
 
-async def test_it_says_one_line_and_stops_cleanly(tmp_path: Path) -> None:
+async def test_serve_prints_one_line_and_stops_cleanly(tmp_path: Path) -> None:
     with serving(tmp_path, INVENTORY) as running:
         assert READY.fullmatch(running.ready)
         assert await admitted(running)
@@ -67,7 +67,7 @@ async def test_the_log_level_applies(tmp_path: Path) -> None:
 
 
 @pytest.mark.defect("assigner-21")
-def test_a_start_that_fails_says_why_and_exits_1(tmp_path: Path) -> None:
+def test_failed_start_prints_the_reason_and_exits_with_1(tmp_path: Path) -> None:
     (tmp_path / "bad.yaml").write_text("nodes: [{name: a, label: {}}]")
     done = refusing(
         tmp_path, "serve", "--inventory", "bad.yaml", "--port", "0", "--ui-port", "0", "--extender-port", "0"
@@ -78,7 +78,7 @@ def test_a_start_that_fails_says_why_and_exits_1(tmp_path: Path) -> None:
 
 
 @pytest.mark.defect("assigner-21")
-def test_a_port_in_use_is_a_sentence_and_exit_1(tmp_path: Path) -> None:
+def test_port_in_use_is_an_error_in_a_sentence_and_exits_with_1(tmp_path: Path) -> None:
     (tmp_path / "inventory.yaml").write_text("nodes: []")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
@@ -90,7 +90,7 @@ def test_a_port_in_use_is_a_sentence_and_exit_1(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-async def test_what_is_in_flight_is_answered(tmp_path: Path) -> None:
+async def test_requests_in_progress_are_answered_at_the_stop(tmp_path: Path) -> None:
     body = builders.body(gpu_review("r1"))
     head = f"POST /mutate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
     with serving(tmp_path, INVENTORY) as running:
@@ -112,7 +112,7 @@ async def test_what_is_in_flight_is_answered(tmp_path: Path) -> None:
     assert b'"allowed":true' in answer
 
 
-async def test_a_certificate_is_replaced_without_a_restart_and_a_bad_one_is_not_taken(tmp_path: Path) -> None:
+async def test_certificate_is_replaced_without_a_restart_and_an_invalid_one_is_ignored(tmp_path: Path) -> None:
     ca = trustme.CA()
 
     def show(number: int, cert: str | None = None) -> None:
@@ -176,7 +176,7 @@ async def within(seconds: float, look: Any, is_right: Any) -> bool:
 
 
 @pytest.mark.defect("assigner-16")
-async def test_finalize_asks_the_api_server_where_there_is_one(tmp_path: Path) -> None:
+async def test_finalize_asks_the_api_server_in_a_cluster(tmp_path: Path) -> None:
     pods: dict[str, Raw] = {}
     seen: list[str] = []
 
@@ -271,7 +271,7 @@ async def test_twenty_thousand_reviews_over_one_http2_connection(tmp_path: Path)
     assert (allowed, code) == (total, 0)
 
 
-def test_a_stop_is_heard_while_the_api_server_is_waited_for(tmp_path: Path) -> None:
+def test_serve_stops_while_it_waits_for_the_api_server(tmp_path: Path) -> None:
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))  # and nobody listens
         url = f"http://127.0.0.1:{nobody.getsockname()[1]}"

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.builders import HASH, OTHER_HASH, claim, pod, raw_container, raw_pod, raw_sidecar, stateful_set
-from webhook.core.claim import Claim, ClaimRecord, ClaimRules, claim_of, ordinal_of, recorded_claim
+from webhook.core.claim import Claim, ClaimRules, claim_of, ordinal_of, recorded_claim
+from webhook.core.claim_keys import ClaimRecord
 from webhook.core.errors import InvalidPodError
 from webhook.core.gpu_map import MapEntry
 from webhook.core.pod import Pod

@@ -25,7 +25,8 @@ from tests.builders import (
     slot,
     term,
 )
-from webhook.core.claim import Claim, ClaimRecord
+from webhook.core.claim import Claim
+from webhook.core.claim_keys import ClaimRecord
 from webhook.core.decide import MAX_PLACEMENTS, MAX_PROVEN_NODES, EvidencePolicy, decide, explain
 from webhook.core.device import Device, DeviceUuid, Node, Slot, Taint
 from webhook.core.fleet import Fleet

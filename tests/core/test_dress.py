@@ -22,7 +22,8 @@ from tests.builders import (
     required_affinity,
     term,
 )
-from webhook.core.claim import Claim, ClaimRecord, ClaimRules
+from webhook.core.claim import Claim, ClaimRules
+from webhook.core.claim_keys import ClaimRecord
 from webhook.core.dress import (
     Allocation,
     DressRules,

@@ -12,12 +12,14 @@ from webhook.core.extender_wire import (
     FilterResult,
     MalformedArgsError,
     PreemptArgs,
+    Refusal,
     error_answer,
     filter_error,
     filter_result,
     preempt_result,
     priorities,
 )
+from webhook.core.reasons import Reason
 from webhook.core.reservation import PodIdentity
 
 NODE: Raw = {"metadata": {"name": "node-a", "labels": {"a": "b"}}, "spec": {}, "status": {"x": [1.50, "é"]}}
@@ -31,6 +33,9 @@ def sent(*nodes: Raw, **frame: Any) -> Raw:
     return {"metadata": {}, **frame, "items": list(nodes)}
 
 
+NO = Refusal(Reason.NOT_IN_MAP, "no", ", of ordinal 7")
+
+
 def named(name: str) -> Raw:
     return {**NODE, "metadata": {"name": name}}
 
@@ -38,12 +43,12 @@ def named(name: str) -> Raw:
 def test_names_are_answered_with_names() -> None:
     offer = ExtenderArgs.parse(args(NodeNames=["node-b", "node-a", "node-c"])).offer
     assert offer.names == ("node-b", "node-a", "node-c")
-    sifted = FilterResult(frozenset({"node-a", "node-b"}), {}, {"node-c": "no"})
+    sifted = FilterResult(frozenset({"node-a", "node-b"}), {}, {"node-c": NO})
     assert json.loads(filter_result(offer, sifted)) == {
         "Nodes": None,
         "NodeNames": ["node-b", "node-a"],
         "FailedNodes": {},
-        "FailedAndUnresolvableNodes": {"node-c": "no"},
+        "FailedAndUnresolvableNodes": {"node-c": "no, of ordinal 7 (gpuwarden: NotInMap)"},
         "Error": "",
     }
 
@@ -52,7 +57,7 @@ def test_names_are_answered_with_names() -> None:
 def test_objects_are_answered_with_the_same_objects_byte_for_byte() -> None:
     offer = ExtenderArgs.parse(args(Nodes=sent(NODE, named("node-b"), metadata={"resourceVersion": "7"}))).offer
     assert offer.names == ("node-a", "node-b")
-    answered = filter_result(offer, FilterResult(frozenset({"node-a"}), {"node-b": "no"}))
+    answered = filter_result(offer, FilterResult(frozenset({"node-a"}), {"node-b": NO}))
     assert json.dumps(NODE).encode() in answered
     answer = json.loads(answered)
     assert answer["Nodes"] == {"metadata": {"resourceVersion": "7"}, "items": [NODE]}

@@ -24,7 +24,8 @@ from tests.builders import (
     slot,
 )
 from tests.core.scan import World
-from webhook.core.claim import Claim, ClaimRecord
+from webhook.core.claim import Claim
+from webhook.core.claim_keys import ClaimRecord
 from webhook.core.decide import MAX_NODE_CHECKS, MAX_PLACEMENTS, MAX_PROVEN_NODES, EvidencePolicy, decide, explain
 from webhook.core.device import Device, DeviceUuid, Node, Taint
 from webhook.core.evidence import Evidence, EvidenceState

@@ -2,21 +2,13 @@
 
 import pytest
 
-from webhook.core import keys
+from webhook.core import claim_keys, keys
 from webhook.core.keys import Key, is_protected_annotation
 
 
 @pytest.mark.parametrize(
     ("key", "names"),
     [
-        pytest.param(
-            keys.REQUIRED_HASH,
-            ("gpuwarden.io/required-hash", "attestation-hash.my-company.com/required-hash"),
-            id="required-hash",
-        ),
-        pytest.param(keys.GPU_COUNT, ("gpuwarden.io/gpu-count",), id="gpu-count"),
-        pytest.param(keys.GPU_MAP, ("gpuwarden.io/gpu-map", "gpu-scheduling-map"), id="gpu-map"),
-        pytest.param(keys.SHARED, ("gpuwarden.io/shared",), id="shared"),
         pytest.param(keys.OPT_IN, ("gpuwarden.io/enabled", "scheduler.radix.ai/enabled"), id="opt-in"),
         pytest.param(keys.GPU_UUID, ("gpuwarden.io/gpu-uuid", "fudo.org/gpu.uuid"), id="gpu-uuid"),
         pytest.param(
@@ -46,9 +38,9 @@ def test_key_names_do_not_change(key: Key, names: tuple[str, ...]) -> None:
         pytest.param(keys.DOMAIN, "gpuwarden.io", id="domain"),
         pytest.param(keys.ASSIGNER_DOMAIN, "fudo.org", id="assigner-domain"),
         pytest.param(keys.CDI_DOMAIN, "cdi.k8s.io", id="cdi-domain"),
-        pytest.param(keys.REQUIREMENT_PREFIX, "gpuwarden.io/gpu.", id="requirement-prefix"),
-        pytest.param(keys.ASSIGNER_REQUIREMENT, "fudo.org/gpu", id="assigner-requirement"),
-        pytest.param(keys.ASSIGNER_ASSIGN, "fudo.org/gpu.assign", id="assigner-assign"),
+        pytest.param(claim_keys.REQUIREMENT_PREFIX, "gpuwarden.io/gpu.", id="requirement-prefix"),
+        pytest.param(claim_keys.ASSIGNER_REQUIREMENT, "fudo.org/gpu", id="assigner-requirement"),
+        pytest.param(claim_keys.ASSIGNER_ASSIGN, "fudo.org/gpu.assign", id="assigner-assign"),
         pytest.param(keys.ASSIGNER_DEVICE_LABELS, "fudo.org/gpu.device.labels", id="assigner-device-labels"),
         pytest.param(keys.MANAGED_BY, "app.kubernetes.io/managed-by", id="managed-by"),
         pytest.param(keys.NVIDIA_ENV, "NVIDIA_VISIBLE_DEVICES", id="nvidia-env"),
@@ -82,17 +74,6 @@ def test_list_of_written_keys_is_complete() -> None:
         "fudo.org/gpu.reservation-id",
         "fudo.org/gpu.node",
     } == keys.OUTPUT_NAMES
-
-
-def test_list_of_read_keys_is_complete() -> None:
-    assert {
-        "gpuwarden.io/required-hash",
-        "attestation-hash.my-company.com/required-hash",
-        "gpuwarden.io/gpu-count",
-        "gpuwarden.io/gpu-map",
-        "gpu-scheduling-map",
-        "gpuwarden.io/shared",
-    } == keys.INPUT_NAMES
 
 
 @pytest.mark.parametrize(

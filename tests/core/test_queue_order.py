@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests import builders
 from tests.builders import NOW, raw_container
-from webhook.core.queue_order import OWN_IDS, ClaimKind, KindPass, QueuedPod, QueueOrder, reservation_id_of
+from webhook.core.queue_order import OWN_IDS, KindPass, QueuedPod, QueueOrder, reservation_id_of
 from webhook.core.reservation import PodIdentity
 
 
@@ -45,9 +45,7 @@ def test_pod_with_a_changed_claim_moves_to_another_queue() -> None:
     queue.put(waiter(1))
     queue.put(waiter(1, asked={"gpuwarden.io/required-hash": "sha256:aa"}))
     assert len(queue) == 1
-    (kind,) = queue.kinds()
-    assert kind.hashes == {"sha256:aa"}
-    assert isinstance(kind, ClaimKind)
+    assert queue.kinds() == [waiter(1, asked={"gpuwarden.io/required-hash": "sha256:aa"}).kind]
 
 
 @given(st.lists(st.tuples(st.integers(0, 8), st.integers(1, 3), st.integers(0, 4), st.booleans()), max_size=40))
@@ -124,7 +122,11 @@ def test_kind_that_cannot_be_served_takes_at_most_one_turn_of_its_namespace() ->
     queue.put(of_hash(51, 2))
     for number in range(52, 60):
         queue.put(of_hash(number, 3, "cv"))
-    assert [next(iter(kind.hashes)) for kind in queue.kinds()] == ["sha256:1", "sha256:3", "sha256:2"]
+    assert [hash for kind in queue.kinds() for hash in queue.heads(kind)[0].claim.record.hashes] == [
+        "sha256:1",
+        "sha256:3",
+        "sha256:2",
+    ]
 
 
 def test_ten_thousand_queued_pods_are_ordered_quickly() -> None:

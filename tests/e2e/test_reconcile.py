@@ -23,7 +23,7 @@ from tests.e2e.kube import (
 from tests.e2e.test_ledger import GPU_NODES, NODE_A, ApiBench, bench  # noqa: F401 - the fixture
 from tests.ledger.contract import on
 from webhook.admission.cluster_fleet import ClusterFleet, GpuNodesListener
-from webhook.core.claim import ClaimRecord
+from webhook.core.claim_keys import ClaimRecord
 from webhook.core.errors import SlotsTakenError
 from webhook.core.reservation import ReservationId, ReservationRequest
 from webhook.kube.client import connect

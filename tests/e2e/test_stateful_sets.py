@@ -43,7 +43,7 @@ from tests.e2e.test_ledger import GPU_NODES
 from tests.e2e.test_maps import KEEPS
 from tests.e2e.test_queue import gates, wait_for_event
 from tests.running import challenging
-from webhook.core import keys
+from webhook.core import claim_keys, keys
 from webhook.core.evidence import Evidence
 from webhook.evidence.jwt.jwt_svid import SOURCE
 from webhook.evidence.node_evidence import new_node_evidence, with_entries
@@ -423,7 +423,7 @@ async def a_rolling_update_leaves_each_where_it_was(harness: Harness) -> float:
 async def test_ordinal_waits_for_evidence_of_its_node(harness: Harness, request: pytest.FixtureRequest) -> None:
     for node in NAMES[:2]:
         await harness.prove(node, HASH)
-    await harness.create(mapped_set(asked={keys.REQUIRED_HASH.name: HASH}))
+    await harness.create(mapped_set(asked={claim_keys.REQUIRED_HASH.name: HASH}))
     await harness.runs(0, 1)
     await harness.waits(2, "NoProvenNode", "no evidence")
     await harness.prove("sets-2", HASH)

@@ -389,7 +389,7 @@ class ViewListener:
         self.shown: list[tuple[str, Evidence | None]] = []
         self.view = EvidenceView(
             {node.replace("_", "-"): one for node, one in own.items()},
-            asked=asked or ("static",),
+            required=asked or ("static",),
         )
         self.view.notify(lambda name: self.shown.append((name, self.view.combined_evidence(name))))
 
@@ -467,7 +467,7 @@ def test_deleted_object_removes_the_evidence() -> None:
 @pytest.mark.parametrize("is_node_first", [True, False], ids=["node first", "evidence first"])
 def test_evidence_may_arrive_before_or_after_its_node(*, is_node_first: bool) -> None:
     fleet = Fleet()
-    view = EvidenceView({}, asked=["static"])
+    view = EvidenceView({}, required=["static"])
     inventory = ClusterFleet(fleet, lambda: NOW, proven=view.combined_evidence)
     view.notify(inventory.prove)
     node = {"metadata": {"name": "node-a"}}
@@ -493,7 +493,7 @@ def test_evidence_may_arrive_before_or_after_its_node(*, is_node_first: bool) ->
 def test_every_entry_must_be_newer_than_the_node(spire: int, proof: int, state: str) -> None:
     """The newer of two entries must not hide that the other is of the earlier machine with that name."""
     fleet = Fleet()
-    view = EvidenceView({}, asked=["spire-server", "jwt-svid"])
+    view = EvidenceView({}, required=["spire-server", "jwt-svid"])
     inventory = ClusterFleet(fleet, lambda: NOW, proven=view.combined_evidence)
     view.notify(inventory.prove)
     inventory.put_node({"metadata": {"name": "node-a", "creationTimestamp": "2026-03-02T11:30:00Z"}})
@@ -509,7 +509,7 @@ def test_every_entry_must_be_newer_than_the_node(spire: int, proof: int, state: 
 
 def test_proof_with_a_fast_clock_is_not_of_the_recreated_node() -> None:
     fleet = Fleet()
-    view = EvidenceView({}, asked=["jwt-svid"], skew=5 * SECOND)
+    view = EvidenceView({}, required=["jwt-svid"], skew=5 * SECOND)
     inventory = ClusterFleet(fleet, lambda: NOW, proven=view.combined_evidence)
     view.notify(inventory.prove)
     inventory.put_node({"metadata": {"name": "node-a", "creationTimestamp": "2026-03-02T11:59:50Z"}})
@@ -526,7 +526,7 @@ def test_proof_with_a_fast_clock_is_not_of_the_recreated_node() -> None:
 def test_written_evidence_is_limited_to_the_configured_age(source: str) -> None:
     """Written with a longer `--max-evidence-age`, by an earlier process or by hand: its real age counts."""
     shown: list[str] = []
-    view = EvidenceView({}, asked=[source, "static"], skew=5 * SECOND, max_age=10 * MINUTE)
+    view = EvidenceView({}, required=[source, "static"], skew=5 * SECOND, max_age=10 * MINUTE)
     view.notify(shown.append)
     proof = {"nonceDigest": "n"} if source == "jwt-svid" else {}
     for since, until, ends in (
@@ -541,7 +541,7 @@ def test_written_evidence_is_limited_to_the_configured_age(source: str) -> None:
 
 
 def test_static_evidence_keeps_its_own_expiry() -> None:
-    view = EvidenceView({}, asked=["static"], max_age=10 * MINUTE)
+    view = EvidenceView({}, required=["static"], max_age=10 * MINUTE)
     view.changed(raw(static=entry(since="2026-03-02T11:00:00Z", until=LATER)))
     found = view.combined_evidence("node-a")
     assert found is not None
@@ -551,7 +551,7 @@ def test_static_evidence_keeps_its_own_expiry() -> None:
 @pytest.mark.parametrize("since", ["9999-12-31T23:59:59Z", "0001-01-01T00:00:00Z"])
 def test_time_out_of_range_leaves_the_known_evidence(since: str) -> None:
     shown: list[str] = []
-    view = EvidenceView({}, asked=["jwt-svid"], skew=MINUTE, max_age=HOUR)
+    view = EvidenceView({}, required=["jwt-svid"], skew=MINUTE, max_age=HOUR)
     view.notify(shown.append)
     view.changed(raw(jwt_svid=entry(since=SAID, until=LATER, nonceDigest="d")))
     known = view.combined_evidence("node-a")

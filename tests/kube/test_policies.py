@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from webhook.core import keys
+from tests.claim_samples import SAMPLES, Sample
+from webhook.core import claim_keys, keys
 from webhook.core.check import GPU_RESOURCES
 from webhook.core.host_paths import PROTECTED_PATHS, STORAGE, WRITABLE
 from webhook.core.isolation import EXEMPT, INJECTING, STRONG
@@ -127,8 +128,7 @@ def test_files_contain_the_expected_objects() -> None:
 @pytest.mark.parametrize(
     "word",
     sorted(
-        {*keys.REQUIRED_HASH.names, *keys.GPU_COUNT.names, *keys.GPU_MAP.names}  # what a pod asks with
-        | {keys.REQUIREMENT_PREFIX, keys.ASSIGNER_REQUIREMENT, f"{keys.ASSIGNER_REQUIREMENT}."}
+        {claim_keys.REQUIREMENT_PREFIX, claim_keys.ASSIGNER_REQUIREMENT, f"{claim_keys.ASSIGNER_REQUIREMENT}."}
         | keys.OUTPUT_NAMES
         | {
             *keys.GPU_ENV,
@@ -143,8 +143,12 @@ def test_every_key_that_requests_or_exposes_a_gpu_matches_the_hook(hook: str, wo
     assert f"'{word}'" in condition((MUTATING | VALIDATING)[hook])
 
 
-def test_keys_that_only_refine_a_claim_do_not_match_the_hook() -> None:
-    assert keys.SHARED.name not in condition(MUTATING["mutate.gpuwarden.io"])
+@pytest.mark.parametrize("hook", ["mutate.gpuwarden.io", "validate.gpuwarden.io"])
+@pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: sample.names[0])
+def test_hook_matches_the_keys_that_make_a_claim(hook: str, sample: Sample) -> None:
+    annotations, labels = condition((MUTATING | VALIDATING)[hook]).split("object.metadata.?labels")
+    assert [f"'{name}'" in annotations for name in sample.names] == [sample.makes_claim] * len(sample.names)
+    assert (f"'{sample.names[0]}'" in labels) == (sample.makes_claim and sample.is_label)
 
 
 @pytest.mark.parametrize("word", sorted(keys.OUTPUT_NAMES))
@@ -298,8 +302,8 @@ def test_pods_skipped_by_the_blind_policy_match_the_webhook() -> None:
     assert again == asks
     words = set(re.findall(r"'([^']*)'", asks))
     assert words <= set(re.findall(r"'([^']*)'", condition(MUTATING["mutate.gpuwarden.io"])))
-    asked = {*keys.REQUIRED_HASH.names, *keys.GPU_COUNT.names, *keys.GPU_MAP.names, *keys.CLAIM.names, *GPU_RESOURCES}
-    assert asked <= words
+    asked = {name for sample in SAMPLES if sample.makes_claim for name in sample.names}
+    assert {*asked, *keys.CLAIM.names, *GPU_RESOURCES} <= words
     # Annotations that the strip policy removes must not exempt a pod.
     assert not (keys.OUTPUT_NAMES - set(keys.CLAIM.names)) & words
 
@@ -536,7 +540,7 @@ def test_manifests_contain_the_names_of_the_installation() -> None:
     }
     assert first["namespaceSelector"]["matchLabels"] == {"example.test/gpus": "true"}
     assert first["namespaceSelector"]["matchExpressions"][0]["values"] == ["kube-system", "wardens"]
-    always = ", ".join(f"'{name}'" for name in keys.REQUIRED_HASH.names)
+    always = ", ".join(f"'{name}'" for name in claim_keys.REQUIRED_HASH.names)
     assert f"{always}, 'example.test/hash', 'example.test/other'" in condition(first)
     assert "r == 'example.test/gpu' || r.startsWith('nvidia.com/')" in condition(first)
     update = hooks("ValidatingWebhookConfiguration", installation)["validate-update.alias.gpuwarden.io"]

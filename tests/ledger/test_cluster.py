@@ -14,7 +14,8 @@ from tests.builders import Raw
 from tests.ledger.contract import CLOCK_SKEW, PENDING_DEADLINE, SECOND, Bench, LedgerContract, ask, on, pod
 from tests.ledger.fake_store import FakeStore, Fault, Watch, check_rules, gpu_node
 from webhook.admission.reserving import Reserver
-from webhook.core.claim import Claim, ClaimRecord
+from webhook.core.claim import Claim
+from webhook.core.claim_keys import ClaimRecord
 from webhook.core.decide import MAX_PLACEMENTS, EvidencePolicy
 from webhook.core.device import DeviceUuid, Node
 from webhook.core.errors import (
@@ -800,11 +801,11 @@ async def test_rest_waits_for_writes_in_progress_and_starts_none_without_a_calle
     await asyncio.sleep(0)
     first.cancel()
     later.cancel()
-    resting = asyncio.ensure_future(ledger.rest())
+    finishing = asyncio.ensure_future(ledger.finish_writes())
     await asyncio.sleep(0.01)
-    assert not resting.done()
+    assert not finishing.done()
     store.may_answer.set()
-    await resting
+    await finishing
     assert store.writes == 1
     assert list(bench.held()) == ["GPU-a0/0"]
 

@@ -20,7 +20,7 @@ from tests.builders import Raw
 from tests.ledger.contract import CLOCK_SKEW, PENDING_DEADLINE, on
 from tests.ledger.fake_store import FakeStore, Fault, gpu_node
 from tests.ledger.test_cluster import Pods, Replica
-from webhook.core.claim import ClaimRecord
+from webhook.core.claim_keys import ClaimRecord
 from webhook.core.device import Slot
 from webhook.core.errors import LedgerError
 from webhook.core.reservation import Phase, Placement, PodIdentity, PodProof, ReservationId, ReservationRequest

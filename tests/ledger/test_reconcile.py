@@ -12,7 +12,7 @@ from tests.ledger.contract import CLOCK_SKEW, PENDING_DEADLINE, on
 from tests.ledger.test_cluster import NODE_A, ClusterBench, Pods, ended
 from tests.recorded_events import RecordedEvents
 from webhook.core import keys
-from webhook.core.claim import ClaimRecord
+from webhook.core.claim_keys import ClaimRecord
 from webhook.core.reasons import Reason
 from webhook.core.reservation import Phase, PodIdentity, PodProof, ReservationId, ReservationRequest
 from webhook.ledger.cluster import ClusterLedger

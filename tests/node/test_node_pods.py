@@ -16,7 +16,7 @@ from tests.node_double import (
     NodeDouble,
 )
 from webhook.node.node_pods import NodePods, NodeUnknownError, RemainingContainers
-from webhook.node.pod_ends import MAX_PODS, MAX_SYNC_DURATION, MIN_INTERVAL, RETENTION, PodEnds
+from webhook.node.pod_ends import MAX_PODS, MAX_SYNC_DURATION, MIN_INTERVAL, RETENTION, PodEndDetector
 
 OLD = "uid-old"
 
@@ -118,7 +118,7 @@ class Snapshots:
     """Snapshots of one node over time."""
 
     def __init__(self, node: NodeDouble) -> None:
-        self.node, self.ends, self.now = node, PodEnds(), 100.0
+        self.node, self.ends, self.now = node, PodEndDetector(), 100.0
 
     async def see(self, after: float = MIN_INTERVAL.total_seconds(), *, lasting: float = 0.0) -> list[str]:
         began = self.now + after

@@ -10,7 +10,7 @@ import pytest
 from scripts.chart_values import MOVED, values
 from tests.chart.rendering import refusal
 from tests.chart.test_values import GPU_SCHEDULER, SCHEDULER_WEBHOOK
-from webhook.core import keys
+from webhook.core import claim_keys, keys
 from webhook.export import settings as export_settings
 from webhook.export.labels import DOMAIN as SERIALS
 from webhook.runtime import settings
@@ -39,8 +39,8 @@ FLAGS = {
 }
 VALUES = {"binder": GPU_SCHEDULER, "scoring": SCHEDULER_WEBHOOK}
 KEYS = {
-    "extender": [*keys.REQUIRED_HASH.names],
-    "binder": [*keys.GPU_MAP.names, keys.LOGICAL_NODE_LABEL, keys.POD_INDEX_LABEL, keys.CUDA_ENV],
+    "extender": [*claim_keys.REQUIRED_HASH.names],
+    "binder": [*claim_keys.GPU_MAP.names, keys.LOGICAL_NODE_LABEL, keys.POD_INDEX_LABEL, keys.CUDA_ENV],
     "exporter": [
         SERIALS + name for name in ("gpu-<n>", "chassis", "chassis-<i>", "chassis-<i>-gpu-<n>", "chassis-count")
     ],
@@ -52,7 +52,7 @@ KEYS = {
     ],
     "assigner": [
         keys.ASSIGNER_DEVICE_LABELS,
-        keys.ASSIGNER_ASSIGN,
+        claim_keys.ASSIGNER_ASSIGN,
         *(name for key in (keys.GPU_UUID, keys.NODE, keys.RESERVATION_ID) for name in key.aliases),
         "fudo.org/pod.namespace",
         "fudo.org/gpu.reservation-state",

@@ -94,7 +94,8 @@ async def test_pod_with_another_pods_reservation_fits_no_node(
     final = await created(harness, shared, gpu_pod())
     shared.change("node-a", **members)
     found = await other.filter(about(final))
-    assert found.unresolvable == dict.fromkeys(NODES, "the pod's GPU reservation is gone")
+    message = "the pod's GPU reservation is gone (gpuwarden: NotReserved)"
+    assert {name: one.message for name, one in found.unresolvable.items()} == dict.fromkeys(NODES, message)
     assert dict(await other.scores(about(final))) == dict.fromkeys(NODES, 0)
 
 
@@ -131,8 +132,8 @@ async def test_unreadable_claim_fits_no_node_and_is_not_bound(
     raw = builders.created(raw_pod(annotations=annotations))
     shared.has(raw)
     found = await extender.filter(about(raw))
-    text = f"the pod's claim cannot be read: InvalidPod: {mistake}"
-    assert found.unresolvable == dict.fromkeys(NODES, text)
+    message = f"the pod's claim cannot be read: InvalidPod: {mistake} (gpuwarden: InvalidPod)"
+    assert {name: one.message for name, one in found.unresolvable.items()} == dict.fromkeys(NODES, message)
     assert count_rejections(found) == {"the pod's claim cannot be read": 3}
     assert dict(await extender.scores(about(raw))) == dict.fromkeys(NODES, 0)
     victims = dict.fromkeys(NODES, Victims(("uid-1",), 0))
@@ -143,9 +144,9 @@ async def test_unreadable_claim_fits_no_node_and_is_not_bound(
 
 async def test_text_about_an_unreadable_claim_is_bounded(extender: Extender) -> None:
     raw = builders.created(raw_pod(annotations=attested("\n," * 1000)))
-    (text,) = set((await extender.filter(about(raw))).unresolvable.values())
-    assert len(text) == 200
-    assert text.isprintable()
+    (refusal,) = set((await extender.filter(about(raw))).unresolvable.values())
+    assert len(refusal.detail) == 200
+    assert refusal.message.isprintable()
 
 
 @pytest.mark.parametrize(

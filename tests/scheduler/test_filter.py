@@ -9,17 +9,16 @@ from tests.builders import HASH, NOW, OTHER_HASH, SECOND, Raw, device, node, raw
 from webhook.core.claim import Claim
 from webhook.core.decide import ClaimSearch, EvidencePolicy, Objection
 from webhook.core.device import Taint
-from webhook.core.extender_wire import FilterResult
+from webhook.core.extender_wire import FilterResult, is_from_us
 from webhook.core.fleet import Fleet
+from webhook.scheduler import filter as node_filter
 from webhook.scheduler.extender import count_rejections
-from webhook.scheduler.filter import MESSAGES, TEXTS, NodeQuery, filter_nodes, scores
+from webhook.scheduler.filter import REFUSALS, NodeQuery, filter_nodes, scores
 
 ASKED, ALL = EvidencePolicy(), EvidencePolicy(is_always_required=True)
 NAMES = ("node-a", "node-b", "node-c", "node-nowhere")
-DIFFERS, ABSENT, NOT_KNOWN = (
-    MESSAGES[Objection.OTHER_HASH],
-    MESSAGES[Objection.ABSENT],
-    "node is not known to gpuwarden",
+DIFFERS, ABSENT, FEWER_FREE, FEWER_MATCHING = (
+    REFUSALS[one] for one in (Objection.OTHER_HASH, Objection.ABSENT, Objection.FEWER_FREE, Objection.FEWER_MATCHING)
 )
 
 
@@ -85,17 +84,17 @@ def test_invalid_evidence_counts_as_none(members: Raw, said: Objection) -> None:
     fleet.set_evidence("node-a", builders.evidence("node-a", HASH, **members), NOW)
     found = filtered(NodeQuery(claim(HASH)), fleet)
     assert found.passed == frozenset()
-    assert found.unresolvable["node-a"] == MESSAGES[said]
+    assert found.unresolvable["node-a"] == REFUSALS[said]
 
 
 def test_too_few_free_gpus_is_resolvable_by_preemption() -> None:
     fleet = three_nodes()
     fleet.hold(reservation(*(slot(f"GPU-a{k}") for k in range(3))))
     found = filtered(NodeQuery(claim(HASH, gpus=2)), fleet)
-    assert found.failed == {"node-a": "too few free GPUs"}
+    assert found.failed == {"node-a": FEWER_FREE}
     found = filtered(NodeQuery(claim(HASH, gpus=5)), fleet)
     assert found.failed == {}
-    assert found.unresolvable["node-a"] == "too few matching GPUs"
+    assert found.unresolvable["node-a"] == FEWER_MATCHING
 
 
 def test_gpus_of_nodes_without_known_devices_are_left_to_the_scheduler() -> None:
@@ -105,7 +104,7 @@ def test_gpus_of_nodes_without_known_devices_are_left_to_the_scheduler() -> None
     labelled = claim(HASH, gpus=1, labels={"gpuwarden.io/gpu.model": "h100"})
     found = filtered(NodeQuery(labelled), fleet)
     assert found.passed == {"node-a"}
-    assert found.unresolvable["node-c"] == "too few matching GPUs"
+    assert found.unresolvable["node-c"] == FEWER_MATCHING
 
 
 def test_plain_gpu_claim_passes_every_node_unless_evidence_is_always_required() -> None:
@@ -126,13 +125,13 @@ def test_plain_gpu_claim_passes_every_node_unless_evidence_is_always_required() 
 )
 def test_filter_checks_the_conditions_of_a_node(members: Raw, said: str) -> None:
     fleet = builders.fleet(node("node-a", **members), proven={"node-a": HASH})
-    assert filtered(NodeQuery(claim(HASH)), fleet).unresolvable["node-a"] == said
+    assert filtered(NodeQuery(claim(HASH)), fleet).unresolvable["node-a"].text == said
 
 
 def test_pod_with_a_reservation_fits_only_its_node() -> None:
     found = filtered(NodeQuery(claim(HASH, gpus=1), reserved="node-a", is_recorded=True))
     assert found.passed == {"node-a"}
-    assert set(found.unresolvable.values()) == {"the pod's GPUs are reserved on another node"}
+    assert set(found.unresolvable.values()) == {node_filter.RESERVED_ELSEWHERE}
 
 
 @pytest.mark.defect("extender-6")
@@ -156,7 +155,7 @@ def test_mapped_pod_fits_its_mapped_node_only() -> None:
     fleet = three_nodes()
     assert filtered(query, fleet).passed == {"node-a"}
     fleet.hold(reservation(slot("GPU-a1")))
-    assert filtered(query, fleet).failed == {"node-a": "too few free GPUs"}
+    assert filtered(query, fleet).failed == {"node-a": FEWER_FREE}
 
 
 def test_mapped_pod_fits_a_node_without_known_devices() -> None:
@@ -174,7 +173,8 @@ def test_ordinal_without_a_line_fits_no_node(policy: EvidencePolicy) -> None:
     mapped = {"gpu-scheduling-map": "7=node-a:0"}
     query = NodeQuery(builders.claim(raw_pod(annotations=mapped, owners=[builders.stateful_set()])))
     found = filtered(query, policy=policy)
-    assert found.unresolvable == dict.fromkeys(NAMES, "the placement map has no line for ordinal 0")
+    messages = {name: refusal.message for name, refusal in found.unresolvable.items()}
+    assert messages == dict.fromkeys(NAMES, "the placement map has no line for ordinal 0 (gpuwarden: NotInMap)")
     assert count_rejections(found) == {"the placement map has no line for ordinal": len(NAMES)}
     assert dict(scores(query, NAMES, three_nodes(), policy)) == dict.fromkeys(NAMES, 0)
 
@@ -228,7 +228,7 @@ def test_grouped_answers_equal_answers_for_each_node(members: Raw, *, is_recorde
     found = filter_nodes(NodeQuery(asked, is_recorded=is_recorded), fleet.indexed_nodes, fleet, ASKED)
     assert found.passed == {name for name, objection in expected.items() if objection is None}
     assert found.passed
-    refused = {name: MESSAGES[objection] for name, objection in expected.items() if objection is not None}
+    refused = {name: REFUSALS[objection] for name, objection in expected.items() if objection is not None}
     assert {**found.failed, **found.unresolvable} == refused
 
 
@@ -236,11 +236,28 @@ def test_node_offered_twice_gets_the_same_answer() -> None:
     assert filter_nodes(NodeQuery(claim(HASH)), ("node-a", "node-a"), three_nodes(), ASKED).passed == {"node-a"}
 
 
-def test_texts_name_no_node_gpu_or_age() -> None:
-    """The texts are the same for all nodes: they contain nothing that differs between nodes."""
-    for text in TEXTS:
-        assert "{" not in text
-        assert not any(letter.isdigit() for letter in text)
+@pytest.mark.parametrize("objection", Objection, ids=lambda one: one.name)
+def test_each_objection_has_a_message_that_names_no_node_gpu_or_age(objection: Objection) -> None:
+    """The messages are the same for all nodes: they contain nothing that differs between nodes."""
+    message = REFUSALS[objection].message
+    assert "{" not in message
+    assert not any(letter.isdigit() for letter in message)
+    assert is_from_us(f"0/3 nodes are available: 3 {message}.")
+
+
+@pytest.mark.parametrize(
+    ("objection", "message"),
+    [
+        (Objection.OTHER_HASH, "attestation hash differs from the required one (gpuwarden: NoProvenNode)"),
+        (Objection.FEWER_FREE, "too few free GPUs (gpuwarden: NoFreeDevice)"),
+        (Objection.FEWER_MATCHING, "too few matching GPUs (gpuwarden: NoMatchingDevice)"),
+        (Objection.CORDONED, "node is cordoned (gpuwarden: NodeNotReady)"),
+        (Objection.NOT_SELECTED, "not selected by the pod (gpuwarden: NoSuitableNode)"),
+    ],
+    ids=["other-hash", "fewer-free", "fewer-matching", "cordoned", "not-selected"],
+)
+def test_message_of_a_refusal_ends_with_its_reason(objection: Objection, message: str) -> None:
+    assert REFUSALS[objection].message == message
 
 
 def test_tightest_fit_scores_highest() -> None:

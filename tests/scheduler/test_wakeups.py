@@ -17,7 +17,7 @@ from webhook.core.fleet import Fleet
 from webhook.core.reservation import PodIdentity
 from webhook.scheduler.wakeups import MAX_FAILURES, NotWokenError, WakerUnavailableError, Wakeups
 
-OURS = "0/3 nodes are available: 2 attestation hash differs from the required one, 1 Insufficient cpu."
+OURS = "0/3 nodes are available: 2 any text of another version (gpuwarden: NoProvenNode), 1 Insufficient cpu."
 OTHERS = "0/3 nodes are available: 3 Insufficient cpu."
 
 

@@ -83,7 +83,7 @@ async def post(client: httpx.AsyncClient, path: str, content: Any) -> Any:
 
 @pytest.mark.defect("extender-3")
 async def test_filter_answers_names_with_names_and_nodes_with_nodes(client: httpx.AsyncClient) -> None:
-    refused = {"node-b": DIFFERS, "node-c": ABSENT}
+    refused = {"node-b": f"{DIFFERS} (gpuwarden: NoProvenNode)", "node-c": f"{ABSENT} (gpuwarden: NoProvenNode)"}
     assert await post(client, "/filter", by_name(pod_requiring(HASH), *NAMES)) == {
         "Nodes": None,
         "NodeNames": ["node-a"],

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from tests import builders
 from tests.builders import Raw, raw_container, raw_pod
+from tests.claim_samples import SAMPLES
 from tests.web.harness import Harness, patched
 from tests.web.test_app import paths, rich_review
 
@@ -19,10 +20,8 @@ values = st.recursive(scalars, lambda inner: st.lists(inner, max_size=3) | st.di
 meaningful_values = st.sampled_from(
     [
         *("all", "void", "GPU-a0", "1", "0", "-1", "1e3", "half", "In", "NotIn", "Exists", "Gt", "node-a", "Always"),
-        {"gpuwarden.io/gpu-count": "2"},
-        {"gpuwarden.io/required-hash": builders.HASH},
+        *({name: sample.value} for sample in SAMPLES for name in sample.names),
         {"gpuwarden.io/claim": "{}", "gpuwarden.io/reservation-id": "r"},
-        {"gpu-scheduling-map": "0=node-a:0"},
         {"nvidia.com/gpu": 1.0},
         {"nvidia.com/gpu": "2"},
         {"fudo.org/gpu.assign": "true"},

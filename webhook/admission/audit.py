@@ -20,7 +20,8 @@ from webhook.core.isolation import ClaimName, refusals
 from webhook.core.pod import Pod
 from webhook.core.raw import Raw
 from webhook.core.reservation import Phase, Reservation
-from webhook.ledger.reserved_pod import ENDED, ReservedPod, ReservedPodWire
+from webhook.ledger.end_of_use import TERMINAL_PHASES
+from webhook.ledger.reserved_pod import ReservedPod, ReservedPodWire
 
 # The pod may be created this long after its reservation, and its event takes time too.
 CREATION_MARGIN = timedelta(minutes=2)
@@ -95,7 +96,7 @@ class AuditRules:
             exposed = refusals(raw, self.host_paths, self.volumes)
         except (msgspec.ValidationError, InvalidPodError):
             return None
-        if wire.status is not None and wire.status.phase in ENDED:
+        if wire.status is not None and wire.status.phase in TERMINAL_PHASES:
             return None
         recorded, reserved_pod = recorded_claim_or_none(pod), ReservedPod.of(raw)
         found = AuditedPod(

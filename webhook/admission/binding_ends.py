@@ -32,8 +32,9 @@ from webhook.core.reservation import Reservation
 from webhook.kube.api_objects import ObjectClient
 from webhook.kube.store import StaleError
 from webhook.kube.view import ObjectView
+from webhook.ledger.end_of_use import TERMINAL_PHASES
 from webhook.ledger.reconcile import waiting_since
-from webhook.ledger.reserved_pod import ENDED, ReservedPod, ReservedPodWire
+from webhook.ledger.reserved_pod import ReservedPod, ReservedPodWire
 from webhook.runtime.clock import LONG_AGO, Clock
 
 log = structlog.get_logger(__name__)
@@ -91,7 +92,7 @@ class Unbound:
             wire, pod = msgspec.convert(raw, ReservedPodWire), Pod.parse(raw)
         except (msgspec.ValidationError, InvalidPodError):
             return None
-        has_ended = wire.status is not None and wire.status.phase in ENDED
+        has_ended = wire.status is not None and wire.status.phase in TERMINAL_PHASES
         if pod.body.node_name or has_ended or pod.is_gated or not pod.meta.uid:
             return None
         nodes = frozenset(nodes_pinned_to(raw)) or frozenset({None})

@@ -16,7 +16,8 @@ from attrs import define, evolve, frozen
 
 from webhook.admission.namespaces import ClaimReader
 from webhook.core import check, keys
-from webhook.core.claim import Claim, ClaimRecord, ClaimRules, claim_of, recorded_claim_or_none, strictest_claim
+from webhook.core.claim import Claim, ClaimRules, claim_of, recorded_claim_or_none, strictest_claim
+from webhook.core.claim_keys import ClaimRecord
 from webhook.core.decide import EvidencePolicy
 from webhook.core.device import Node
 from webhook.core.errors import GpuwardenError, InvalidPodError
@@ -29,7 +30,8 @@ from webhook.core.raw import Raw
 from webhook.core.reasons import Reason
 from webhook.core.reservation import PodIdentity, Reservation
 from webhook.kube.events import Events, Subject
-from webhook.ledger.reserved_pod import ENDED, ReservedPodMetaWire, ReservedPodWire
+from webhook.ledger.end_of_use import TERMINAL_PHASES
+from webhook.ledger.reserved_pod import ReservedPodMetaWire, ReservedPodWire
 from webhook.runtime.backoff import Backoff, Retry
 from webhook.runtime.clock import Clock
 from webhook.runtime.telemetry import EvidenceCounts
@@ -95,7 +97,7 @@ class BoundPod:
             wire = msgspec.convert(raw, ReservedPodWire)
             meta = wire.metadata or ReservedPodMetaWire()
             node = wire.spec and wire.spec.node_name
-            has_ended = wire.status is not None and wire.status.phase in ENDED
+            has_ended = wire.status is not None and wire.status.phase in TERMINAL_PHASES
             if not node or has_ended or not meta.uid:
                 return None
             pod = Pod.parse(raw)

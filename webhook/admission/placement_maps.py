@@ -7,7 +7,7 @@ from typing import Any
 import structlog
 from attrs import frozen
 
-from webhook.core import keys
+from webhook.core import claim_keys, keys
 from webhook.core.errors import InvalidPodError
 from webhook.core.fleet import Fleet
 from webhook.core.gpu_map import MapOwner, SetId, parse_map
@@ -171,7 +171,7 @@ def map_of(raw: Raw) -> str | None:
     """The map in the set's pod template."""
     meta = ((raw.get("spec") or {}).get("template") or {}).get("metadata") or {}
     annotations = meta.get("annotations") or {}
-    return next((annotations[name] for name in keys.GPU_MAP.names if annotations.get(name)), None)
+    return next((annotations[name] for name in claim_keys.GPU_MAP.names if annotations.get(name)), None)
 
 
 def ordinals_of(raw: Raw) -> range:
@@ -186,14 +186,6 @@ def whole(value: object, absent: int) -> int:
     if value is None:
         return absent
     return max(0, value) if isinstance(value, int) else 0
-
-
-def sets_without_label(sets: Iterable[Raw], namespaces: Iterable[Raw], opt_in: str = keys.OPT_IN.name) -> list[Key]:
-    """StatefulSets with a map that reserves nothing: their namespace has opted in but lacks the label."""
-    known = {raw["metadata"]["name"]: raw for raw in namespaces}
-    mapped = {key_of(raw) for raw in sets if map_of(raw) is not None}
-    without = {name for name, raw in known.items() if opted_in(raw, opt_in) and not may_reserve_by_map(raw, opt_in)}
-    return sorted(key for key in mapped if key[0] in without)
 
 
 def places_of(key: Key, text: str | None, ordinals: range) -> MapPlaces:

@@ -144,7 +144,7 @@ class ClusterFleetSource:
         max_age: timedelta,
         opt_in: str,
     ) -> None:
-        evidence = EvidenceView(own, asked=asked, skew=skew, max_age=max_age)
+        evidence = EvidenceView(own, required=asked, skew=skew, max_age=max_age)
         cluster_fleet = ClusterFleet(fleet, clock, proven=evidence.combined_evidence)
         evidence.notify(cluster_fleet.prove)
         gpu_nodes = GpuNodesListener(cluster_fleet, learn=ledger.learn, forget=ledger.forget)

@@ -73,7 +73,7 @@ def reconciler_parts(settings: Settings, api: ApiClient, metrics: Metrics) -> Re
     policy, namespaces = policy_of(settings), WatchedNamespaces(ApiNamespaces(api))
     rules = rules_of(settings, namespaces)
 
-    evidence = EvidenceView({}, asked=settings.evidence, skew=settings.clock_skew, max_age=settings.max_evidence_age)
+    evidence = EvidenceView({}, required=settings.evidence, skew=settings.clock_skew, max_age=settings.max_evidence_age)
     cluster_fleet = ClusterFleet(fleet, utc_now, proven=evidence.combined_evidence)
     evidence.notify(cluster_fleet.prove)
     offers = Offers(ApiObjects(api, GPU_NODES), fleet, utc_now, needs_evidence=policy.is_always_required)
@@ -135,7 +135,7 @@ def reconciler_parts(settings: Settings, api: ApiClient, metrics: Metrics) -> Re
         utc_now,
         bind_deadline=settings.bind_deadline,
         is_current=watches.are_current,
-        read_anew=partial(list_again, api, ledger, waiting_pods),
+        list_again=partial(list_again, api, ledger, waiting_pods),
         orphans_per_namespace=settings.orphans_per_namespace,
     )
     audit = AuditWatch(

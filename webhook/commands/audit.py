@@ -120,9 +120,9 @@ async def listed(api: ApiClient, path: str, read: Callable[[Raw], Kept | None]) 
                     yield found
     except WATCH_ERRORS as exc:
         status = exc.status if isinstance(exc, ApiException) else None
-        said = f"answered {status}" if status is not None else type(exc).__name__
+        problem = f"answered {status}" if status is not None else type(exc).__name__
         error = MayNotReadError if status == FORBIDDEN else CannotReadError
-        raise error(f"{path} cannot be listed: the API server {said}") from exc
+        raise error(f"{path} cannot be listed: the API server {problem}") from exc
 
 
 async def refused_volumes_in(api: ApiClient) -> Volumes:

@@ -310,7 +310,9 @@ class ApiCertificateStore:
     ) -> Raw | None:
         """The API server's answer; None for a status in `accepted`."""
         try:
-            status, said = await request_json(self._api, method, path, names, body, seconds=REQUEST_TIMEOUT, kind=kind)
+            status, content = await request_json(
+                self._api, method, path, names, body, seconds=REQUEST_TIMEOUT, kind=kind
+            )
         except REQUEST_ERRORS as exc:
             raise CertificatesError("the API server cannot be reached") from exc
         if status in accepted:
@@ -318,7 +320,7 @@ class ApiCertificateStore:
         if status == CONFLICT:
             raise OvertakenError
         try:
-            raw = object_in(said)
+            raw = object_in(content)
         except msgspec.DecodeError as exc:
             raise CertificatesError(f"the API server answered {status} without an object") from exc
         if status >= 400:

@@ -45,4 +45,4 @@ async def work(settings: Settings, api: ApiClient, probes: Probes) -> None:
                 begin()
             await run_passes(parts.steps, parts.reconciler.wakeup, interval=PAUSE, debounce=BREATH)
 
-        await run_while_elected(settings, api, LEASE, lead, parts.ledger.rest)
+        await run_while_elected(settings, api, LEASE, lead, parts.ledger.finish_writes)

@@ -34,7 +34,7 @@ class NotReleasedError(GpuwardenError):
 def run(settings: Settings, context: str | None, wanted: Sequence[str]) -> int:
     """Raises NotReleasedError."""
     for one in asyncio.run(released(settings, context, wanted)):
-        sys.stdout.write(f"released: {said(one)}\n")
+        sys.stdout.write(f"released: {text_of(one)}\n")
     return 0
 
 
@@ -72,7 +72,7 @@ def orphan_of(wanted: str, held: Sequence[Reservation]) -> Reservation:
     if not found:
         raise NotReleasedError(f"there is no reservation for {wanted}")
     if not orphans:
-        raise NotReleasedError(f"the pod of {said(found[0])} is not gone: delete the pod")
+        raise NotReleasedError(f"the pod of {text_of(found[0])} is not gone: delete the pod")
     if len(orphans) > 1:
         raise NotReleasedError(f"{wanted} matches several reservations: {', '.join(sorted(one.id for one in orphans))}")
     return orphans[0]
@@ -83,10 +83,10 @@ async def release(api: ApiClient, ledger: ClusterLedger, one: Reservation) -> No
         is_released = await ledger.release_orphan(one)
     except LedgerError as exc:
         raise NotReleasedError(
-            f"{said(one)}: the API server did not take the change; may you manage reservations.gpuwarden.io?"
+            f"{text_of(one)}: the API server did not take the change; may you manage reservations.gpuwarden.io?"
         ) from exc
     if not is_released:
-        raise NotReleasedError(f"{said(one)}: the reservation has changed, try again")
+        raise NotReleasedError(f"{text_of(one)}: the reservation has changed, try again")
     text = f"{gpus_of(one)} of pod {one.namespace}/{one.pod_name} is free: an operator has released it"
     happening = QueuedEvent(Subject.of_node(one.node), Reason.ORPHAN_ENDED, text, is_warning=False, at=utc_now())
     try:
@@ -99,5 +99,5 @@ async def release(api: ApiClient, ledger: ClusterLedger, one: Reservation) -> No
         sys.stderr.write("gpuwarden release: no Event could be written\n")
 
 
-def said(one: Reservation) -> str:
+def text_of(one: Reservation) -> str:
     return f"reservation {one.id} of {one.namespace}/{one.pod_name} with {gpus_of(one)} on {one.node}"

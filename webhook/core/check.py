@@ -6,7 +6,7 @@ from datetime import datetime, timedelta
 import msgspec
 from attrs import evolve
 
-from webhook.core import gpu_order, keys
+from webhook.core import claim_keys, gpu_order, keys
 from webhook.core.binding import Binding
 from webhook.core.claim import Claim, ClaimRules, claim_of
 from webhook.core.decide import ClaimSearch, EvidencePolicy
@@ -91,7 +91,7 @@ def precheck(pod: Pod, claim: Claim, rules: DressRules) -> Deny | None:
     if rules.map_visible is MapVisible.INDEX and any(is_serial(gpu) for gpu in claim.record.devices):
         return Deny(
             Reason.INVALID_POD,
-            f"{keys.GPU_MAP.name}: {','.join(claim.record.devices)} is not a list of indices; "
+            f"{claim_keys.GPU_MAP.name}: {','.join(claim.record.devices)} is not a list of indices; "
             "this installation passes the names in the map to containers",
             hint="name GPUs by index or by UUID",
         )
@@ -100,7 +100,7 @@ def precheck(pod: Pod, claim: Claim, rules: DressRules) -> Deny | None:
             Reason.INJECTION_CONFLICT,
             f"the containers request {rules.resource}, and this installation only sets {keys.CUDA_ENV}: "
             "the device plugin would allocate a different GPU",
-            hint=f"ask with {keys.GPU_COUNT.name} instead",
+            hint=f"ask with {claim_keys.GPU_COUNT.name} instead",
         )
     return grace_within_limit(pod, rules) or no_bypass_fields(pod, rules)
 

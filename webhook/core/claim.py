@@ -1,17 +1,17 @@
-"""What a pod asks for, parsed once, and the record of it in an annotation for later reviews."""
+"""What a pod asks for, parsed once and recorded in an annotation for later reviews."""
 
-import hashlib
 from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 from attrs import evolve, field, frozen
 from msgspec import structs
 
-from webhook.core import keys
+from webhook.core import claim_keys, keys
+from webhook.core.claim_keys import FIELDS, ClaimField, ClaimKey, ClaimRecord
 from webhook.core.errors import InvalidPodError
 from webhook.core.gpu_map import ORDINAL, MapEntry, SetId, parse_map
 from webhook.core.hashes import NO_HASH_POLICY, HashPolicy, hashes_in
-from webhook.core.keys import Key
 from webhook.core.nodes_asked import NodesAsked
 from webhook.core.pod import Pod, whole_number
 
@@ -29,46 +29,12 @@ class ClaimRules:
     """How claims are parsed in this installation and one namespace."""
 
     resource: str = "nvidia.com/gpu"
-    hash_aliases: tuple[str, ...] = keys.REQUIRED_HASH.aliases
+    hash_aliases: tuple[str, ...] = claim_keys.REQUIRED_HASH.aliases
     hash_policy: HashPolicy = NO_HASH_POLICY
 
     @property
-    def required_hash(self) -> Key:
-        return Key(keys.REQUIRED_HASH.name, self.hash_aliases)
-
-
-class ClaimRecord(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The claim as it was first parsed, for the pod's annotation `gpuwarden.io/claim`."""
-
-    gpus: int = 0
-    hashes: tuple[str, ...] = ()
-    requirements: tuple[str, ...] = ()
-    shared: bool = False
-    node: str | None = None
-    devices: tuple[str, ...] = ()
-    # The pod's ordinal, if its map has no line for it: the claim cannot be served.
-    unmapped: int | None = None
-    # The number of GPUs by container that requests them. If none does, `containers` are all: each sees the GPUs.
-    asked: dict[str, int] = {}
-    containers: tuple[str, ...] = ()
-    # Whether the pod's own affinity names one node. Our pin to a node cannot be told from it.
-    named: bool = False
-
-    @classmethod
-    def parse(cls, text: str) -> "ClaimRecord":
-        try:
-            return msgspec.json.decode(text, type=cls)
-        except (msgspec.DecodeError, RecursionError) as exc:
-            raise InvalidPodError(f"annotation {keys.CLAIM.name} was not written by gpuwarden") from exc
-
-    def text(self) -> str:
-        return ENCODER.encode(self).decode()
-
-    def digest(self) -> str:
-        return hashlib.sha256(ENCODER.encode(self)).hexdigest()
-
-
-ENCODER = msgspec.json.Encoder(order="sorted")
+    def required_hash(self) -> ClaimKey:
+        return evolve(claim_keys.REQUIRED_HASH, aliases=self.hash_aliases)
 
 
 @frozen
@@ -129,8 +95,8 @@ class Claim:
             parts = [f"GPU {','.join(self.map_entry.gpus)} of node {self.map_entry.node}"]
         if self.record.requirements:
             parts.append("with " + " and ".join(self.record.requirements))
-        if self.is_shared:
-            parts.append("to share")
+        values = ((one, getattr(self.record, one.name)) for _, one in FIELDS)
+        parts += [one.words(value) for one, value in values if value != getattr(ClaimRecord(), one.name)]
         if self.record.hashes:
             parts.append(("on a node " if self.count else "") + "attested as " + " or ".join(self.record.hashes))
         return " ".join(parts)
@@ -197,12 +163,13 @@ class ClaimParser:
         hashes = self._hashes()
         requirements = self._requirements()
         entry = self._map_entry()
-        assign = is_set(self.pod.labels.get(keys.ASSIGNER_ASSIGN, "false"))
+        assign = is_set(self.pod.labels.get(claim_keys.ASSIGNER_ASSIGN, "false"))
         counted = self._count(asked)
-        gpus = self._gpus(counted, entry, wants_one=bool(requirements) or assign or self.unmapped is not None)
-        names_something = gpus or hashes or entry or requirements or assign or self.unmapped is not None
-        shared = self._shared()
-        if not names_something:
+        values = {one.name: value for key, one in FIELDS if (value := self._value(key, one)) is not None}
+        wants_one = bool(requirements) or assign or self.unmapped is not None
+        wants_one |= any(key.makes_claim and one.name in values for key, one in FIELDS)
+        gpus = self._gpus(counted, entry, wants_one=wants_one)
+        if not (gpus or hashes or entry or wants_one):
             return None
         hashes = self._restricted(hashes)
         nodes = NodesAsked.of(self.pod)
@@ -211,27 +178,23 @@ class ClaimParser:
             gpus=gpus,
             hashes=hashes,
             requirements=tuple(sorted(requirements)),
-            shared=shared,
             node=entry.node if entry else None,
             devices=entry.gpus if entry else (),
             unmapped=self.unmapped,
             asked=asked,
             containers=() if asked or not gpus else tuple(c.name for _, c in self.pod.containers()),
             named=bool(gpus) and any(term.is_one_node for term in nodes.terms or ()),
+            **values,
         )
         self._warn_of_unknown_keys()
         return Claim(record, nodes, tuple(self.warnings), stateful_set=stateful_set_of(self.pod))
 
-    def _annotation(self, key: Key) -> str | None:
-        """The value under the canonical name or an alias. Different values are a mistake."""
+    def _text(self, key: ClaimKey) -> str | None:
+        """The annotation under the canonical name or an alias, else the label. Different values are a mistake."""
         found = {n: v for n in key.names if (v := self.pod.annotations.get(n)) is not None}
         if len(set(found.values())) > 1:
             self.mistakes.append(f"annotations {' and '.join(found)} have different values")
-        return next(iter(found.values()), None)
-
-    def _annotation_or_label(self, key: Key) -> str | None:
-        value = self._annotation(key)
-        return self.pod.labels.get(key.name) if value is None else value
+        return next(iter(found.values()), self.pod.labels.get(key.name) if key.is_label else None)
 
     def _resources(self) -> dict[str, int]:
         asked: dict[str, int] = {}
@@ -249,19 +212,20 @@ class ClaimParser:
     def _count(self, asked: Mapping[str, int]) -> int | None:
         """The number in the resource requests, else in the annotation or label, else None."""
         by_resource = self.pod.total(asked)
-        text = self._annotation_or_label(keys.GPU_COUNT)
+        text = self._text(claim_keys.GPU_COUNT)
         if text is None:
             return by_resource or None
         if not text:
-            self.mistakes.append(f"{keys.GPU_COUNT.name} is empty")
+            self.mistakes.append(f"{claim_keys.GPU_COUNT.name} is empty")
             return None
         try:
             by_key = whole_number(text)
         except InvalidPodError as exc:
-            self.mistakes.append(f"{keys.GPU_COUNT.name}: {exc}")
+            self.mistakes.append(f"{claim_keys.GPU_COUNT.name}: {exc}")
             return None
         if by_resource and by_key != by_resource:
-            self.warnings.append(f"{keys.GPU_COUNT.name}={by_key} is ignored: the containers request {by_resource}")
+            name = claim_keys.GPU_COUNT.name
+            self.warnings.append(f"{name}={by_key} is ignored: the containers request {by_resource}")
         return by_resource or by_key
 
     def _gpus(self, counted: int | None, entry: MapEntry | None, *, wants_one: bool) -> int:
@@ -271,7 +235,7 @@ class ClaimParser:
                 self.mistakes.append(f"the map lists {listed} GPUs, the pod asks for {counted}")
             return listed
         if counted == 0 and wants_one:
-            self.mistakes.append(f"{keys.GPU_COUNT.name} is 0, but labels require GPUs")
+            self.mistakes.append(f"{claim_keys.GPU_COUNT.name} is 0, but labels require GPUs")
         gpus = int(wants_one) if counted is None else counted
         if gpus > MAX_GPUS:
             self.mistakes.append(f"the pod asks for {gpus} GPUs; the maximum is {MAX_GPUS}")
@@ -279,7 +243,7 @@ class ClaimParser:
 
     def _hashes(self) -> tuple[str, ...]:
         key = self.rules.required_hash
-        text = self._annotation(key)
+        text = self._text(key)
         if text is None:
             return ()
         hashes, mistakes = hashes_in(text, f"annotation {key.name}")
@@ -298,30 +262,33 @@ class ClaimParser:
     def _requirements(self) -> set[str]:
         found: set[str] = set()
         for label, value in self.pod.labels.items():
-            if label.startswith(keys.REQUIREMENT_PREFIX):
-                found.add(f"{label.removeprefix(keys.REQUIREMENT_PREFIX)}={value or ''}")
-            elif label != keys.ASSIGNER_ASSIGN and is_assigner_requirement(label) and is_set(value):
+            if label.startswith(claim_keys.REQUIREMENT_PREFIX):
+                found.add(f"{label.removeprefix(claim_keys.REQUIREMENT_PREFIX)}={value or ''}")
+            elif label != claim_keys.ASSIGNER_ASSIGN and is_assigner_requirement(label) and is_set(value):
                 found.add(label)
         return found
 
-    def _shared(self) -> bool:
-        value = self._annotation_or_label(keys.SHARED)
-        if value not in (None, "true", "false"):
-            self.mistakes.append(f"{keys.SHARED.name} is {value[:40]!r}; allowed are true and false")
-        return value == "true"
+    def _value(self, key: ClaimKey, of: ClaimField) -> Any:
+        """The value for the record; None if the pod does not have the key."""
+        text = self._text(key)
+        try:
+            return None if text is None else of.read(text)
+        except InvalidPodError as exc:
+            self.mistakes.extend(f"{key.name}{mistake}" for mistake in exc.mistakes)
+            return None
 
     def _map_entry(self) -> MapEntry | None:
-        text = self._annotation(keys.GPU_MAP)
+        text = self._text(claim_keys.GPU_MAP)
         if text is None:
             return None
         try:
             entries = parse_map(text)
         except InvalidPodError as exc:
-            self.mistakes.extend(f"{keys.GPU_MAP.name}: {mistake}" for mistake in exc.mistakes)
+            self.mistakes.extend(f"{claim_keys.GPU_MAP.name}: {mistake}" for mistake in exc.mistakes)
             return None
         ordinal = ordinal_of(self.pod)
         if ordinal is None:
-            self.mistakes.append(f"{keys.GPU_MAP.name}: the pod has no ordinal: no StatefulSet owns it")
+            self.mistakes.append(f"{claim_keys.GPU_MAP.name}: the pod has no ordinal: no StatefulSet owns it")
         elif ordinal not in entries:
             self.unmapped = ordinal
         else:
@@ -342,11 +309,9 @@ class ClaimParser:
 
     def _warn_of_unknown_keys(self) -> None:
         """Without the warning, a misspelt key would have no effect and no message."""
-        written_later = {keys.WOKEN_AT, keys.WAITING, keys.QUEUED_LABEL}
-        known = keys.INPUT_NAMES | keys.OUTPUT_NAMES | keys.HINT_NAMES | written_later
         for key in (*self.pod.annotations, *self.pod.labels):
-            ours = key.startswith(f"{keys.DOMAIN}/") and not key.startswith(keys.REQUIREMENT_PREFIX)
-            if ours and key not in known:
+            ours = key.startswith(f"{keys.DOMAIN}/") and not key.startswith(claim_keys.REQUIREMENT_PREFIX)
+            if ours and key not in claim_keys.KNOWN_NAMES:
                 self.warnings.append(f"gpuwarden does not know the key {key}: is it misspelt?")
 
 
@@ -369,7 +334,7 @@ def stateful_set_of(pod: Pod) -> SetId | None:
 
 
 def is_assigner_requirement(label: str) -> bool:
-    return label == keys.ASSIGNER_REQUIREMENT or label.startswith(f"{keys.ASSIGNER_REQUIREMENT}.")
+    return label == claim_keys.ASSIGNER_REQUIREMENT or label.startswith(f"{claim_keys.ASSIGNER_REQUIREMENT}.")
 
 
 def is_set(value: str | None) -> bool:

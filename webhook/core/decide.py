@@ -8,12 +8,13 @@ from itertools import islice
 from attrs import evolve, frozen
 
 from webhook.core.claim import Claim
+from webhook.core.claim_keys import GPU_MAP
 from webhook.core.device import Device, Slot
 from webhook.core.evidence import EvidenceState
 from webhook.core.fleet import Fleet
 from webhook.core.fleet_index import FEWER_FREE, FEWER_MATCHING, ClassNodes, EvidenceGroup, IndexedNode
 from webhook.core.gpu_map import MapEntry
-from webhook.core.keys import GPU_MAP, LOGICAL_NODE_LABEL
+from webhook.core.keys import LOGICAL_NODE_LABEL
 from webhook.core.nodes_asked import NAME_FIELD, NodeTerm
 from webhook.core.reasons import Reason
 from webhook.core.reservation import Placement

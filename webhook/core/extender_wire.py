@@ -12,6 +12,7 @@ from attrs import field, frozen
 
 from webhook.core.errors import GpuwardenError
 from webhook.core.pod import Pod, WireStruct
+from webhook.core.reasons import Reason
 from webhook.core.reservation import PodIdentity
 from webhook.core.verdict import plain
 
@@ -20,6 +21,8 @@ T = TypeVar("T")
 
 NULL = msgspec.Raw(b"null")
 MAX_SCORE = 10
+# Before the reason in the message of a refusal.
+REFUSED_BY = "(gpuwarden: "
 
 
 class MalformedArgsError(GpuwardenError):
@@ -181,6 +184,28 @@ def count_devices(members: Members) -> OfferedNodes:
 
 
 @frozen
+class Refusal:
+    """Why a node is refused."""
+
+    reason: Reason
+    text: str
+    # What follows the text for one pod.
+    detail: str = ""
+    message: str = field(init=False, eq=False, repr=False)
+    """For the scheduler, which counts nodes by message."""
+
+    @message.default
+    def _message(self) -> str:
+        return f"{self.text}{self.detail} {REFUSED_BY}{self.reason})"
+
+
+def is_from_us(message: str) -> bool:
+    """Whether a scheduler's message contains the reason of a refusal. The texts are for people and differ between
+    versions."""
+    return REFUSED_BY in message
+
+
+@frozen
 class FilterResult:
     """Every offered node once: those that pass, and the reason for each other one.
 
@@ -188,8 +213,8 @@ class FilterResult:
     """
 
     passed: frozenset[str]
-    failed: Mapping[str, str] = field(factory=dict)
-    unresolvable: Mapping[str, str] = field(factory=dict)
+    failed: Mapping[str, Refusal] = field(factory=dict)
+    unresolvable: Mapping[str, Refusal] = field(factory=dict)
 
 
 def filter_result(offer: OfferedNodes, result: FilterResult) -> bytes:
@@ -200,7 +225,10 @@ def filter_result(offer: OfferedNodes, result: FilterResult) -> bytes:
     else:
         pairs = zip(offer.names, offer.objects, strict=True)
         nodes = {"metadata": {}, **offer.frame, "items": [one for name, one in pairs if name in result.passed]}
-    return filter_answer(nodes, names, result.failed, result.unresolvable, "")
+    failed, unresolvable = (
+        {name: refusal.message for name, refusal in some.items()} for some in (result.failed, result.unresolvable)
+    )
+    return filter_answer(nodes, names, failed, unresolvable, "")
 
 
 def filter_error(text: str) -> bytes:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from attrs import frozen
 
-from webhook.core import keys
+from webhook.core.claim_keys import REQUIRED_HASH
 
 MAX_HASHES = 64
 MAX_HASH = 256
@@ -37,10 +37,10 @@ class HashPolicy:
 
     @classmethod
     def of(cls, namespace: str, annotations: Mapping[str, str | None]) -> "HashPolicy":
-        text = annotations.get(keys.REQUIRED_HASH.name)
+        text = annotations.get(REQUIRED_HASH.name)
         if text is None:
             return NO_HASH_POLICY
-        hashes, mistakes = hashes_in(text, f"namespace {namespace}: its annotation {keys.REQUIRED_HASH.name}")
+        hashes, mistakes = hashes_in(text, f"namespace {namespace}: its annotation {REQUIRED_HASH.name}")
         return cls(namespace, () if mistakes else hashes, tuple(mistakes))
 
     def restrict(self, own: Sequence[str]) -> tuple[str, ...]:
@@ -52,7 +52,7 @@ class HashPolicy:
     def refusal(self, own: Sequence[str]) -> str:
         """Why the namespace does not allow a pod with these hashes."""
         return (
-            f"annotation {keys.REQUIRED_HASH.name} asks for {' or '.join(own)}, but namespace {self.namespace} allows "
+            f"annotation {REQUIRED_HASH.name} asks for {' or '.join(own)}, but namespace {self.namespace} allows "
             f"only {' or '.join(self.hashes)}: name one of those, or none"
         )
 

@@ -1,6 +1,8 @@
-"""Every annotation and label key that others read or write, with its aliases."""
+"""Annotation and label keys that others read or write, with their aliases. `claim_keys` has those of claims."""
 
-from typing import Final, NamedTuple
+from typing import Final
+
+from attrs import frozen
 
 DOMAIN: Final = "gpuwarden.io"
 ASSIGNER_DOMAIN: Final = "fudo.org"
@@ -8,7 +10,8 @@ SCORING_DOMAIN: Final = "scheduler.radix.ai"
 CDI_DOMAIN: Final = "cdi.k8s.io"
 
 
-class Key(NamedTuple):
+@frozen
+class Key:
     """A key, and the names that older systems use for it."""
 
     name: str
@@ -19,19 +22,8 @@ class Key(NamedTuple):
         return (self.name, *self.aliases)
 
 
-# Keys with which a pod makes a claim.
-REQUIRED_HASH: Final = Key(f"{DOMAIN}/required-hash", ("attestation-hash.my-company.com/required-hash",))
-GPU_COUNT: Final = Key(f"{DOMAIN}/gpu-count")
-GPU_MAP: Final = Key(f"{DOMAIN}/gpu-map", ("gpu-scheduling-map",))
-SHARED: Final = Key(f"{DOMAIN}/shared")
-
 # The label of namespaces whose pods are reviewed.
 OPT_IN: Final = Key(f"{DOMAIN}/enabled", (f"{SCORING_DOMAIN}/enabled",))
-
-# Device requirements are labels: gpuwarden.io/gpu.<key>=<value> and fudo.org/gpu.<x>.
-REQUIREMENT_PREFIX: Final = f"{DOMAIN}/gpu."
-ASSIGNER_REQUIREMENT: Final = f"{ASSIGNER_DOMAIN}/gpu"
-ASSIGNER_ASSIGN: Final = f"{ASSIGNER_DOMAIN}/gpu.assign"
 
 # Only gpuwarden writes these.
 GPU_UUID: Final = Key(f"{DOMAIN}/gpu-uuid", (f"{ASSIGNER_DOMAIN}/gpu.uuid",))
@@ -41,7 +33,6 @@ CLAIM: Final = Key(f"{DOMAIN}/claim")
 
 OUTPUTS: Final = (GPU_UUID, RESERVATION_ID, NODE, CLAIM)
 OUTPUT_NAMES: Final = frozenset(name for key in OUTPUTS for name in key.names)
-INPUT_NAMES: Final = frozenset(name for key in (REQUIRED_HASH, GPU_COUNT, GPU_MAP, SHARED) for name in key.names)
 
 # The features of a pod or a Job, for a scorer.
 JOB_TYPE: Final = "app.kubernetes.io/job-type"

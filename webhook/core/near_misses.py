@@ -5,7 +5,7 @@ from difflib import get_close_matches
 from itertools import islice
 from typing import Protocol
 
-from webhook.core import keys
+from webhook.core import claim_keys, keys
 from webhook.core.claim import Claim
 from webhook.core.pod import Pod
 
@@ -17,7 +17,7 @@ MAX_LISTED = 8
 MAX_LENGTH = 96
 CUTOFF = 0.75
 
-OWN_KEYS = tuple(sorted(keys.INPUT_NAMES | {keys.OPT_IN.name}))
+OWN_KEYS = tuple(sorted(claim_keys.INPUT_NAMES | {keys.OPT_IN.name}))
 
 
 class KnownValues(Protocol):
@@ -62,8 +62,7 @@ def near_labels(asked: Iterable[str], known: Collection[str]) -> Iterator[str]:
 
 def near_keys(found: Iterable[str]) -> Iterator[str]:
     """A misspelt key has no effect, and no other message names it."""
-    known = keys.INPUT_NAMES | keys.OUTPUT_NAMES | keys.HINT_NAMES | {keys.WOKEN_AT, keys.WAITING, keys.QUEUED_LABEL}
-    named = islice((key for key in found if key not in known and names_us(key)), MAX_KEYS)
+    named = islice((key for key in found if key not in claim_keys.KNOWN_NAMES and names_us(key)), MAX_KEYS)
     unknown = (key for key in named if looks_like_ours(key))
     for key in islice(unknown, MAX_SUGGESTIONS):
         similar = closest(key, OWN_KEYS)
@@ -71,7 +70,7 @@ def near_keys(found: Iterable[str]) -> Iterator[str]:
 
 
 def names_us(key: str) -> bool:
-    return key.casefold().startswith(keys.OURS) and not key.startswith(keys.REQUIREMENT_PREFIX)
+    return key.casefold().startswith(keys.OURS) and not key.startswith(claim_keys.REQUIREMENT_PREFIX)
 
 
 def looks_like_ours(key: str) -> bool:

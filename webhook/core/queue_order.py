@@ -13,7 +13,7 @@ from itertools import chain, count, dropwhile
 from attrs import field, frozen
 
 from webhook.core.claim import Claim
-from webhook.core.gpu_map import MapEntry, SetId
+from webhook.core.gpu_map import SetId
 from webhook.core.nodes_asked import NodesAsked
 from webhook.core.reasons import Reason
 from webhook.core.reservation import PodIdentity, ReservationId
@@ -33,20 +33,16 @@ def reservation_id_of(pod: PodIdentity) -> ReservationId:
 class ClaimKind:
     """What claims of one kind have in common: the same devices can serve them."""
 
-    hashes: frozenset[str]
-    requirements: frozenset[str]
-    is_shared: bool
-    map_entry: MapEntry | None
-    unmapped: int | None
+    # The record as text, without the number of GPUs.
+    asked: str
     nodes: NodesAsked
     # Only with a map: devices that are set aside for one StatefulSet do not serve another.
     stateful_set: SetId | None
 
     @classmethod
     def of(cls, claim: Claim) -> "ClaimKind":
-        record, stateful_set = claim.record, claim.stateful_set if claim.is_mapped else None
-        asked = claim.hashes, claim.requirements, claim.is_shared
-        return cls(*asked, claim.map_entry, record.unmapped, claim.nodes, stateful_set)
+        stateful_set = claim.stateful_set if claim.is_mapped else None
+        return cls(claim.record.without_count().text(), claim.nodes, stateful_set)
 
 
 @frozen(order=False)

@@ -8,7 +8,7 @@ import structlog
 from attrs import evolve
 
 from webhook.core.evidence import Evidence, combined, predates_node
-from webhook.core.raw import Raw
+from webhook.core.raw import Raw, is_ours
 from webhook.evidence import EvidenceProvider
 from webhook.evidence.node_evidence import (
     SOURCES_WITHOUT_END,
@@ -16,7 +16,6 @@ from webhook.evidence.node_evidence import (
     entry_in,
     has_entry,
     is_due,
-    is_ours,
     new_node_evidence,
     raw_entries,
     with_entries,
@@ -239,7 +238,7 @@ class EvidenceView:
     """The known evidence of every node: from NodeEvidence objects, and from this process's own providers.
 
     It also covers nodes that have not been observed yet. An object that cannot be parsed leaves the known evidence. All
-    sources in `asked` must vouch for a node; other sources are ignored. A proof is dated by the clock of its signer,
+    sources in `required` must vouch for a node; other sources are ignored. A proof is dated by the clock of its signer,
     so it may have been made a `skew` earlier. Evidence older than `max_age` is ignored, whatever expiry was written
     with it.
     """
@@ -247,7 +246,7 @@ class EvidenceView:
     def __init__(
         self,
         own: Mapping[str, Evidence],
-        asked: Collection[str],
+        required: Collection[str],
         skew: timedelta = timedelta(),
         max_age: timedelta | None = None,
     ) -> None:
@@ -255,7 +254,7 @@ class EvidenceView:
         self._max_age = max_age
         self._own_evidence = own
         self._listeners: list[Callable[[str], None]] = []
-        self._sources = frozenset(asked)
+        self._sources = frozenset(required)
         self._view: ObjectView[tuple[Evidence, ...]] = ObjectView(self._evidence_in)
 
     def notify(self, listener: Callable[[str], None]) -> None:

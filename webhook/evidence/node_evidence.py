@@ -126,11 +126,6 @@ def new_node_evidence(name: str) -> Raw:
     }
 
 
-def is_ours(raw: Raw) -> bool:
-    """Whether we created it, not a user by hand."""
-    return (raw["metadata"].get("labels") or {}).get(keys.MANAGED_BY) == keys.OURS
-
-
 def with_entries(raw: Raw, entries: Mapping[str, Evidence | None]) -> Raw:
     """The object with the entries of these sources replaced, and the fields that `kubectl get` shows."""
     sources = {**raw_entries(raw), **{source: raw_entry(one) for source, one in entries.items() if one is not None}}

@@ -203,5 +203,6 @@ def error_message(exc: Exception) -> str:
 
 
 def error_code(exc: Exception) -> str | None:
+    """The store's error code. The client has no attribute for it: the answer's XML is part of its text."""
     found = CODE.search(str(exc))
     return found[1] if found else None

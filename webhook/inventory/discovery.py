@@ -15,7 +15,7 @@ from attrs import evolve, frozen
 from webhook.core import keys
 from webhook.core.device import Device, DeviceUuid, Inventory
 from webhook.core.evidence import Evidence
-from webhook.core.raw import Raw
+from webhook.core.raw import Raw, is_ours
 from webhook.core.reasons import Reason
 from webhook.inventory import InventoryUnavailableError
 from webhook.inventory.file import InventoryFile
@@ -75,11 +75,6 @@ def new_gpu_node(name: str, devices: Iterable[Device]) -> Raw:
 
 def with_devices(raw: Raw, devices: Iterable[Device]) -> Raw:
     return {**raw, "spec": {**(raw.get("spec") or {}), "devices": [raw_device(one) for one in devices]}}
-
-
-def is_ours(raw: Raw) -> bool:
-    """Whether we created it, not a user by hand."""
-    return (raw["metadata"].get("labels") or {}).get(keys.MANAGED_BY) == keys.OURS
 
 
 @frozen

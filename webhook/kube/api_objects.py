@@ -1,7 +1,7 @@
 """Our cluster-scoped custom resources. Writes are conditional on the resource version that was read."""
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Protocol
 
 import msgspec
@@ -48,15 +48,21 @@ class NodeExistence(Protocol):
         """Raises StoreUnavailableError."""
 
 
+ErrorTranslation = Callable[[], AbstractAsyncContextManager[None]]
+
+
 class ApiObjects:
     """Objects of one cluster-scoped custom resource."""
 
-    def __init__(self, api: client.ApiClient, kind: tuple[str, str, str]) -> None:
+    def __init__(
+        self, api: client.ApiClient, kind: tuple[str, str, str], write_errors: ErrorTranslation | None = None
+    ) -> None:
         self._objects = client.CustomObjectsApi(api)
         self._kind = kind
+        self._write_errors = write_errors or errors_with_message
 
     async def get(self, name: str) -> Raw | None:
-        if not is_object_name(name):
+        if not is_object_name(name):  # it may come from an annotation; `..` would lead to another path
             return None
         try:
             async with errors_with_message():
@@ -70,14 +76,14 @@ class ApiObjects:
             raise
 
     async def create(self, raw: Raw) -> Raw:
-        async with errors_with_message():
+        async with self._write_errors():
             return as_raw(
                 await self._objects.create_cluster_custom_object(*self._kind, raw, _request_timeout=REQUEST_TIMEOUT)
             )
 
     async def replace(self, raw: Raw) -> Raw:
         name = raw["metadata"]["name"]
-        async with errors_with_message():
+        async with self._write_errors():
             return as_raw(
                 await self._objects.replace_cluster_custom_object(
                     *self._kind, name, raw, _request_timeout=REQUEST_TIMEOUT
@@ -86,7 +92,7 @@ class ApiObjects:
 
     async def replace_status(self, raw: Raw) -> Raw:
         name = raw["metadata"]["name"]
-        async with errors_with_message():
+        async with self._write_errors():
             return as_raw(
                 await self._objects.replace_cluster_custom_object_status(
                     *self._kind, name, raw, _request_timeout=REQUEST_TIMEOUT
@@ -97,7 +103,7 @@ class ApiObjects:
         meta = raw["metadata"]
         only = client.V1Preconditions(uid=meta["uid"], resource_version=meta["resourceVersion"])
         try:
-            async with errors_with_message():
+            async with self._write_errors():
                 await self._objects.delete_cluster_custom_object(
                     *self._kind,
                     meta["name"],

@@ -146,7 +146,8 @@ async def translated_write_errors() -> AsyncIterator[None]:
 
 
 def is_too_large(exc: ApiException) -> bool:
-    """Whether etcd rejected the object as too large; the API server then answers 500."""
+    """Whether etcd rejected the object as too large. The API server then answers 500 without a reason or causes: only
+    the texts of etcd and its client show it."""
     return exc.status == 500 and any(words in str(exc.body) for words in ("request is too large", "larger than max"))
 
 

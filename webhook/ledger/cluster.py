@@ -448,7 +448,7 @@ class ClusterLedger:
     def reservations(self) -> Collection[Reservation]:
         return self._index.all()
 
-    async def rest(self) -> None:
+    async def finish_writes(self) -> None:
         """Wait until no write is in progress. Writes that no caller waits for are not started."""
         working = [writer.worker for writer in self._writers.values() if writer.worker is not None]
         if working:

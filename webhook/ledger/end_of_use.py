@@ -19,7 +19,7 @@ from webhook.core.reservation import Orphan
 from webhook.kube.gpu_node import MOST_SECONDS
 from webhook.runtime.clock import is_plausible
 
-TERMINAL = frozenset({"Succeeded", "Failed"})
+TERMINAL_PHASES = frozenset({"Succeeded", "Failed"})
 # The limit in the GPUNode CRD.
 MAX_BOOT_ID = 128
 # The condition reason under which the pod garbage collector sets a pod to Failed. It does not know what still runs.
@@ -100,7 +100,7 @@ def container_use_in(raw: Raw) -> ContainerUse:
     if not (wire.spec and wire.spec.node_name):
         return ContainerUse.NEVER_BOUND
     is_by_pod_gc = any(one.reason == BY_POD_GC for one in status.conditions or ())
-    if status.phase not in TERMINAL or is_by_pod_gc or any(one.runs for one in status.containers()):
+    if status.phase not in TERMINAL_PHASES or is_by_pod_gc or any(one.runs for one in status.containers()):
         return ContainerUse.POSSIBLE
     return ContainerUse.ENDED if status.container_statuses else ContainerUse.REJECTED
 
@@ -174,7 +174,7 @@ class PodHistory:
 
 
 @frozen
-class PodEnd:
+class DeletedPod:
     """When a pod was last observed, and whether it provably used nothing by then."""
 
     at: datetime
@@ -203,11 +203,11 @@ class PodHistories:
         known = self._known.get(uid)
         return Grace() if known is None else known.grace
 
-    def deleted(self, uid: str, raw: Raw, now: datetime) -> PodEnd:
+    def deleted(self, uid: str, raw: Raw, now: datetime) -> DeletedPod:
         """`raw` is the last version of the object."""
         history = self._of(uid, raw).after(raw)
         self._known.pop(uid, None)
-        return PodEnd(now, history.is_over(raw), history.grace)
+        return DeletedPod(now, history.is_over(raw), history.grace)
 
     def forget(self, uid: str) -> None:
         self._known.pop(uid, None)

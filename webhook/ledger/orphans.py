@@ -11,7 +11,7 @@ from webhook.core.reasons import Reason
 from webhook.core.reservation import Orphan, Phase, PodIdentity, Reservation
 from webhook.kube.events import Events, Subject
 from webhook.ledger.cluster import ClusterLedger
-from webhook.ledger.end_of_use import NodeSnapshot, OrphanObservation, OrphanTimes, PodEnd
+from webhook.ledger.end_of_use import DeletedPod, NodeSnapshot, OrphanObservation, OrphanTimes
 from webhook.runtime.clock import Clock
 
 log = structlog.get_logger(__name__)
@@ -41,9 +41,9 @@ class Orphans:
         self._observations: dict[str, OrphanObservation] = {}
         self._next_check: dict[str, datetime] = {}
 
-    async def mark_orphan(self, held: Reservation, pod: PodIdentity, departure: PodEnd) -> None:
+    async def mark_orphan(self, held: Reservation, pod: PodIdentity, deleted: DeletedPod) -> None:
         """The pod is gone without proof that it has ended. Repeating the call changes nothing."""
-        orphan = Orphan(departure.at, self._times.grace(departure.grace, held.grace))
+        orphan = Orphan(deleted.at, self._times.grace(deleted.grace, held.grace))
         if held.orphan is not None and held.orphan.merged_with(orphan) == held.orphan:
             return
         observation = await self._observe(held.node)

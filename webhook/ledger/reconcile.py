@@ -21,7 +21,7 @@ from webhook.core.reasons import Reason
 from webhook.core.reservation import Phase, PodIdentity, PodProof, Reservation, ReservationId
 from webhook.kube.events import Events, Subject
 from webhook.ledger.cluster import ClusterLedger, PodReader, PodReaderUnavailableError, pod_of
-from webhook.ledger.end_of_use import NodeSnapshot, OrphanTimes, PodEnd, PodHistories
+from webhook.ledger.end_of_use import DeletedPod, NodeSnapshot, OrphanTimes, PodHistories
 from webhook.ledger.orphans import Orphans
 from webhook.ledger.reserved_pod import PodSnapshot, ReservedPod
 from webhook.runtime.clock import Clock
@@ -100,7 +100,7 @@ class Reconciler:
         self._is_closed = is_closed
         self._pods: dict[str, ReservedPod] = {}
         self._histories = PodHistories()
-        self._deleted: dict[str, PodEnd] = {}  # by uid, until their reservations are gone
+        self._deleted: dict[str, DeletedPod] = {}  # by uid, until their reservations are gone
         self._failed: dict[str, datetime] = {}  # by uid, when pods that were alive reached a terminal phase
         self._prune_above = MAX_DELETIONS  # how many deletions trigger the next pruning
         self._recheck_pods: dict[str, datetime] = {}  # pods without their reservation, by uid
@@ -258,8 +258,8 @@ class Reconciler:
             await self._release(held, one.pod, "ended")
             return
         if one.is_final:
-            departure = PodEnd(self._clock(), grace=self._histories.grace(one.pod.uid))
-            await self._orphans.mark_orphan(held, one.pod, departure)
+            deleted = DeletedPod(self._clock(), grace=self._histories.grace(one.pod.uid))
+            await self._orphans.mark_orphan(held, one.pod, deleted)
             return
         if held.orphan is not None:
             await self._unmark(one, held)
@@ -413,11 +413,11 @@ class Reconciler:
         elif held.phase is Phase.FINALIZED or held.uid in self._pods or self._may_have_gone_unseen(held):
             await self._handle_unseen_pod(held)  # else it is pending, and will expire
 
-    async def _handle_ended_pod(self, held: Reservation, departure: PodEnd) -> None:
-        if departure.is_over:
+    async def _handle_ended_pod(self, held: Reservation, deleted: DeletedPod) -> None:
+        if deleted.is_over:
             await self._release(held, pod_of(held), "gone")
         else:
-            await self._orphans.mark_orphan(held, pod_of(held), departure)
+            await self._orphans.mark_orphan(held, pod_of(held), deleted)
 
     async def _handle_unseen_pod(self, held: Reservation) -> None:
         """The pod may have gone unobserved, be gated, have lost its annotations, or carry another reservation: a stale
@@ -427,8 +427,8 @@ class Reconciler:
             return
         seen = await self._api.read_pod(pod_of(held))
         if seen is None and held.uid is not None:  # its deletion was not observed
-            departure = self._deleted.setdefault(held.uid, PodEnd(self._clock()))
-            await self._handle_ended_pod(held, departure)
+            deleted = self._deleted.setdefault(held.uid, DeletedPod(self._clock()))
+            await self._handle_ended_pod(held, deleted)
             return
         why = self._ledger.release_reason(held, seen)
         if why:

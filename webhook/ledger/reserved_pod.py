@@ -7,7 +7,7 @@ import msgspec
 from attrs import frozen
 
 from webhook.core import keys
-from webhook.core.claim import ClaimRecord
+from webhook.core.claim_keys import ClaimRecord
 from webhook.core.device import DeviceUuid
 from webhook.core.dress import REFERENCE
 from webhook.core.errors import InvalidPodError
@@ -15,11 +15,10 @@ from webhook.core.gpu_visibility import visible_env
 from webhook.core.pod import EnvVar, Metadata, Pod, WireStruct
 from webhook.core.raw import Raw
 from webhook.core.reservation import PodIdentity, Reservation, ReservationId
-from webhook.ledger.end_of_use import has_ended
+from webhook.ledger.end_of_use import TERMINAL_PHASES, has_ended
 from webhook.runtime.clock import LONG_AGO
 
 # The kubelet starts no more containers in these phases. Whether they have ended is another question: `end_of_use`.
-ENDED = frozenset({"Succeeded", "Failed"})
 
 
 class ReservedPodStatusWire(WireStruct, frozen=True):
@@ -92,7 +91,7 @@ class ReservedPod:
             is_on_node=bool(wire.spec and wire.spec.node_name),
             has_started=phase != "Pending",
             is_leaving=meta.deletion_timestamp is not None,
-            is_final=phase in ENDED,
+            is_final=phase in TERMINAL_PHASES,
             has_ended=has_ended(raw),
             has_controller=any(owner.controller for owner in meta.owner_references or ()),
         )

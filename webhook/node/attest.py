@@ -26,7 +26,7 @@ from webhook.evidence.jwt.jwt_workload_api import JwtWorkloadApi
 from webhook.evidence.jwt.nonce import is_ours
 from webhook.inventory.local_gpus import local_gpus
 from webhook.node.node_pods import NodePods
-from webhook.node.pod_ends import PodEnds
+from webhook.node.pod_ends import PodEndDetector
 from webhook.runtime.backoff import Backoff
 from webhook.runtime.settings import Settings
 from webhook.runtime.telemetry import configure_logging
@@ -175,7 +175,7 @@ class EndReporter:
     def __init__(self, attester: Attester, pods: NodePods, clock: Callable[[], float] = time.monotonic) -> None:
         self._attester = attester
         self._pods = pods
-        self._ends = PodEnds()
+        self._ends = PodEndDetector()
         self._clock = clock
         self._challenged_at: float | None = None
 

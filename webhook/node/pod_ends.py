@@ -52,7 +52,7 @@ class SeenPod:
 
 
 @define(eq=False)
-class PodEnds:
+class PodEndDetector:
     """Only pods that were observed on this node can end here: a kubelet that does not know a pod yet has no containers
     of it either."""
 

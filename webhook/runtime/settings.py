@@ -13,7 +13,7 @@ from typing import Any, Final
 import yaml
 from attrs import evolve, field, frozen
 
-from webhook.core import keys
+from webhook.core import claim_keys, keys
 from webhook.core.evidence_id import DEFAULT_TEMPLATE
 from webhook.runtime.setting_kinds import (
     ADDRESS,
@@ -558,11 +558,11 @@ class Settings:
         default=True, metadata=declared(BOOLEAN, PODS, "also write the annotations of the older systems")
     )
     required_hash_alias: str = field(
-        default=keys.REQUIRED_HASH.aliases[0],
+        default=claim_keys.REQUIRED_HASH.aliases[0],
         metadata=declared(
             ANNOTATION_KEY,
             PODS,
-            f"additional name of the annotation {keys.REQUIRED_HASH.name}",
+            f"additional name of the annotation {claim_keys.REQUIRED_HASH.name}",
             older_variable="BGS_REQUIRED_ANNOTATION",
         ),
     )

@@ -1,1 +1,1 @@
-"""What schedulers are told, and what is done for pods that wait for one."""
+"""The answers to schedulers, and the wake-ups of pods that wait for one."""

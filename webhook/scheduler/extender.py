@@ -15,7 +15,7 @@ from webhook.core.binding import Binding
 from webhook.core.claim import Claim, claim_of, recorded_claim, strictest_claim
 from webhook.core.decide import EvidencePolicy
 from webhook.core.errors import GpuwardenError, InvalidPodError, LedgerError
-from webhook.core.extender_wire import BindArgs, ExtenderArgs, FilterResult, PreemptArgs, Victims
+from webhook.core.extender_wire import BindArgs, ExtenderArgs, FilterResult, PreemptArgs, Refusal, Victims
 from webhook.core.fleet import Fleet
 from webhook.core.pod import Pod
 from webhook.core.reservation import PodIdentity
@@ -50,9 +50,9 @@ class Bindings(Protocol):
 
 @frozen
 class Refused:
-    """Every node is refused, with this text."""
+    """Every node is refused."""
 
-    text: str
+    refusal: Refusal
 
 
 class Extender:
@@ -74,7 +74,7 @@ class Extender:
         other methods raise the same."""
         query = await self._query(args.pod)
         if isinstance(query, Refused):
-            return node_filter.reject_all(args.offer.names, query.text)
+            return node_filter.reject_all(args.offer.names, query.refusal)
         self._fleet.advance(self._clock())
         return node_filter.filter_nodes(query, args.offer.names, self._fleet, self._policy)
 
@@ -136,15 +136,15 @@ class Extender:
         return plain(message, MAX_MESSAGE)
 
     async def _check_and_bind(self, args: BindArgs, bindings: Bindings) -> str:
-        living = await self._pods.find(args.pod.namespace, args.pod.name)
-        there = node_of(living, args.pod)
-        if there is not None:
-            return "" if there == args.node else f"the pod is on {there} already"
-        refused = await self._binding_check.refusal_of(living, Binding(args.pod, args.node, {}))
+        current = await self._pods.find(args.pod.namespace, args.pod.name)
+        bound_to = node_of(current, args.pod)
+        if bound_to is not None:
+            return "" if bound_to == args.node else f"the pod is on {bound_to} already"
+        refused = await self._binding_check.refusal_of(current, Binding(args.pod, args.node, {}))
         if refused is not None:
             log.info("binding refused", pod=args.pod.name, node=args.node, reason=refused.reason)
             return refused.sentence
-        identity = check.identity_of(living) if living is not None else args.pod
+        identity = check.identity_of(current) if current is not None else args.pod
         try:
             await bindings.bind(identity, args.node)
         except (BindingRefusedError, BindingLostError) as exc:
@@ -154,8 +154,8 @@ class Extender:
 
     async def _outcome(self, pod: PodIdentity, node: str, problem: str) -> str:
         """Reads the pod after a refusal or a lost answer: it may be on the node nevertheless."""
-        living = await self._pods.find(pod.namespace, pod.name)
-        return "" if node_of(living, pod) == node else problem
+        current = await self._pods.find(pod.namespace, pod.name)
+        return "" if node_of(current, pod) == node else problem
 
 
 def evidence_query(recorded: Claim, asked: Claim | None) -> NodeQuery | Refused:
@@ -168,18 +168,13 @@ def evidence_query(recorded: Claim, asked: Claim | None) -> NodeQuery | Refused:
     return NodeQuery(claim, is_recorded=True)
 
 
-def node_of(living: Pod | None, pod: PodIdentity) -> str | None:
+def node_of(current: Pod | None, pod: PodIdentity) -> str | None:
     """The node of the pod with this uid; None if it has none."""
-    if living is None or pod.uid not in ("", living.meta.uid):
+    if current is None or pod.uid not in ("", current.meta.uid):
         return None
-    return living.body.node_name or None
+    return current.body.node_name or None
 
 
 def count_rejections(result: FilterResult) -> Mapping[str, int]:
-    """The number of refused nodes by text. Texts that quote a pod count as one."""
-    texts = (*result.failed.values(), *result.unresolvable.values())
-    return Counter(text if text in node_filter.TEXTS else text_about_the_pod(text) for text in texts)
-
-
-def text_about_the_pod(text: str) -> str:
-    return node_filter.NOT_IN_MAP if text.startswith(node_filter.NOT_IN_MAP) else node_filter.UNREADABLE
+    """The number of refused nodes by text, without details of the pod."""
+    return Counter(refusal.text for refusal in (*result.failed.values(), *result.unresolvable.values()))

@@ -1,22 +1,23 @@
 """Decides which of the scheduler's nodes fit a pod, and scores them. No I/O, no clock, no await.
 
-The scheduler counts refused nodes by text, so no text names a node, a GPU or an age. A text about the pod itself is the
-same for all nodes.
+The scheduler counts refused nodes by message, so no message names a node, a GPU or an age. A message about the pod
+itself is the same for all nodes.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from webhook.core.claim import Claim
-from webhook.core.decide import ClaimSearch, EvidencePolicy, Objection
-from webhook.core.extender_wire import MAX_SCORE, FilterResult
+from webhook.core.claim_keys import ClaimRecord
+from webhook.core.decide import REASONS, ClaimSearch, EvidencePolicy, Objection
+from webhook.core.extender_wire import MAX_SCORE, FilterResult, Refusal
 from webhook.core.fleet import Fleet
 from webhook.core.fleet_index import ClassNodes, IndexedNode
 from webhook.core.reasons import Reason
 from webhook.core.verdict import plain
 
-MESSAGES: dict[Objection, str] = {
+TEXTS: dict[Objection, str] = {
     Objection.NOT_SELECTED: "not selected by the pod",
     Objection.STALE: "attestation evidence for this node is stale",
     Objection.ABSENT: "no attestation evidence for this node",
@@ -31,20 +32,16 @@ MESSAGES: dict[Objection, str] = {
     Objection.FEWER_MATCHING: "too few matching GPUs",
     Objection.FEWER_FREE: "too few free GPUs",
 }
-NOT_KNOWN = "node is not known to gpuwarden"
-RESERVED_ELSEWHERE = "the pod's GPUs are reserved on another node"
-NOT_RESERVED = "the pod's GPU reservation is gone"
-TOO_LATE = "the pod's GPU reservation is given up: it waited too long"
-UNREADABLE = "the pod's claim cannot be read"
+REFUSALS = {one: Refusal(reason, TEXTS[one]) for reason, group in REASONS for one in group}
+NOT_KNOWN = Refusal(Reason.NO_SUITABLE_NODE, "node is not known to gpuwarden")
+RESERVED_ELSEWHERE = Refusal(Reason.NO_SUITABLE_NODE, "the pod's GPUs are reserved on another node")
+NOT_RESERVED = Refusal(Reason.NOT_RESERVED, "the pod's GPU reservation is gone")
+TOO_LATE = Refusal(Reason.BIND_DEADLINE_PASSED, "the pod's GPU reservation is given up: it waited too long")
+UNREADABLE = Refusal(Reason.INVALID_POD, "the pod's claim cannot be read")
 # The ordinal follows.
-NOT_IN_MAP = "the placement map has no line for ordinal"
+NOT_IN_MAP = Refusal(Reason.NOT_IN_MAP, "the placement map has no line for ordinal")
 # Shorter than elsewhere: the filter repeats the text for each of possibly thousands of nodes.
 MAX_UNREADABLE = 200
-# All texts of the filter. One of them in a scheduler's message shows that we refused the pod.
-TEXTS = frozenset({*MESSAGES.values(), NOT_KNOWN, RESERVED_ELSEWHERE, NOT_RESERVED, TOO_LATE, UNREADABLE, NOT_IN_MAP})
-
-# Texts that may no longer apply once other pods are gone, so that preemption can help.
-RESOLVABLE = frozenset({MESSAGES[Objection.FEWER_FREE]})
 
 
 @frozen
@@ -59,8 +56,7 @@ class NodeQuery:
     @property
     def is_of_gpus_alone(self) -> bool:
         """Whether the claim is only for a number of GPUs, which the scheduler can count itself."""
-        record = self.claim.record
-        return not (record.hashes or record.requirements or self.claim.is_mapped or record.shared)
+        return self.claim.record.without_count() == ClaimRecord()
 
 
 def passes_unchecked(query: NodeQuery | None, policy: EvidencePolicy) -> bool:
@@ -75,33 +71,33 @@ def filter_nodes(query: NodeQuery | None, names: Collection[str], fleet: Fleet, 
     if query is None or passes_unchecked(query, policy):
         return FilterResult(frozenset(names))
     if query.claim.record.unmapped is not None:
-        return reject_all(names, f"{NOT_IN_MAP} {query.claim.record.unmapped}")
+        return reject_all(names, evolve(NOT_IN_MAP, detail=f" {query.claim.record.unmapped}"))
     answers = FilterAnswers(query, ClaimSearch(query.claim, fleet, policy))
     passed: list[str] = []
-    failed: dict[str, str] = {}
-    unresolvable: dict[str, str] = {}
-    for name, text in zip(names, answers.of(names), strict=True):
-        if text is None:
+    failed: dict[str, Refusal] = {}
+    unresolvable: dict[str, Refusal] = {}
+    for name, refusal in zip(names, answers.of(names), strict=True):
+        if refusal is None:
             passed.append(name)
-        elif text in RESOLVABLE:
-            failed[name] = text
+        elif refusal.reason is Reason.NO_FREE_DEVICE:  # preemption of other pods can help
+            failed[name] = refusal
         else:
-            unresolvable[name] = text
+            unresolvable[name] = refusal
     return FilterResult(frozenset(passed), failed, unresolvable)
 
 
-def unreadable(mistakes: Sequence[str]) -> str:
+def unreadable(mistakes: Sequence[str]) -> Refusal:
     """The same reason as in a review, and the mistakes in the claim."""
-    return plain(f"{UNREADABLE}: {Reason.INVALID_POD}: {'; '.join(mistakes)}", MAX_UNREADABLE)
+    return evolve(UNREADABLE, detail=plain(f": {Reason.INVALID_POD}: {'; '.join(mistakes)}", MAX_UNREADABLE))
 
 
-def reject_all(names: Iterable[str], text: str) -> FilterResult:
-    """Refuses all nodes with the same text."""
-    return FilterResult(frozenset(), {}, dict.fromkeys(names, text))
+def reject_all(names: Iterable[str], refusal: Refusal) -> FilterResult:
+    """Refuses all nodes for the same reason."""
+    return FilterResult(frozenset(), {}, dict.fromkeys(names, refusal))
 
 
 class FilterAnswers:
-    """The texts against nodes, for one pod."""
+    """The answers for nodes, for one pod."""
 
     def __init__(self, query: NodeQuery, question: ClaimSearch) -> None:
         self._query = query
@@ -109,64 +105,63 @@ class FilterAnswers:
         is_named = question.claim.map_entry is not None or question.claim.nodes.node_name is not None
         self._checks_each_node = query.reserved is not None or is_named or question.checks_each_node
         # A node that is not known has no evidence either.
-        self._unknown = MESSAGES[Objection.ABSENT] if question.needs_evidence else NOT_KNOWN
+        self._unknown = REFUSALS[Objection.ABSENT] if question.needs_evidence else NOT_KNOWN
 
-    def of(self, names: Iterable[str]) -> Iterator[str | None]:
+    def of(self, names: Iterable[str]) -> Iterator[Refusal | None]:
         """For each node in order, why it is refused; None if it fits."""
         indexed_nodes = self._question.fleet.indexed_nodes
         if self._checks_each_node:
             return (self._of_one(name, indexed_nodes.get(name)) for name in names)
         return self._of_many(map(indexed_nodes.get, names))
 
-    def _of_one(self, name: str, indexed: IndexedNode | None) -> str | None:
+    def _of_one(self, name: str, indexed: IndexedNode | None) -> Refusal | None:
         if self._query.reserved is not None and name != self._query.reserved:
             return RESERVED_ELSEWHERE
         if indexed is None:
             return self._unknown
         return self._node_objection(indexed) or self._devices_objection(indexed)
 
-    def _of_many(self, indexed_nodes: Iterable[IndexedNode | None]) -> Iterator[str | None]:
+    def _of_many(self, indexed_nodes: Iterable[IndexedNode | None]) -> Iterator[Refusal | None]:
         """Checks one node per class and device shape: the nodes of a class differ in their devices only."""
-        rows: dict[ClassNodes, str | None] = {}
-        shapes: dict[int, str | None] = {}
+        rows: dict[ClassNodes, Refusal | None] = {}
+        shapes: dict[int, Refusal | None] = {}
         for indexed in indexed_nodes:
             if indexed is None:
                 yield self._unknown
                 continue
             if indexed.row not in rows:
                 rows[indexed.row] = self._node_objection(indexed)
-            text = rows[indexed.row]
-            if text is None:
+            refusal = rows[indexed.row]
+            if refusal is None:
                 shape = indexed.node_group.shape
                 if shape not in shapes:
                     shapes[shape] = self._devices_objection(indexed)
-                text = shapes[shape]
-            yield text
+                refusal = shapes[shape]
+            yield refusal
 
-    def _node_objection(self, indexed: IndexedNode) -> str | None:
+    def _node_objection(self, indexed: IndexedNode) -> Refusal | None:
         """Checks all but the devices."""
         question = self._question
-        return message_for(
+        return refusal_for(
             question.evidence_objection(indexed) if self._query.is_recorded else question.node_objection(indexed)
         )
 
-    def _devices_objection(self, indexed: IndexedNode) -> str | None:
+    def _devices_objection(self, indexed: IndexedNode) -> Refusal | None:
         if self._query.is_recorded:
             return None
         objection = self._question.devices_objection(indexed)
         is_uncounted = objection is Objection.FEWER_MATCHING and not indexed.node.devices
-        return None if is_uncounted and is_counted_elsewhere(self._query.claim) else message_for(objection)
+        return None if is_uncounted and is_counted_elsewhere(self._query.claim) else refusal_for(objection)
 
 
-def message_for(objection: Objection | None) -> str | None:
-    return None if objection is None else MESSAGES[objection]
+def refusal_for(objection: Objection | None) -> Refusal | None:
+    return None if objection is None else REFUSALS[objection]
 
 
 def is_counted_elsewhere(claim: Claim) -> bool:
     """Whether the scheduler counts the GPUs itself, as an extended resource, on a node whose devices we do not know. A
     map may name such a node: no review has seen the pod, so no GPU is reserved for it."""
-    record = claim.record
-    return not (record.requirements or record.shared)
+    return not claim.record.selects_devices
 
 
 def scores(
@@ -177,7 +172,7 @@ def scores(
         return [(name, 0) for name in names]
     question = ClaimSearch(query.claim, fleet, policy)
     answers = zip(names, FilterAnswers(query, question).of(names), strict=True)
-    return [(name, score(query, fleet.indexed_nodes[name], question) if text is None else 0) for name, text in answers]
+    return [(name, 0 if refusal else score(query, fleet.indexed_nodes[name], question)) for name, refusal in answers]
 
 
 def score(query: NodeQuery, indexed: IndexedNode, question: ClaimSearch) -> int:

@@ -17,6 +17,7 @@ from webhook.core import check
 from webhook.core.claim import Claim, claim_of, recorded_claim
 from webhook.core.decide import EvidencePolicy, decide
 from webhook.core.errors import GpuwardenError, InvalidPodError
+from webhook.core.extender_wire import is_from_us
 from webhook.core.fleet import Fleet
 from webhook.core.keys import NODE
 from webhook.core.nodes_asked import NodesAsked
@@ -208,7 +209,10 @@ def is_due(waiter: UnschedulablePod, fitting: frozenset[str], now: datetime) -> 
 
 
 def is_rejected_by_us(raw: Raw) -> bool:
-    """Whether its scheduler found no node, and gave one of our texts as a reason."""
+    """Whether its scheduler found no node, and we refused at least one.
+
+    kube-scheduler's condition has only a message, with the messages of all refusals.
+    """
     if (raw.get("spec") or {}).get("nodeName") or raw["metadata"].get("deletionTimestamp"):
         return False
     try:
@@ -216,8 +220,6 @@ def is_rejected_by_us(raw: Raw) -> bool:
     except msgspec.ValidationError:
         return False
     return any(
-        one.type == "PodScheduled"
-        and one.status == "False"
-        and any(text in (one.message or "") for text in node_filter.TEXTS)
+        one.type == "PodScheduled" and one.status == "False" and is_from_us(one.message or "")
         for one in (status and status.conditions) or ()
     )

@@ -10,7 +10,8 @@ import structlog
 from attrs import evolve, field, frozen
 
 from webhook.core import keys
-from webhook.core.claim import MAX_EXPRESSIONS, Claim, ClaimRecord
+from webhook.core.claim import MAX_EXPRESSIONS, Claim
+from webhook.core.claim_keys import ClaimRecord
 from webhook.core.decide import EvidencePolicy, preferred
 from webhook.core.fleet import Fleet
 from webhook.core.hints import (

@@ -158,12 +158,12 @@ class Scene:
             lambda: self.now,
             bind_deadline=BIND_DEADLINE,
             is_current=lambda: self.is_current,
-            read_anew=self.read_anew,
+            list_again=self.list_again,
             timer=lambda: next(self.time),
             orphans_per_namespace=self.orphans,
         )
 
-    async def read_anew(self) -> bool:
+    async def list_again(self) -> bool:
         self.reads += 1
         return self.can_be_read
 
@@ -735,7 +735,7 @@ async def test_leader_with_a_lagging_watch_gives_no_second_gpu(scene: Scene, *, 
         await bench.reserve(ask, Placement("node-a", (builders.slot("GPU-a0"),)), by=second)
         await second.ledger.bind_to_pod(PodProof.CONFIRMED, ask.id, builders.identity("a", "uid-a"))
 
-    async def read_anew() -> bool:
+    async def list_again() -> bool:
         for raw in bench.store.objects.values():
             second.ledger.learn(raw)
         return True
@@ -750,7 +750,7 @@ async def test_leader_with_a_lagging_watch_gives_no_second_gpu(scene: Scene, *, 
         scene.gates,
         scene.heard,
         lambda: bench.now,
-        read_anew=read_anew,
+        list_again=list_again,
     )
     await queue.step()
     assert scene.opened() == {"a": "GPU-b0"}

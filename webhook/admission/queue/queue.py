@@ -116,11 +116,11 @@ class Queue:
         *,
         bind_deadline: timedelta = timedelta(minutes=5),
         is_current: Callable[[], bool] = lambda: True,
-        read_anew: Callable[[], Awaitable[bool]] = nothing_to_read,
+        list_again: Callable[[], Awaitable[bool]] = nothing_to_read,
         timer: Callable[[], float] = time.monotonic,
         orphans_per_namespace: int = 0,
     ) -> None:
-        """`read_anew` reads pods and reservations from the API server and returns whether it could."""
+        """`list_again` reads pods and reservations from the API server and returns whether it could."""
         self._pods = pods
         self._ledger = ledger
         self._fleet = fleet
@@ -131,7 +131,7 @@ class Queue:
         self._clock = clock
         self._bind_deadline = bind_deadline
         self._is_current = is_current
-        self._read_anew = read_anew
+        self._list_again = list_again
         self._timer = timer
         self._orphans_per_namespace = orphans_per_namespace
         self._is_up_to_date = False
@@ -157,7 +157,7 @@ class Queue:
         self._pods.recheck(RECHECKED_AT_A_TIME)
         if not self._pods.raws:
             return
-        self._is_up_to_date = self._is_up_to_date or await self._read_anew()
+        self._is_up_to_date = self._is_up_to_date or await self._list_again()
         if not self._is_up_to_date:
             return
         self._fleet.advance(self._clock())

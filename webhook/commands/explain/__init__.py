@@ -16,8 +16,8 @@ from jsonpointer import JsonPointerException
 
 from webhook.admission.manifest_pods import UnreadableManifestError, mapping, name_of, namespace_of, pods_of
 from webhook.commands.explain.sources import (
-    CannotSayError,
     Credentials,
+    NoAnswerError,
     Source,
     file_source,
     kubeconfig_credentials,
@@ -29,7 +29,7 @@ from webhook.core.names import is_object_name
 from webhook.core.raw import Raw
 from webhook.runtime.settings import Settings, SettingsError
 
-ADMIT, DENY, CANNOT_SAY = 0, 1, 2
+ADMIT, DENY, NO_ANSWER = 0, 1, 2
 # The word before NAMESPACE/NAME.
 POD: Final = "pod"
 UNKNOWN: Final = "unknown"
@@ -71,12 +71,12 @@ class PodAnswer:
     """The answer for one pod."""
 
     raw: Raw
-    told: Raw
+    content: Raw
     file: str | None = None
 
     @property
     def status(self) -> int:
-        return {"admit": ADMIT, "deny": DENY}.get(self.told["verdict"], CANNOT_SAY)
+        return {"admit": ADMIT, "deny": DENY}.get(self.content["verdict"], NO_ANSWER)
 
 
 def run(asked: ExplainRequest, settings: Settings) -> int:
@@ -85,12 +85,12 @@ def run(asked: ExplainRequest, settings: Settings) -> int:
     for problem in problems:
         sys.stderr.write(f"gpuwarden explain: {problem}\n")
     if asked.show is not None:
-        sys.stdout.writelines(shown(answers, asked))
+        sys.stdout.writelines(printed(answers, asked))
     elif asked.output == "json":
         sys.stdout.write(as_json(answers))
     else:
         sys.stdout.writelines(as_text(one, is_named=len(answers) > 1) for one in answers)
-    return max([*(one.status for one in answers), *([CANNOT_SAY] if problems else [])], default=CANNOT_SAY)
+    return max([*(one.status for one in answers), *([NO_ANSWER] if problems else [])], default=NO_ANSWER)
 
 
 def with_cluster(asked: ExplainRequest, settings: Settings) -> Settings:
@@ -157,10 +157,10 @@ async def credentials_of(asked: ExplainRequest, settings: Settings) -> Credentia
 
 async def explained(source: Source, raw: Raw, file: str | None) -> PodAnswer:
     try:
-        told = await source.explained(raw)
-    except CannotSayError as exc:
-        told = {"verdict": UNKNOWN, "reason": "CannotSay", "message": str(exc), "nodes": []}
-    return PodAnswer(raw, {**told, "source": source.name}, file)
+        content = await source.explained(raw)
+    except NoAnswerError as exc:
+        content = {"verdict": UNKNOWN, "reason": "CannotSay", "message": str(exc), "nodes": []}
+    return PodAnswer(raw, {**content, "source": source.name}, file)
 
 
 # Pods.
@@ -211,38 +211,38 @@ def read(path: str) -> str:
 
 def as_json(answers: Sequence[PodAnswer]) -> str:
     """An object for one pod, a list for several."""
-    told = [one.told for one in answers]
+    content = [one.content for one in answers]
     if len(answers) != 1:
-        told = [{"pod": name_of(one.raw), "file": one.file, **one.told} for one in answers]
-    found: Raw | list[Raw] = told if len(answers) != 1 else told[0]
+        content = [{"pod": name_of(one.raw), "file": one.file, **one.content} for one in answers]
+    found: Raw | list[Raw] = content if len(answers) != 1 else content[0]
     return msgspec.json.format(msgspec.json.encode(found), indent=2).decode() + "\n"
 
 
 def as_text(answer: PodAnswer, *, is_named: bool) -> str:
-    told = answer.told
+    content = answer.content
     name = f"{name_of(answer.raw) or answer.file}: " if is_named else ""
-    lines = [f"{name}{told['verdict']}: {told['message']} ({told['reason']})"]
-    lines += [f"  warning: {one}" for one in told.get("warnings", ())]
-    lines += [f"  hint: {one}" for one in told.get("hints", ())]
-    for node in told["nodes"]:
-        lines.append(f"  {'+' if node['fits'] else '-'} {node['name']}: {said_of(node)}")
+    lines = [f"{name}{content['verdict']}: {content['message']} ({content['reason']})"]
+    lines += [f"  warning: {one}" for one in content.get("warnings", ())]
+    lines += [f"  hint: {one}" for one in content.get("hints", ())]
+    for node in content["nodes"]:
+        lines.append(f"  {'+' if node['fits'] else '-'} {node['name']}: {node_text(node)}")
     return "\n".join(lines) + "\n"
 
 
-def said_of(node: Raw) -> str:
+def node_text(node: Raw) -> str:
     if node["fits"]:
         return ", ".join(node["devices"]) or "fits"
     return ", ".join(node["reasons"]) + (f": {node['hash']}" if node.get("hash") else "")
 
 
-def shown(answers: Sequence[PodAnswer], asked: ExplainRequest) -> Iterator[str]:
+def printed(answers: Sequence[PodAnswer], asked: ExplainRequest) -> Iterator[str]:
     """The patches, or the pods as the API server would store them. The reason of a denial goes to stderr."""
     for one in answers:
-        if one.status != ADMIT or "patch" not in one.told:
-            why = "this server returns no patches" if one.status == ADMIT else one.told["message"]
-            sys.stderr.write(f"gpuwarden explain: {name_of(one.raw) or one.file}: {one.told['verdict']}: {why}\n")
+        if one.status != ADMIT or "patch" not in one.content:
+            why = "this server returns no patches" if one.status == ADMIT else one.content["message"]
+            sys.stderr.write(f"gpuwarden explain: {name_of(one.raw) or one.file}: {one.content['verdict']}: {why}\n")
             continue
-        patch = one.told["patch"]
+        patch = one.content["patch"]
         thing = patch if asked.show == "patch" else patched(one.raw, patch)
         if asked.output == "json" or asked.show == "patch":
             yield json.dumps(thing, indent=2) + "\n"
@@ -255,5 +255,5 @@ def patched(raw: Raw, patch: list[Raw]) -> Raw:
     try:
         done: Raw = apply_patch(raw, patch)
     except (JsonPatchException, JsonPointerException) as exc:
-        raise CannotSayError(f"the patch does not fit the pod: {exc}") from exc
+        raise NoAnswerError(f"the patch does not fit the pod: {exc}") from exc
     return done

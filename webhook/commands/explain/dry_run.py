@@ -15,7 +15,7 @@ from attrs import frozen
 
 from webhook.admission.explanation import DEFAULT_NAMESPACE, sentence_of
 from webhook.admission.manifest_pods import mapping, namespace_of
-from webhook.commands.explain.sources import CannotSayError, Source
+from webhook.commands.explain.sources import NoAnswerError, Source
 from webhook.core import keys
 from webhook.core.claim import Claim, ClaimRules, claim_of, recorded_claim_or_none
 from webhook.core.difference import difference
@@ -42,12 +42,13 @@ GPU_NODE_PATH: Final = GPU_NODES_PATH + "/{name}"
 REVIEWS_PATH: Final = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
 # The API server calls the webhooks one after the other.
 TIMEOUT: Final = 60.0
+# Only the API server's text shows whether a webhook or the API server itself refused: both give the same reasons.
 DENIED: Final = re.compile(r'admission webhook "[^"]*" denied the request: ')
 WARNING: Final = re.compile(r'299 \S+ "((?:[^"\\]|\\.)*)"')
 # Fields of metadata that the API server sets.
 WRITTEN: Final = ("creationTimestamp", "generation", "managedFields", "resourceVersion", "selfLink", "uid")
 # Reasons of temporary denials, because a part of gpuwarden is unavailable.
-OF_THE_MOMENT: Final = {reason for reason, code in STATUS_CODES.items() if code == 503}
+TEMPORARY: Final = {reason for reason, code in STATUS_CODES.items() if code == 503}
 EXISTS: Final = "AlreadyExists"
 NOT_ASKED: Final = (
     "gpuwarden did not change the pod, although the pod has a claim: is its namespace labelled "
@@ -86,7 +87,7 @@ class DryRuns:
         self._api = api
         self._namespace = namespace
         self._clock = clock
-        self._shown: ListedObjects | str | None = None
+        self._objects: ListedObjects | str | None = None
 
     async def explained(self, raw: Raw) -> Raw:
         namespace = namespace_of(raw) or self._namespace
@@ -106,27 +107,27 @@ class DryRuns:
                 query={"dryRun": "All", "fieldValidation": "Warn"},
             )
         except REQUEST_ERRORS as exc:
-            raise CannotSayError(f"{where}: the API server did not answer: {str(exc) or type(exc).__name__}") from exc
+            raise NoAnswerError(f"{where}: the API server did not answer: {str(exc) or type(exc).__name__}") from exc
         except (ValueError, TypeError, RecursionError) as exc:  # a value that JSON does not have
-            raise CannotSayError(f"{where}: the pod cannot be sent: {type(exc).__name__}") from exc
+            raise NoAnswerError(f"{where}: the pod cannot be sent: {type(exc).__name__}") from exc
         warnings = list(warnings_in(reply.warnings))
         try:
             if reply.status == 201:
                 return admitted(raw, object_in(reply.content), warnings)
             status = msgspec.json.decode(reply.content, type=DryRunStatusWire)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
-            raise CannotSayError(f"{where}: the API server answered {reply.status}, which cannot be read") from exc
+            raise NoAnswerError(f"{where}: the API server answered {reply.status}, which cannot be read") from exc
         if status.reason == EXISTS:
-            return told("admit", EXISTS, f"nothing refuses the pod, but {status.message}", warnings)
+            return answer_of("admit", EXISTS, f"nothing refuses the pod, but {status.message}", warnings)
         if not await self._is_verdict(reply, status, namespace):
-            raise CannotSayError(f"{where}: the API server answered {reply.status}: {status.message}")
+            raise NoAnswerError(f"{where}: the API server answered {reply.status}: {status.message}")
         message = DENIED.sub("", status.message, count=1)
-        return told("deny", status.reason, message, warnings, await self._hints(sent))
+        return answer_of("deny", status.reason, message, warnings, await self._hints(sent))
 
     async def _is_verdict(self, reply: ApiReply, status: DryRunStatusWire, namespace: str) -> bool:
         """Whether the refusal is about the pod, and not temporary."""
         if DENIED.match(status.message):
-            return status.reason not in OF_THE_MOMENT
+            return status.reason not in TEMPORARY
         match reply.status:
             case 400:  # the API server does not call a webhook with side effects for a dry run
                 return "does not support dry run" not in status.message
@@ -161,16 +162,16 @@ class DryRuns:
             return None
         if status == 403:
             uuids = str(annotations.get(keys.GPU_UUID.name) or "").replace(",", ", ")
-            return told("admit", Reason.ADMITTED, f"the pod has {uuids} of node {node}, as its annotations say")
+            return answer_of("admit", Reason.ADMITTED, f"the pod has {uuids} of node {node}, as its annotations say")
         if status != 200:
-            raise CannotSayError(f"GPUNode {node}, with the pod's GPUs: the API server answered {status}")
+            raise NoAnswerError(f"GPUNode {node}, with the pod's GPUs: the API server answered {status}")
         try:
             found = GpuNode.parse(object_in(content)).reservations.values()
         except (GpuwardenError, msgspec.DecodeError) as exc:
-            raise CannotSayError(f"GPUNode {node}, with the pod's GPUs, cannot be read") from exc
+            raise NoAnswerError(f"GPUNode {node}, with the pod's GPUs, cannot be read") from exc
         for one in found:
             if one.uid == uid and one.namespace == namespace and one.phase is not Phase.RELEASING:
-                return told("admit", Reason.ADMITTED, sentence_of(one))
+                return answer_of("admit", Reason.ADMITTED, sentence_of(one))
         return None
 
     async def _with_set(self, sent: Raw, namespace: str) -> Raw:
@@ -197,7 +198,7 @@ class DryRuns:
         try:
             return await request_json(self._api, "GET", path, names, seconds=TIMEOUT)
         except REQUEST_ERRORS as exc:
-            raise CannotSayError(f"the API server did not answer: {str(exc) or type(exc).__name__}") from exc
+            raise NoAnswerError(f"the API server did not answer: {str(exc) or type(exc).__name__}") from exc
 
     async def _hints(self, sent: Raw) -> list[str]:
         """Hints about probable mistakes in the manifest. The message names the requirements of the namespace."""
@@ -208,11 +209,11 @@ class DryRuns:
             return []
         if claim is None or not (claim.record.hashes or claim.record.requirements):
             return list(near_misses(pod, None, ListedObjects({}, set())))
-        if self._shown is None:
-            self._shown = await self._listed()
-        if isinstance(self._shown, str):
-            return [*near_misses(pod, None, ListedObjects({}, set())), self._shown]
-        return list(near_misses(pod, known_of(claim, self._shown), self._shown))
+        if self._objects is None:
+            self._objects = await self._listed()
+        if isinstance(self._objects, str):
+            return [*near_misses(pod, None, ListedObjects({}, set())), self._objects]
+        return list(near_misses(pod, known_of(claim, self._objects), self._objects))
 
     async def _listed(self) -> ListedObjects | str:
         try:
@@ -236,9 +237,9 @@ class DryRuns:
             yield word.hash
 
 
-def known_of(claim: Claim, shown: ListedObjects) -> Claim | None:
+def known_of(claim: Claim, listed: ListedObjects) -> Claim | None:
     """None for a claim with hashes if there is no NodeEvidence: static evidence is in no object."""
-    return claim if shown.proven_hashes or not claim.record.hashes else None
+    return claim if listed.proven_hashes or not claim.record.hashes else None
 
 
 def devices_of(raw: Raw) -> Iterator[Iterable[str]]:
@@ -282,18 +283,18 @@ def admitted(raw: Raw, made: Raw, warnings: list[str]) -> Raw:
     try:
         pod = Pod.parse(stored)
     except InvalidPodError as exc:
-        raise CannotSayError(f"the API server's answer is not a pod: {exc}") from exc
+        raise NoAnswerError(f"the API server's answer is not a pod: {exc}") from exc
     claim = recorded_claim_or_none(pod)
     if claim is None:
         hints = [NOT_ASKED] if asks(raw) else []
-        return told("admit", Reason.NOT_ASKED, "nothing refuses the pod", warnings, hints, patch=patch)
+        return answer_of("admit", Reason.NOT_ASKED, "nothing refuses the pod", warnings, hints, patch=patch)
     if pod.is_gated:
-        return told("admit", Reason.QUEUED, next(iter(warnings), "the pod waits"), warnings, patch=patch)
+        return answer_of("admit", Reason.QUEUED, next(iter(warnings), "the pod waits"), warnings, patch=patch)
     gpus = str(pod.annotations.get(keys.GPU_UUID.name) or "")
     node = str(pod.annotations.get(keys.NODE.name) or "")
     has = f"{gpus.replace(',', ', ')} on node {node}" if gpus else "admitted"
     nodes = [{"name": node, "fits": True, "reasons": [], "devices": gpus.split(",")}] if gpus else []
-    return told("admit", Reason.ADMITTED, f"{claim.sentence}: {has}", warnings, nodes=nodes, patch=patch)
+    return answer_of("admit", Reason.ADMITTED, f"{claim.sentence}: {has}", warnings, nodes=nodes, patch=patch)
 
 
 def asks(raw: Raw) -> bool:
@@ -309,7 +310,7 @@ def warnings_in(headers: Iterable[str]) -> Iterator[str]:
             yield re.sub(r"\\(.)", r"\1", found[1])
 
 
-def told(
+def answer_of(
     verdict: str,
     reason: str,
     message: str,

@@ -22,10 +22,10 @@ from webhook.runtime.tls.certificate_source import client_context
 
 # A review may take 10 seconds; a scorer may use most of them.
 SERVER_TIMEOUT: Final = httpx.Timeout(30.0)
-MOST_SAID: Final = 300
+MAX_PROBLEM: Final = 300
 
 
-class CannotSayError(GpuwardenError):
+class NoAnswerError(GpuwardenError):
     """There is no answer: the source is unreachable, or refuses to answer."""
 
 
@@ -44,7 +44,7 @@ class Source(Protocol):
     name: str
 
     async def explained(self, raw: Raw) -> Raw:
-        """The answer in the format of `POST /explain`. Raises CannotSayError."""
+        """The answer in the format of `POST /explain`. Raises NoAnswerError."""
 
 
 class ServerSource:
@@ -59,9 +59,9 @@ class ServerSource:
         try:
             reply = await self._client.post(self._url, json=raw)
         except (httpx.HTTPError, ValueError) as exc:  # ValueError: a value that JSON does not have
-            raise CannotSayError(f"{self._url}: {str(exc) or type(exc).__name__}") from exc
+            raise NoAnswerError(f"{self._url}: {str(exc) or type(exc).__name__}") from exc
         if reply.status_code != 200:
-            raise CannotSayError(f"{self._url} answered {reply.status_code}: {problem_in(reply)}")
+            raise NoAnswerError(f"{self._url} answered {reply.status_code}: {problem_in(reply)}")
         return answer_in(reply.content, self._url)
 
 
@@ -74,17 +74,17 @@ class LocalSource:
 
     async def explained(self, raw: Raw) -> Raw:
         try:
-            told = await self._explainer.explain(raw)
+            content = await self._explainer.explain(raw)
         except CannotExplainError as exc:
-            raise CannotSayError(str(exc)) from exc
-        return {**told, "reason": str(told["reason"])}
+            raise NoAnswerError(str(exc)) from exc
+        return {**content, "reason": str(content["reason"])}
 
 
 def problem_in(reply: httpx.Response) -> str:
     try:
-        return str(reply.json()["error"])[:MOST_SAID]
+        return str(reply.json()["error"])[:MAX_PROBLEM]
     except (ValueError, KeyError, TypeError):
-        return reply.text[:MOST_SAID]
+        return reply.text[:MAX_PROBLEM]
 
 
 def answer_in(content: bytes, url: str) -> Raw:
@@ -92,9 +92,9 @@ def answer_in(content: bytes, url: str) -> Raw:
     try:
         found = msgspec.json.decode(content, type=Raw)
     except (msgspec.DecodeError, RecursionError) as exc:
-        raise CannotSayError(f"{url} gave an unreadable answer") from exc
+        raise NoAnswerError(f"{url} gave an unreadable answer") from exc
     if found.get("verdict") not in ("admit", "deny") or not isinstance(found.get("nodes"), list):
-        raise CannotSayError(f"{url} gave an unreadable answer")
+        raise NoAnswerError(f"{url} gave an unreadable answer")
     return found
 
 
@@ -112,7 +112,7 @@ def presenting(context: ssl.SSLContext, credentials: Credentials) -> ssl.SSLCont
     try:
         context.load_cert_chain(credentials.cert, credentials.key)
     except (ssl.SSLError, OSError) as exc:
-        raise CannotSayError(f"{credentials.cert}: not a certificate and a key in PEM") from exc
+        raise NoAnswerError(f"{credentials.cert}: not a certificate and a key in PEM") from exc
     return context
 
 
@@ -148,7 +148,7 @@ async def kubeconfig_credentials(settings: Settings, context: str | None) -> Cre
 
 
 async def pod_in_cluster(settings: Settings, context: str | None, namespace: str, name: str) -> Raw:
-    """The pod without the fields that were set after its creation. Raises CannotSayError."""
+    """The pod without the fields that were set after its creation. Raises NoAnswerError."""
     from webhook.kube.client import connect
     from webhook.kube.json_objects import object_in
     from webhook.kube.requests import POD_PATH, REQUEST_ERRORS, request_json
@@ -159,23 +159,23 @@ async def pod_in_cluster(settings: Settings, context: str | None, namespace: str
             names = {"namespace": namespace, "name": name}
             status, content = await request_json(api, "GET", POD_PATH, names, seconds=10.0)
         except REQUEST_ERRORS as exc:
-            raise CannotSayError(f"{where}: the API server did not answer: {str(exc) or type(exc).__name__}") from exc
+            raise NoAnswerError(f"{where}: the API server did not answer: {str(exc) or type(exc).__name__}") from exc
     if status != 200:
-        raise CannotSayError(f"{where}: the API server answered {status}")
+        raise NoAnswerError(f"{where}: the API server answered {status}")
     try:
         return as_created(object_in(content))
     except msgspec.DecodeError as exc:
-        raise CannotSayError(f"{where}: the API server's answer cannot be read") from exc
+        raise NoAnswerError(f"{where}: the API server's answer cannot be read") from exc
 
 
 def as_created(raw: Mapping[str, Any]) -> Raw:
     """Keeps the UID, with which the pod's reservation is found."""
     found = raw.get("metadata")
-    meta = {key: value for key, value in (found if isinstance(found, dict) else {}).items() if key not in SERVERS}
+    meta = {key: value for key, value in (found if isinstance(found, dict) else {}).items() if key not in SET_BY_SERVER}
     body = raw.get("spec")
     spec = {key: value for key, value in (body if isinstance(body, dict) else {}).items() if key != "nodeName"}
     return {"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": spec}
 
 
 # Fields of metadata that the API server sets.
-SERVERS: Final = frozenset({"creationTimestamp", "generation", "managedFields", "resourceVersion", "selfLink"})
+SET_BY_SERVER: Final = frozenset({"creationTimestamp", "generation", "managedFields", "resourceVersion", "selfLink"})

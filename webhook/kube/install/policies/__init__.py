@@ -1,11 +1,12 @@
 """The webhook configurations, admission policies and roles.
 
-The shipped files can be applied as they are to the namespace `gpuwarden`, except for the CA bundle.
+In the shipped files, `'claim-annotations'` and `'claim-labels'` stand for the keys that make a claim. All other names
+are those of an installation in the namespace `gpuwarden`.
 """
 
 import base64
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from enum import StrEnum
 from importlib import resources
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import yaml
 from attrs import field, frozen
 
-from webhook.core import keys
+from webhook.core import claim_keys, keys
 from webhook.core.host_paths import mistake_in
 from webhook.core.names import is_label_key
 from webhook.kube.install import crds
@@ -28,6 +29,12 @@ RBAC = ("rbac.yaml",)
 CERTS = ("certs.yaml",)
 EXPORT = ("export.yaml",)
 SCORE = ("score.yaml",)
+
+# The names that stand in a list for a placeholder in the files.
+CLAIM_NAMES: Mapping[str, tuple[str, ...]] = {
+    "claim-annotations": tuple(name for key in claim_keys.CLAIM_KEYS if key.makes_claim for name in key.names),
+    "claim-labels": tuple(key.name for key in claim_keys.CLAIM_KEYS if key.makes_claim and key.is_label),
+}
 
 # Debug containers are added through a subresource.
 DEBUGGING: tuple[Manifest, ...] = (
@@ -116,12 +123,12 @@ class Installation:
     @names.default
     def _names(self) -> dict[str, str]:
         """Text in the files to text of this installation."""
-        hashes = [f"'{name}'" for name in dict.fromkeys((*keys.REQUIRED_HASH.names, *self.hash_aliases))]
+        hashes = claim_keys.REQUIRED_HASH.names
         return {
             OPT_IN: self.opt_in,
-            ", ".join(f"'{name}'" for name in keys.REQUIRED_HASH.names): ", ".join(hashes),
+            quoted(hashes): quoted(dict.fromkeys((*hashes, *self.hash_aliases))),
             f"'{RESOURCE}'": f"'{self.resource}'",
-            f"'{SCHEDULER}'": ", ".join(f"'{name}'" for name in self.schedulers),
+            f"'{SCHEDULER}'": quoted(self.schedulers),
             # Full account names first: the namespace alone, replaced below, is their prefix.
             **{self._account(NAMESPACE, ours): self._account(self.namespace, own) for ours, own in self._accounts()},
             OWN_ACCOUNTS.format(NAMESPACE): OWN_ACCOUNTS.format(self.namespace),
@@ -217,7 +224,14 @@ def manifests(*files: str) -> list[Manifest]:
 
 
 def text(name: str) -> str:
-    return (resources.files("webhook.kube.install") / "policies" / name).read_text()
+    found = (resources.files("webhook.kube.install") / "policies" / name).read_text()
+    for placeholder, names in CLAIM_NAMES.items():
+        found = found.replace(f"'{placeholder}'", quoted(names))
+    return found
+
+
+def quoted(names: Iterable[str]) -> str:
+    return ", ".join(f"'{name}'" for name in names)
 
 
 def is_wanted(name: str, installation: Installation) -> bool:
