@@ -157,7 +157,6 @@
 {{- end }}
 {{- if $values.export.enabled }}
   {{- $export := $values.export.settings }}{{ $secrets := $values.export.credentials }}
-  {{- $types := include "gpuwarden.exporters" . | fromYamlArray }}
   {{- if not $export.clusterName }}
     {{- fail "\n\nexport.enabled is true: every record contains the cluster's name, so set export.settings.clusterName." }}
   {{- end }}
@@ -168,17 +167,18 @@
   {{- if and (lookup "v1" "Namespace" "" "kube-system") (not (lookup "v1" "Namespace" "" $plugin)) }}
     {{- fail (printf "\n\nexport.enabled is true and there is no namespace %s: set export.settings.namespace to the namespace of the device plugin's pods." $plugin) }}
   {{- end }}
-  {{- if and (has "http" $types) (not $export.httpEndpoint) }}
-    {{- fail "\n\nexport.settings.exporterType has http: set export.settings.httpEndpoint." }}
-  {{- end }}
-  {{- if and (has "postgres" $types) (or (not $export.postgresDb) (not $secrets.postgres)) }}
-    {{- fail "\n\nexport.settings.exporterType has postgres: set export.settings.postgresDb, and export.credentials.postgres to the Secret with username and password." }}
-  {{- end }}
-  {{- if and (has "s3" $types) (not $export.s3Bucket) }}
-    {{- fail "\n\nexport.settings.exporterType has s3: set export.settings.s3Bucket." }}
-  {{- end }}
-  {{- if and (has "http" $types) $secrets.http (not $export.httpTokenInPlain) (regexMatch "^[hH][tT][tT][pP]://" $export.httpEndpoint) (not (regexMatch "^.{4}://(localhost|127[.][0-9.]+|\\[::1\\])(:[0-9]+)?(/|$)" $export.httpEndpoint)) }}
-    {{- fail "\n\nexport.settings.httpEndpoint is plain http and export.credentials.http is set: the token would be sent unencrypted. Use https, or set export.settings.httpTokenInPlain=true." }}
+  {{- range $name, $store := include "gpuwarden.stores" . | fromYaml }}
+    {{- $secret := get $secrets $name }}{{ $missing := and $store.needsSecret (not $secret) }}
+    {{- range $store.settings }}{{ if not (get $export .) }}{{ $missing = true }}{{ end }}{{ end }}
+    {{- if $missing }}
+      {{- fail (printf "\n\nexport.settings.exporterType has %s: set %s." $name $store.sentence) }}
+    {{- end }}
+    {{- if and $store.allowsPlain $secret (not (get $export (default "" $store.allowsPlain))) }}
+      {{- $address := get $export $store.address }}
+      {{- if and (regexMatch "^[hH][tT][tT][pP]://" $address) (not (regexMatch "^.{4}://(localhost|127[.][0-9.]+|\\[::1\\])(:[0-9]+)?(/|$)" $address)) }}
+        {{- fail (printf "\n\nexport.settings.%s is plain http and export.credentials.%s is set: the token would be sent unencrypted. Use https, or set export.settings.%s=true." $store.address $name $store.allowsPlain) }}
+      {{- end }}
+    {{- end }}
   {{- end }}
   {{- if lt (default 100 $export.burst | float64) (default 50 $export.qps | float64) }}
     {{- fail "\n\nexport.settings.burst is less than export.settings.qps: it has to be at least qps." }}

@@ -29,7 +29,12 @@ class Read(NamedTuple):
 
 def settings_read_from(module: str, function: str) -> set[Read]:
     """The attributes of settings that the function reads, and all that it reaches; properties are followed."""
-    found: set[Read] = set()
+    return {read for one in reached_from(module, function) for scan in scans_of(one) for read in scan.reads}
+
+
+@cache
+def reached_from(module: str, function: str) -> frozenset[Definition]:
+    """The definitions that the function reaches, itself included."""
     seen: set[Definition] = set()
     queue = [Definition(module, function)]
     while queue:
@@ -38,10 +43,9 @@ def settings_read_from(module: str, function: str) -> set[Read]:
             continue
         seen.add(one)
         for scan in scans_of(one):
-            found |= scan.reads
             queue += scan.reached
             queue += [Definition(CLASSES[read.of], f"{read.of}.{read.name}") for read in scan.reads]
-    return found
+    return frozenset(seen)
 
 
 @cache
