@@ -747,6 +747,22 @@ def store_facts(store: ExportStore[Any]) -> Mapping[str, Any]:
     return {name: value for name, value in found.items() if value}
 
 
+def evidence_yaml() -> str:
+    """What the chart's own templates read of each evidence provider."""
+    return HEAD.replace("scripts/chart_values.py", "webhook/runtime/settings.py") + yaml.safe_dump(
+        {name: provider_facts(one) for name, one in settings.EVIDENCE_PROVIDERS.items()}, sort_keys=False
+    )
+
+
+def provider_facts(provider: settings.ProviderDeclaration) -> Mapping[str, Any]:
+    found = {
+        "settings": [key_of(name) for name in provider.needs],
+        "settingsOverTcp": [key_of(name) for name in provider.needs_over_tcp],
+        "address": key_of(provider.address),
+    }
+    return {name: value for name, value in found.items() if value}
+
+
 def moved_yaml() -> str:
     """Read by the chart's own templates."""
     return HEAD + yaml.safe_dump({one.path: one.sentence for one in MOVED}, sort_keys=False, width=1000)
@@ -759,5 +775,6 @@ def written() -> dict[Path, str]:
         CHART / "values.schema.json": json.dumps(schema(), indent=1) + "\n",
         CHART / "files/moved.yaml": moved_yaml(),
         CHART / "files/stores.yaml": stores_yaml(),
+        CHART / "files/evidence.yaml": evidence_yaml(),
         ROOT / "docs/reference/configure.md": reference(),
     }

@@ -97,18 +97,21 @@
 {{- if le (include "gpuwarden.seconds" (default "8760h" $settings.certsCaLife) | float64) (addf $leaf $before) }}
   {{- fail "\n\nsettings.certsCaLife is not longer than settings.certsLeafLife and settings.certsRenewBefore together: a CA has to be valid longer than the certificates that it signs." }}
 {{- end }}
-{{- if has "spire-server" $evidence }}
-  {{- if not (and $settings.spireServer $settings.spireTrustDomain) }}
-    {{- fail "\n\nsettings.evidence has spire-server: set settings.spireServer and settings.spireTrustDomain." }}
-  {{- end }}
-  {{- if and (not $settings.spireWorkloadApi) (not (hasPrefix "unix:" $settings.spireServer)) }}
-    {{- fail "\n\nsettings.evidence has spire-server, which requires our SVID: set settings.spireWorkloadApi to the agent's socket." }}
+{{- range $name, $provider := .Files.Get "files/evidence.yaml" | fromYaml }}
+  {{- if has $name $evidence }}
+    {{- $missing := false }}
+    {{- range $provider.settings }}{{ if not (get $settings .) }}{{ $missing = true }}{{ end }}{{ end }}
+    {{- if $missing }}
+      {{- fail (printf "\n\nsettings.evidence has %s: set settings.%s." $name (join " and settings." $provider.settings)) }}
+    {{- end }}
+    {{- range $provider.settingsOverTcp }}
+      {{- if and (not (get $settings .)) (not (hasPrefix "unix:" (get $settings $provider.address))) }}
+        {{- fail (printf "\n\nsettings.evidence has %s, and settings.%s is not a socket: set settings.%s." $name $provider.address .) }}
+      {{- end }}
+    {{- end }}
   {{- end }}
 {{- end }}
 {{- if has "jwt-svid" $evidence }}
-  {{- if not $settings.spireTrustDomain }}
-    {{- fail "\n\nsettings.evidence has jwt-svid: set settings.spireTrustDomain." }}
-  {{- end }}
   {{- if not (or $settings.bundleEndpoint $settings.spireWorkloadApi) }}
     {{- fail "\n\nsettings.evidence has jwt-svid, which reads its keys from settings.bundleEndpoint or settings.spireWorkloadApi: set one." }}
   {{- end }}

@@ -172,7 +172,8 @@ digits would have an exponent. */ -}}
 {{- $root := index . 0 -}}{{- $component := index . 1 -}}{{- $places := list -}}{{- $ports := list -}}
 {{- $settings := $root.Values.settings -}}{{- $export := $root.Values.export.settings -}}
 {{- if has $component (list "serve" "reconcile") -}}
-{{- $places = list $settings.spireServer $settings.bundleEndpoint (ternary $settings.scorer "" (eq $component "serve")) -}}
+{{- $places = list (ternary $settings.scorer "" (eq $component "serve")) -}}
+{{- range $root.Files.Get "files/evidence.yaml" | fromYaml }}{{ with .address }}{{ $places = append $places (get $settings .) }}{{ end }}{{ end -}}
 {{- else if eq $component "export" -}}
 {{- range include "gpuwarden.stores" $root | fromYaml -}}
 {{- with .address }}{{ $places = append $places (get $export .) }}{{ end -}}

@@ -8,7 +8,13 @@ from functools import cache
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from webhook.runtime import settings
+
 ROOT: Final = Path(__file__).resolve().parents[2]
+# `providers_of` calls these by name.
+BUILT_BY_NAME: Final = [
+    one.built_by.partition(":")[::2] for one in settings.EVIDENCE_PROVIDERS.values() if one.built_by
+]
 CLASSES: Final = {"Settings": "webhook.runtime.settings", "ExportSettings": "webhook.export.settings"}
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -42,6 +48,8 @@ def reached_from(module: str, function: str) -> frozenset[Definition]:
         if one in seen:
             continue
         seen.add(one)
+        if one == Definition("webhook.evidence.providers", "providers_of"):
+            queue += [Definition(module, name) for module, name in BUILT_BY_NAME]
         for scan in scans_of(one):
             queue += scan.reached
             queue += [Definition(CLASSES[read.of], f"{read.of}.{read.name}") for read in scan.reads]
