@@ -1,5 +1,5 @@
-"""The values of the chart, declared once. `make chart` writes chart/values.yaml,
-chart/values.schema.json and docs/reference/configure.md from here; a test compares.
+"""The values of the chart, declared once. `make chart` writes chart/values.yaml, chart/values.schema.json, data for the
+templates, and pages of docs/reference from here; a test compares.
 
 `settings` and `export.settings` are generated from the commands' tables of settings.
 """
@@ -777,4 +777,6 @@ def written() -> dict[Path, str]:
         CHART / "files/stores.yaml": stores_yaml(),
         CHART / "files/evidence.yaml": evidence_yaml(),
         ROOT / "docs/reference/configure.md": reference(),
+        ROOT / "docs/reference/settings.md": settings.reference(),
+        ROOT / "docs/reference/settings-export.md": export_settings.reference(),
     }

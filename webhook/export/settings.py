@@ -364,8 +364,8 @@ def load(
 REFERENCE: Final = """\
 # Settings of `gpuwarden export` and `gpuwarden history`
 
-Written by `gpuwarden config reference export`; change `webhook/export/settings.py` instead, or
-`webhook/export/targets.py` for the settings of a store.
+`make chart` writes this page from `webhook/export/settings.py` and, for the settings of stores,
+`webhook/export/targets.py`.
 
 A flag wins over a variable, a variable of gpuwarden over one of gpuid, a variable over the YAML file that `--config` or
 `GPUWARDEN_EXPORT_CONFIG` names, the file over the default. The commands of a setting are those that read it; only they

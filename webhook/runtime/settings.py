@@ -1029,7 +1029,7 @@ def as_yaml(settings: Settings) -> str:
 REFERENCE: Final = """\
 # Settings
 
-Written by `gpuwarden config reference`; change `webhook/runtime/settings.py` instead.
+`make chart` writes this page from `webhook/runtime/settings.py`.
 
 A flag wins over a variable, a variable over the YAML file that `--config` or `GPUWARDEN_CONFIG` names, the file over
 the default. An empty variable and a key without a value count as not set. Relative paths start at the working
