@@ -176,10 +176,10 @@
     {{- if $missing }}
       {{- fail (printf "\n\nexport.settings.exporterType has %s: set %s." $name $store.sentence) }}
     {{- end }}
-    {{- if and $store.allowsPlain $secret (not (get $export (default "" $store.allowsPlain))) }}
+    {{- if and $store.address $secret (not (get $export (default "" $store.allowsPlain))) }}
       {{- $address := get $export $store.address }}
       {{- if and (regexMatch "^[hH][tT][tT][pP]://" $address) (not (regexMatch "^.{4}://(localhost|127[.][0-9.]+|\\[::1\\])(:[0-9]+)?(/|$)" $address)) }}
-        {{- fail (printf "\n\nexport.settings.%s is plain http and export.credentials.%s is set: the token would be sent unencrypted. Use https, or set export.settings.%s=true." $store.address $name $store.allowsPlain) }}
+        {{- fail (printf "\n\nexport.settings.%s is plain http and export.credentials.%s is set: the token would be sent unencrypted. Use https%s." $store.address $name (empty $store.allowsPlain | ternary "" (printf ", or set export.settings.%s=true" $store.allowsPlain))) }}
       {{- end }}
     {{- end }}
   {{- end }}

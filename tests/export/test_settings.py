@@ -1,5 +1,6 @@
 """The settings of `gpuwarden export`: gpuid's variables as gpuid reads them, and all mistakes at once."""
 
+from argparse import ArgumentParser
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -297,8 +298,13 @@ def test_no_other_command_looks_at_them() -> None:
 
 
 def test_secrets_have_no_flag() -> None:
-    secrets = {one.name for one in TABLE if one.is_secret}
-    assert secrets == {"http_auth_token", "postgres_password"}
+    secrets = {one.flag for one in TABLE if one.is_secret}
+    assert secrets >= {"--http-auth-token", "--postgres-password"}
+    parser = ArgumentParser()
+    settings.add_flags(parser)
+    flags = {*parser.format_help().replace("[", " ").split()}
+    assert "--http-auth-token-file" in flags
+    assert not secrets & flags
 
 
 def test_the_reference_is_up_to_date() -> None:

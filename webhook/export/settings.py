@@ -309,10 +309,9 @@ class ExportReader(TableReader):
                 self.mistakes.append(f"{self.where([name, f'{name}_file'])}: both are set; set one")
         for store in self._chosen_stores(values):
             if self._sends_secret_in_plain(store, values):
-                problem = (
-                    "everyone on the way could read the token; allowed: https, or http to this machine,"
-                    f" or to any machine with {flag_of(store.prefix + store.allows_plain)} true"
-                )
+                problem = "everyone on the way could read the token; allowed: https, or http to this machine"
+                if store.allows_plain:
+                    problem += f", or to any machine with {flag_of(store.prefix + store.allows_plain)} true"
                 self.mistakes.append(f"{self.where([store.prefix + store.address])}: {problem}")
 
     def _chosen_stores(self, values: Mapping[str, Any]) -> list[ExportStore[Any]]:
