@@ -111,7 +111,7 @@ docker-build: ## build the image: make docker-build IMG=name:tag (needs Docker w
 	    || exit 1 ;; esac; set -x; \
 	docker build --build-arg PYTHON_IMAGE="$$base" --tag "$(IMG)" .
 
-chart: $(VENV)/dev.stamp ## generate parts of chart/ and deploy/ from the manifests and the settings
+chart: $(VENV)/dev.stamp ## generate parts of chart/, deploy/ and docs/reference from the code
 	$(BIN)/python -m scripts.chart
 
 lock: $(VENV)/dev.stamp ## update the lock files, with hashes

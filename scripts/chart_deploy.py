@@ -14,6 +14,7 @@ import yaml
 from attrs import frozen
 
 from scripts.chart_values import CHART, ROOT
+from webhook.export.targets import STORES
 
 DEPLOY: Final = ROOT / "deploy"
 HEAD: Final = "# Written by `make chart` from the chart.\n"
@@ -33,27 +34,18 @@ EXPORTER: Final[Mapping[str, Any]] = {
 }
 # Without gpuwarden's webhooks there are no reservations to export.
 ALONE: Final = {"clusterName": "validation", "history": False}
-STORES: Final[Mapping[str, Manifest]] = {
-    "stdout": {"settings": {"clusterName": "prod", "history": False}},
-    "http": {
-        "settings": {**ALONE, "exporterType": "http", "httpEndpoint": "https://example.org/gpus"},
-        "credentials": {"http": "http-credentials"},
-    },
-    "postgres": {
-        "settings": {**ALONE, "exporterType": "postgres", "postgresDb": "gpuid", "postgresTable": "serials"},
-        "credentials": {"postgres": "db-credentials"},
-    },
-    "s3": {
-        "settings": {**ALONE, "exporterType": "s3", "s3Bucket": "gpuid"},
-        "credentials": {"s3": "s3-credentials"},
-    },
-}
+
+
+def exporting(name: str) -> Manifest:
+    """The values of a store's directory."""
+    store = STORES[name]
+    found: Manifest = {"settings": {**ALONE, "exporterType": name, **store.example}}
+    return found if store.secret is None else {**found, "credentials": {name: store.secret.example}}
+
+
+POSTGRES: Final = exporting("postgres")
 # Two replicas with one active, disruption budget, network policies.
-PROD: Final[Manifest] = {
-    **STORES["postgres"],
-    "replicas": 2,
-    "settings": {**STORES["postgres"]["settings"], "clusterName": "prod"},
-}
+PROD: Final[Manifest] = {**POSTGRES, "replicas": 2, "settings": {**POSTGRES["settings"], "clusterName": "prod"}}
 
 # The filter of a scheduler: hashes from a map, reservations in memory, no webhook.
 EXTENDER: Final[Mapping[str, Any]] = {
@@ -113,9 +105,9 @@ FLOWS: Final = [
             DEPLOY / "exporter" / name,
             "gpuid",
             "gpuid",
-            {**EXPORTER, "export": {"enabled": True, "replicas": 1, **said}},
+            {**EXPORTER, "export": {"enabled": True, "replicas": 1, **exporting(name)}},
         )
-        for name, said in STORES.items()
+        for name in STORES
     ),
     Flow(
         DEPLOY / "exporter/prod",

@@ -1,5 +1,5 @@
-"""The values of the chart, declared once. `make chart` writes chart/values.yaml,
-chart/values.schema.json and docs/reference/configure.md from here; a test compares.
+"""The values of the chart, declared once. `make chart` writes chart/values.yaml, chart/values.schema.json, data for the
+templates, and pages of docs/reference from here; a test compares.
 
 `settings` and `export.settings` are generated from the commands' tables of settings.
 """
@@ -15,11 +15,12 @@ from attrs import field, frozen
 from webhook.core.host_paths import HOST_PATH
 from webhook.core.names import MAX_SUBDOMAIN, SUBDOMAIN
 from webhook.export import settings as export_settings
+from webhook.export.targets import STORES, ExportStore
 from webhook.runtime import settings
 from webhook.runtime.setting_kinds import FILE, LABEL_KEY, PORT, SettingKind
 from webhook.runtime.setting_schemas import BOOLEAN as BOOL
 from webhook.runtime.setting_schemas import Schema, one_of, whole
-from webhook.runtime.setting_table import Setting, in_words, plain
+from webhook.runtime.setting_table import Setting, in_words, key_of, plain
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 CHART: Final = ROOT / "chart"
@@ -123,7 +124,8 @@ OWN_SETTINGS: Final = frozenset(
 OWN_EXPORT_SETTINGS: Final = frozenset(
     (
         *("config", "kubeconfig", "host", "server_port", "leader_election", "lease_namespace", "lease_name"),
-        *("pod_name", "pod_namespace", "outbox", "http_auth_token_file", "postgres_password_file"),
+        *("pod_name", "pod_namespace", "outbox"),
+        *(f"{one.name}_file" for one in export_settings.TABLE if one.is_secret),
     )
 )
 
@@ -506,18 +508,10 @@ EXPORT: Final = [
         {"type": "object", "minProperties": 1},
         "Volume for records that are not stored yet, as in a Pod. An emptyDir is deleted with its Pod.",
     ),
-    Value("export.credentials.http", "", NAME, "Secret with the `token` for the store, for exporterType http."),
-    Value(
-        "export.credentials.postgres",
-        "",
-        NAME,
-        "Secret with `username` and `password` of the database, and `host` unless postgresHost is set.",
-    ),
-    Value(
-        "export.credentials.s3",
-        "",
-        NAME,
-        "Secret whose keys become environment variables, such as AWS_ACCESS_KEY_ID, for exporterType s3.",
+    *(
+        Value(f"export.credentials.{one.name}", "", NAME, one.secret.about)
+        for one in STORES.values()
+        if one.secret is not None
     ),
     *setting_values("export.settings", export_settings.TABLE, OWN_EXPORT_SETTINGS, lambda one: one.default),
 ]
@@ -717,6 +711,58 @@ def shown(one: Value) -> str:
     return f"`{json.dumps(one.default)}`" if one.default not in ("", None) else ""
 
 
+def stores_yaml() -> str:
+    """What the chart's own templates read of each store."""
+    return HEAD.replace("scripts/chart_values.py", "webhook/export/targets.py") + yaml.safe_dump(
+        {one.name: store_facts(one) for one in STORES.values()}, sort_keys=False, width=1000
+    )
+
+
+def store_facts(store: ExportStore[Any]) -> Mapping[str, Any]:
+    secret = store.secret
+    keys = {} if secret is None else {store.prefix + name: key for name, key in secret.keys.items()}
+    optional = set() if secret is None else {store.prefix + name for name in secret.optional}
+    needed = [name for name in store.required if name not in keys]
+    needed_keys = [keys[name] for name in store.required if name in keys and name not in optional]
+    sentence = [f"export.settings.{key_of(name)}" for name in needed]
+    if needed_keys:
+        sentence.append(f"export.credentials.{store.name} to the Secret with {' and '.join(needed_keys)}")
+    variables = [
+        {"name": one.older_variable or one.variable, "key": keys[one.name]}
+        | ({"unless": one.key} if one.name in optional else {})
+        for one in store.settings
+        if one.name in keys
+    ]
+    found = {
+        "settings": [key_of(name) for name in needed],
+        "needsSecret": bool(needed_keys),
+        "sentence": ", and ".join(sentence),
+        "variables": variables,
+        "everyKey": secret is not None and not keys,
+        "address": key_of(store.prefix + store.address) if store.address else None,
+        "allowsPlain": key_of(store.prefix + store.allows_plain) if store.allows_plain else None,
+        "port": store.port,
+        "portSetting": key_of(store.prefix + store.port_setting) if store.port_setting else None,
+    }
+    return {name: value for name, value in found.items() if value}
+
+
+def evidence_yaml() -> str:
+    """What the chart's own templates read of each evidence provider."""
+    return HEAD.replace("scripts/chart_values.py", "webhook/runtime/settings.py") + yaml.safe_dump(
+        {name: provider_facts(one) for name, one in settings.EVIDENCE_PROVIDERS.items()}, sort_keys=False
+    )
+
+
+def provider_facts(provider: settings.ProviderDeclaration) -> Mapping[str, Any]:
+    found = {
+        "settings": [key_of(name) for name in provider.needs],
+        "settingsOverTcp": [key_of(name) for name in provider.needs_over_tcp],
+        "address": key_of(provider.address),
+    }
+    return {name: value for name, value in found.items() if value}
+
+
 def moved_yaml() -> str:
     """Read by the chart's own templates."""
     return HEAD + yaml.safe_dump({one.path: one.sentence for one in MOVED}, sort_keys=False, width=1000)
@@ -728,5 +774,9 @@ def written() -> dict[Path, str]:
         CHART / "values.yaml": values_yaml(),
         CHART / "values.schema.json": json.dumps(schema(), indent=1) + "\n",
         CHART / "files/moved.yaml": moved_yaml(),
+        CHART / "files/stores.yaml": stores_yaml(),
+        CHART / "files/evidence.yaml": evidence_yaml(),
         ROOT / "docs/reference/configure.md": reference(),
+        ROOT / "docs/reference/settings.md": settings.reference(),
+        ROOT / "docs/reference/settings-export.md": export_settings.reference(),
     }

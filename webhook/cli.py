@@ -408,12 +408,13 @@ def history(args: Namespace) -> int:
 
     from webhook.export import settings as export_settings
     from webhook.export.history import UseQuery, find_uses, rendered
+    from webhook.export.targets import POSTGRES
 
     question = UseQuery.from_flags(serial=args.serial, uuid=args.uuid, pod=args.pod, hash=args.hash)
     chosen = export_settings.load(vars(args), also=args.unknown, part=export_settings.HISTORY)
     args.has_run = True
     complain(args.parser.prog, chosen.notes)
-    print(rendered(asyncio.run(find_uses(chosen.postgres, question)), args.output))
+    print(rendered(asyncio.run(find_uses(chosen.target(POSTGRES), question)), args.output))
     return 0
 
 

@@ -97,18 +97,21 @@
 {{- if le (include "gpuwarden.seconds" (default "8760h" $settings.certsCaLife) | float64) (addf $leaf $before) }}
   {{- fail "\n\nsettings.certsCaLife is not longer than settings.certsLeafLife and settings.certsRenewBefore together: a CA has to be valid longer than the certificates that it signs." }}
 {{- end }}
-{{- if has "spire-server" $evidence }}
-  {{- if not (and $settings.spireServer $settings.spireTrustDomain) }}
-    {{- fail "\n\nsettings.evidence has spire-server: set settings.spireServer and settings.spireTrustDomain." }}
-  {{- end }}
-  {{- if and (not $settings.spireWorkloadApi) (not (hasPrefix "unix:" $settings.spireServer)) }}
-    {{- fail "\n\nsettings.evidence has spire-server, which requires our SVID: set settings.spireWorkloadApi to the agent's socket." }}
+{{- range $name, $provider := .Files.Get "files/evidence.yaml" | fromYaml }}
+  {{- if has $name $evidence }}
+    {{- $missing := false }}
+    {{- range $provider.settings }}{{ if not (get $settings .) }}{{ $missing = true }}{{ end }}{{ end }}
+    {{- if $missing }}
+      {{- fail (printf "\n\nsettings.evidence has %s: set settings.%s." $name (join " and settings." $provider.settings)) }}
+    {{- end }}
+    {{- range $provider.settingsOverTcp }}
+      {{- if and (not (get $settings .)) (not (hasPrefix "unix:" (get $settings $provider.address))) }}
+        {{- fail (printf "\n\nsettings.evidence has %s, and settings.%s is not a socket: set settings.%s." $name $provider.address .) }}
+      {{- end }}
+    {{- end }}
   {{- end }}
 {{- end }}
 {{- if has "jwt-svid" $evidence }}
-  {{- if not $settings.spireTrustDomain }}
-    {{- fail "\n\nsettings.evidence has jwt-svid: set settings.spireTrustDomain." }}
-  {{- end }}
   {{- if not (or $settings.bundleEndpoint $settings.spireWorkloadApi) }}
     {{- fail "\n\nsettings.evidence has jwt-svid, which reads its keys from settings.bundleEndpoint or settings.spireWorkloadApi: set one." }}
   {{- end }}
@@ -157,7 +160,6 @@
 {{- end }}
 {{- if $values.export.enabled }}
   {{- $export := $values.export.settings }}{{ $secrets := $values.export.credentials }}
-  {{- $types := include "gpuwarden.exporters" . | fromYamlArray }}
   {{- if not $export.clusterName }}
     {{- fail "\n\nexport.enabled is true: every record contains the cluster's name, so set export.settings.clusterName." }}
   {{- end }}
@@ -168,17 +170,18 @@
   {{- if and (lookup "v1" "Namespace" "" "kube-system") (not (lookup "v1" "Namespace" "" $plugin)) }}
     {{- fail (printf "\n\nexport.enabled is true and there is no namespace %s: set export.settings.namespace to the namespace of the device plugin's pods." $plugin) }}
   {{- end }}
-  {{- if and (has "http" $types) (not $export.httpEndpoint) }}
-    {{- fail "\n\nexport.settings.exporterType has http: set export.settings.httpEndpoint." }}
-  {{- end }}
-  {{- if and (has "postgres" $types) (or (not $export.postgresDb) (not $secrets.postgres)) }}
-    {{- fail "\n\nexport.settings.exporterType has postgres: set export.settings.postgresDb, and export.credentials.postgres to the Secret with username and password." }}
-  {{- end }}
-  {{- if and (has "s3" $types) (not $export.s3Bucket) }}
-    {{- fail "\n\nexport.settings.exporterType has s3: set export.settings.s3Bucket." }}
-  {{- end }}
-  {{- if and (has "http" $types) $secrets.http (not $export.httpTokenInPlain) (regexMatch "^[hH][tT][tT][pP]://" $export.httpEndpoint) (not (regexMatch "^.{4}://(localhost|127[.][0-9.]+|\\[::1\\])(:[0-9]+)?(/|$)" $export.httpEndpoint)) }}
-    {{- fail "\n\nexport.settings.httpEndpoint is plain http and export.credentials.http is set: the token would be sent unencrypted. Use https, or set export.settings.httpTokenInPlain=true." }}
+  {{- range $name, $store := include "gpuwarden.stores" . | fromYaml }}
+    {{- $secret := get $secrets $name }}{{ $missing := and $store.needsSecret (not $secret) }}
+    {{- range $store.settings }}{{ if not (get $export .) }}{{ $missing = true }}{{ end }}{{ end }}
+    {{- if $missing }}
+      {{- fail (printf "\n\nexport.settings.exporterType has %s: set %s." $name $store.sentence) }}
+    {{- end }}
+    {{- if and $store.address $secret (not (get $export (default "" $store.allowsPlain))) }}
+      {{- $address := get $export $store.address }}
+      {{- if and (regexMatch "^[hH][tT][tT][pP]://" $address) (not (regexMatch "^.{4}://(localhost|127[.][0-9.]+|\\[::1\\])(:[0-9]+)?(/|$)" $address)) }}
+        {{- fail (printf "\n\nexport.settings.%s is plain http and export.credentials.%s is set: the token would be sent unencrypted. Use https%s." $store.address $name (empty $store.allowsPlain | ternary "" (printf ", or set export.settings.%s=true" $store.allowsPlain))) }}
+      {{- end }}
+    {{- end }}
   {{- end }}
   {{- if lt (default 100 $export.burst | float64) (default 50 $export.qps | float64) }}
     {{- fail "\n\nexport.settings.burst is less than export.settings.qps: it has to be at least qps." }}

@@ -172,12 +172,13 @@ digits would have an exponent. */ -}}
 {{- $root := index . 0 -}}{{- $component := index . 1 -}}{{- $places := list -}}{{- $ports := list -}}
 {{- $settings := $root.Values.settings -}}{{- $export := $root.Values.export.settings -}}
 {{- if has $component (list "serve" "reconcile") -}}
-{{- $places = list $settings.spireServer $settings.bundleEndpoint (ternary $settings.scorer "" (eq $component "serve")) -}}
+{{- $places = list (ternary $settings.scorer "" (eq $component "serve")) -}}
+{{- range $root.Files.Get "files/evidence.yaml" | fromYaml }}{{ with .address }}{{ $places = append $places (get $settings .) }}{{ end }}{{ end -}}
 {{- else if eq $component "export" -}}
-{{- $types := include "gpuwarden.exporters" $root | fromYamlArray -}}
-{{- if has "http" $types }}{{ $places = append $places $export.httpEndpoint }}{{ end -}}
-{{- if has "postgres" $types }}{{ $ports = append $ports (default 5432 $export.postgresPort | int) }}{{ end -}}
-{{- if has "s3" $types }}{{ $ports = append $ports 443 }}{{ end -}}
+{{- range include "gpuwarden.stores" $root | fromYaml -}}
+{{- with .address }}{{ $places = append $places (get $export .) }}{{ end -}}
+{{- if .port }}{{ $ports = append $ports (get $export (default "" .portSetting) | default .port | int) }}{{ end -}}
+{{- end -}}
 {{- end -}}
 {{- range $place := $places -}}
 {{- if $place }}{{ with include "gpuwarden.portOf" $place }}{{ $ports = append $ports (int .) }}{{ end }}{{ end -}}
@@ -185,10 +186,13 @@ digits would have an exponent. */ -}}
 {{ toYaml (uniq $ports) }}
 {{- end }}
 
-{{- define "gpuwarden.exporters" -}}
-{{- $said := .Values.export.settings.exporterType | default "stdout" -}}
-{{- if kindIs "slice" $said }}{{ $said = join "," $said }}{{ end -}}
-{{ toYaml (splitList "," (nospace $said)) }}
+{{- /* The stores that the exporter uses, with what the templates need to know of each. */ -}}
+{{- define "gpuwarden.stores" -}}
+{{- $types := .Values.export.settings.exporterType | default "stdout" -}}
+{{- if kindIs "slice" $types }}{{ $types = join "," $types }}{{ end -}}
+{{- $stores := .Files.Get "files/stores.yaml" | fromYaml -}}
+{{- range $name := keys $stores }}{{ if not (has $name (splitList "," (nospace $types))) }}{{ $_ := unset $stores $name }}{{ end }}{{ end -}}
+{{ toYaml $stores }}
 {{- end }}
 
 {{- /* The users whose Bindings continue while no replica answers. */ -}}

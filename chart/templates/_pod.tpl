@@ -51,7 +51,9 @@ spec:
       {{- end }}
       {{- with .envFrom }}
       envFrom:
+        {{- range . }}
         - secretRef: {name: {{ . }}}
+        {{- end }}
       {{- end }}
       {{- if .port }}
       ports:

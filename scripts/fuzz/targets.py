@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any, Final
+from typing import Final
 
 from attrs import frozen
 
@@ -50,13 +50,13 @@ class Target:
 
 
 class Unused:
-    """A placeholder for parts, when routes are only listed."""
+    """A placeholder for parts and their endpoints, when routes are only listed."""
 
-    def __getattr__(self, name: str) -> Any:
-        async def never(request: object) -> None:
-            raise NotImplementedError(name)
+    def __getattr__(self, name: str) -> "Unused":
+        return Unused()
 
-        return never
+    async def __call__(self, request: object) -> None:
+        raise NotImplementedError
 
 
 def applications() -> dict[str, Callable[..., object]]:
@@ -70,7 +70,7 @@ def targets() -> tuple[Target, ...]:
 def targets_of(name: str, make: Callable[..., object]) -> Iterator[Target]:
     """All routes that the application can declare, with the optional routes of proofs."""
     named = inspect.signature(make).parameters.values()
-    parts = {one.name: Unused() for one in named if one.default is one.empty or one.name == "evidence"}
+    parts = {one.name: Unused() for one in named if one.default is one.empty}
     made = make(**parts)
     if not isinstance(made, CountMiddleware):
         raise TypeError(f"{name} declares no routes")

@@ -9,9 +9,10 @@ from scripts.chart_deploy import DEPLOY, written
 from tests.chart.rendering import Raw, of_kind
 from webhook.core import claim_keys
 from webhook.export import settings as export_settings
+from webhook.export.targets import STORES
 from webhook.runtime.settings import load
 
-EXPORTERS = ("stdout", "http", "postgres", "s3", "prod")
+EXPORTERS = (*STORES, "prod")
 DIRECTORIES = ("extender", *(f"exporter/{name}" for name in EXPORTERS))
 
 

@@ -16,7 +16,7 @@ from webhook.export import settings as export_settings
 from webhook.runtime import setting_kinds as kinds
 from webhook.runtime.setting_kinds import SettingKind
 from webhook.runtime.setting_schemas import Schema
-from webhook.runtime.settings import SETTINGS, Settings, in_effect, load
+from webhook.runtime.settings import EVIDENCE, SETTINGS, Settings, in_effect, load
 
 SAID = [one for one in values() if one.is_setting and one.shown]
 
@@ -63,9 +63,12 @@ def test_setting_every_shown_default_changes_nothing(tmp_path: Path) -> None:
     for each in SETTINGS:
         if f"settings.{each.key}" in said:
             assert in_effect(serve, each.name) == in_effect(before, each.name), each.name
+    export = found["export"]
+    assert isinstance(export, export_settings.ExportSettings)
     for each in export_settings.TABLE:
         if f"export.settings.{each.key}" in said:
-            assert getattr(found["export"], each.name) == each.default, each.name
+            chosen = export.stores[each.name] if each.name in export.stores else getattr(export, each.name)
+            assert chosen == each.default, each.name
 
 
 NUMBERS: Raw = {
@@ -102,7 +105,7 @@ def test_number_of_seven_digits_is_not_rendered_with_exponent(tmp_path: Path) ->
 def test_switch_of_gpuid_may_be_a_boolean_or_a_word(said: object, tmp_path: Path) -> None:
     found = loaded({**ALL, "export.settings.postgresAutoMigrate": said}, tmp_path)["export"]
     assert isinstance(found, export_settings.ExportSettings)
-    assert found.postgres_auto_migrate is (said in (True, "true"))
+    assert found.stores["postgres_auto_migrate"] is (said in (True, "true"))
 
 
 # Good and bad values by kind.
@@ -117,14 +120,14 @@ SAMPLES: dict[str, tuple[SettingKind[Any], list[str], list[str]]] = {
     "attestors": (kinds.ATTESTORS, ["x509pop,tpm_devid"], ["x509pop tpm", ""]),
     "users": (kinds.USERS, ["system:serviceaccount:a:b, c"], ["a b", ","]),
     "audience": (kinds.AUDIENCE, ["gpuwarden", "https://x/-"], ["a b", "a,b", ""]),
-    "evidence": (kinds.EVIDENCE, ["static", "spire-server, jwt-svid"], ["tpm", "static,", "static tpm"]),
+    "evidence": (EVIDENCE, ["static", "spire-server, jwt-svid"], ["tpm", "static,", "static tpm"]),
     "url": (kinds.URL, ["http://a:8080", "HTTPS://a/b", "http://[::1]:1/x"], ["a:8080", "ftp://a", "http://a b", ""]),
     "endpoint": (export_kinds.ENDPOINT, ["https://a/b?c=d"], ["ftp://a", "https://a#b", "http://a b", ""]),
     "https": (kinds.HTTPS_URL, ["https://a/b"], ["http://a", "https://a?b"]),
     "annotation": (kinds.ANNOTATION_KEY, ["a.b/c_D", "plain"], ["a/b/c", "/a", "a b", ""]),
     "resource": (kinds.RESOURCE, ["nvidia.com/gpu", "a.b/mig-1g.5gb"], ["gpu", "cpu", "a/", "A/b"]),
     "socket": (kinds.SOCKET, ["unix:/a/b", "unix:///a", "unix:a"], ["/a/b", "unix:", "unix://a", "tcp:1"]),
-    "server": (kinds.SPIRE_SERVER, ["a:8081", "[::1]:1", "unix:/a"], ["a", "a:port", ""]),
+    "server": (kinds.SERVER, ["a:8081", "[::1]:1", "unix:/a"], ["a", "a:port", ""]),
     "domain": (kinds.TRUST_DOMAIN_NAME, ["example.org", "a_b"], ["Example.org", "spiffe://a", "a/b", ""]),
     "id": (kinds.SPIFFE_ID, ["spiffe://a/b/c"], ["a/b", "spiffe://A/b", "spiffe://a/b/"]),
     "node": (kinds.NODE_NAMING, ["x509pop:san:node", "spiffe://a/spire/agent/x/{node}/{hash}"], ["node", "x 5:a"]),
@@ -143,7 +146,7 @@ SAMPLES: dict[str, tuple[SettingKind[Any], list[str], list[str]]] = {
     ),
     "words": (export_kinds.WORDS, ["prod", "two words"], ["", " "]),
     "container": (export_kinds.CONTAINER, ["", "a-b"], ["A", "a.b"]),
-    "exporters": (export_kinds.EXPORTER_LIST, ["stdout", "s3, http"], ["kafka", "stdout,", ""]),
+    "exporters": (export_settings.EXPORTER_LIST, ["stdout", "s3, http"], ["kafka", "stdout,", ""]),
     "partition": (export_kinds.PARTITION_PATTERN, ["", "y=%Y/m=%m", "%y"], ["a\\b", "a\nb"]),
 }
 # Kinds that accept every text, or are numbers.

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 import webhook
-from scripts import chart_manifests, chart_values
+from scripts import chart_manifests, chart_values, routes
 from scripts.chart_values import CHART
 from tests.chart.rendering import Raw, identity, of_kind, one, rendered
 from tests.chart.test_values import CHALLENGES
@@ -19,7 +19,7 @@ from webhook.kube.install import crds
 from webhook.kube.install.policies import Installation, certs, export, policies, rbac, score, webhooks, while_down
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-FILES = {**chart_values.written(), **chart_manifests.written()}
+FILES = {**chart_values.written(), **chart_manifests.written(), **routes.written()}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))

@@ -7,6 +7,7 @@ from contextlib import ExitStack, asynccontextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import httpx
@@ -53,6 +54,13 @@ def test_providers_are_those_in_the_settings() -> None:
     assert names() == ["static"]
     assert names(**FLAGS) == ["spire-server"]
     assert names(**FLAGS | {"evidence": "spire-server,static"}) == ["spire-server", "static"]
+
+
+@pytest.mark.parametrize("name", settings.EVIDENCE_PROVIDERS)
+def test_provider_is_built_by_its_declaration_or_pushed_or_static(name: str) -> None:
+    provider = settings.EVIDENCE_PROVIDERS[name]
+    assert bool(provider.built_by) + provider.is_pushed + (name == StaticEvidence.name) == 1
+    assert not provider.built_by or callable(resolve_name(provider.built_by))
 
 
 def test_spire_server_socket_needs_no_workload_api() -> None:

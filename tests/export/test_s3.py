@@ -153,7 +153,7 @@ def test_pattern_has_four_placeholders(pattern: str, found: str) -> None:
 async def test_parquet_holds_the_same_rows() -> None:
     arro3_io = pytest.importorskip("arro3.io")
     async with listening() as endpoint:
-        await exporter(endpoint, form="parquet", own_columns=True).export(batch())
+        await exporter(endpoint, format="parquet", own_columns=True).export(batch())
     (request,) = endpoint.requests
     assert request.path.endswith(".parquet")
     assert request.headers["content-type"] == "application/vnd.apache.parquet"
@@ -240,7 +240,7 @@ async def test_upload_in_progress_at_the_end_is_aborted() -> None:
 async def test_uses_with_missing_values_can_be_parquet() -> None:
     arro3_io = pytest.importorskip("arro3.io")
     async with listening() as endpoint:
-        await exporter(endpoint, form="parquet").export(Batch("uses", uses=(use(pod=None, owner=None),)))
+        await exporter(endpoint, format="parquet").export(Batch("uses", uses=(use(pod=None, owner=None),)))
     table = arro3_io.read_parquet(io.BytesIO(endpoint.requests[0].body)).read_all()
     assert table.column("pod").to_pylist() == [None]
     assert table.column("until").to_pylist() == [None]

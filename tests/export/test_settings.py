@@ -1,5 +1,6 @@
 """The settings of `gpuwarden export`: gpuid's variables as gpuid reads them, and all mistakes at once."""
 
+from argparse import ArgumentParser
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 from tests.running import refusing
 from webhook.export import settings
 from webhook.export.settings import HISTORY, ONE_READING, TABLE, ExportSettings
+from webhook.export.targets import HTTP, POSTGRES, S3
 from webhook.runtime.setting_table import SettingsError
 from webhook.runtime.settings import load as load_others
 
@@ -64,12 +66,17 @@ def mistakes(environ: dict[str, str], **flags: str) -> tuple[str, ...]:
     return caught.value.mistakes
 
 
+def value_of(found: ExportSettings, name: str) -> object:
+    (setting,) = (one for one in TABLE if one.name == name)
+    return getattr(found, name) if hasattr(found, name) else found.stores.get(name, setting.default)
+
+
 @pytest.mark.parametrize("variable", GPUID_VARIABLES)
 def test_variable_of_gpuid_has_its_default_and_is_read(variable: str) -> None:
     name, default, text, value = GPUID_VARIABLES[variable]
     assert load(NEEDED).cluster_name == "prod"
-    assert getattr(load(NEEDED), name) == default
-    assert getattr(load({**NEEDED, variable: text}), name) == value
+    assert value_of(load(NEEDED), name) == default
+    assert value_of(load({**NEEDED, variable: text}), name) == value
 
 
 @pytest.mark.parametrize("variable", GPUID_VARIABLES)
@@ -77,7 +84,7 @@ def test_prefixed_variable_takes_precedence_over_gpuids(variable: str) -> None:
     name, _, text, value = GPUID_VARIABLES[variable]
     own = f"GPUWARDEN_EXPORT_{name.upper()}"
     found = load({**NEEDED, variable: "nonsense \0 of no form", own: text} if text else {**NEEDED, variable: text})
-    assert getattr(found, name) == value
+    assert value_of(found, name) == value
 
 
 @pytest.mark.parametrize(
@@ -124,7 +131,8 @@ def test_all_mistakes_are_reported_at_once() -> None:
 
 def test_values_that_gpuid_ignores_are_ignored_and_noted() -> None:
     found = load({**NEEDED, "HTTP_TIMEOUT": "30", "POSTGRES_PORT": "x", "HTTP_ENDPOINT": ""})
-    assert (found.http_timeout, found.postgres_port, found.http_endpoint) == (timedelta(seconds=30), 5432, None)
+    names = ("http_timeout", "postgres_port", "http_endpoint")
+    assert [value_of(found, name) for name in names] == [timedelta(seconds=30), 5432, None]
     assert [note.split(":")[1].strip() for note in found.notes] == ["variable HTTP_TIMEOUT", "variable POSTGRES_PORT"]
     assert mistakes(NEEDED, postgres_port="x")
 
@@ -187,7 +195,7 @@ class TestWhichCluster:
     ],
 )
 def test_values_accepted_by_gpuid_are_accepted(variable: str, text: str) -> None:
-    assert getattr(load({**NEEDED, variable: text}), variable.lower()) == text
+    assert value_of(load({**NEEDED, variable: text}), variable.lower()) == text
 
 
 @pytest.mark.parametrize(
@@ -197,16 +205,16 @@ def test_an_endpoint_is_a_url(text: str) -> None:
     assert mistakes({**NEEDED, "HTTP_ENDPOINT": text})
 
 
+DATABASE = {"POSTGRES_HOST": "db", "POSTGRES_DB": "d", "POSTGRES_USER": "u", "POSTGRES_PASSWORD": "p"}
 OTHERS_WORDS = {"TIMEOUT": "30", "WORKERS": "0", "BURST": "1", "SERVER_PORT": "0", "KUBECONFIG": "/nowhere", "QPS": "x"}
 
 
 def test_other_commands_check_only_the_settings_they_use() -> None:
     found = settings.load({}, {**NEEDED, **OTHERS_WORDS}, part=ONE_READING)
     assert (found.cluster_name, found.workers) == ("prod", 16)
-    database = {"POSTGRES_HOST": "db", "POSTGRES_DB": "d", "POSTGRES_USER": "u", "POSTGRES_PASSWORD": "p"}
-    assert settings.load({}, {**database, **OTHERS_WORDS}, part=HISTORY).postgres.host == "db"
+    assert settings.load({}, {**DATABASE, **OTHERS_WORDS}, part=HISTORY).target(POSTGRES).host == "db"
     with pytest.raises(SettingsError, match="POSTGRES_SSLMODE"):
-        settings.load({}, {**database, **OTHERS_WORDS, "POSTGRES_SSLMODE": "x"}, part=HISTORY)
+        settings.load({}, {**DATABASE, **OTHERS_WORDS, "POSTGRES_SSLMODE": "x"}, part=HISTORY)
     with pytest.raises(SettingsError, match="unknown setting"):
         settings.load({}, {**NEEDED, "GPUWARDEN_EXPORT_WORKER": "3"}, part=ONE_READING)
 
@@ -222,10 +230,10 @@ def test_each_store_gets_what_it_needs(tmp_path: Path) -> None:
     more = {"S3_BUCKET": "b", "HTTP_ENDPOINT": "https://h/x", "HTTP_AUTH_TOKEN": "t"}
     found = load({**NEEDED, **given, **more}, postgres_password_file=str(tmp_path / "password"))
     assert found.exporter_type == ("postgres", "s3", "http")
-    assert found.postgres.password == "a b'c\\"
-    assert found.http.token == "t"
-    assert found.s3.bucket == "b"
-    assert "a b" not in repr(found.postgres)
+    assert found.target(POSTGRES).password == "a b'c\\"
+    assert found.target(HTTP).auth_token == "t"
+    assert found.target(S3).bucket == "b"
+    assert "a b" not in repr(found.target(POSTGRES))
 
 
 @pytest.mark.parametrize(
@@ -251,11 +259,14 @@ def test_token_is_sent_by_plain_http_only_to_this_machine(tmp_path: Path, endpoi
         )
         assert mistakes({**given, "HTTP_AUTH_TOKEN": "t"}) == (f"variable HTTP_ENDPOINT: {wanted}",)
         assert mistakes(given, **file) == (f"variable HTTP_ENDPOINT: {wanted}",)
-        assert load(given).http.token is None
-        assert load({**given, "GPUWARDEN_EXPORT_HTTP_TOKEN_IN_PLAIN": "true"}, **file).http.token == "example-token"
+        assert load(given).target(HTTP).auth_token is None
+        assert (
+            load({**given, "GPUWARDEN_EXPORT_HTTP_TOKEN_IN_PLAIN": "true"}, **file).target(HTTP).auth_token
+            == "example-token"
+        )
     else:
-        assert load({**given, "HTTP_AUTH_TOKEN": "t"}).http.token == "t"
-        assert load(given, **file).http.token == "example-token"
+        assert load({**given, "HTTP_AUTH_TOKEN": "t"}).target(HTTP).auth_token == "t"
+        assert load(given, **file).target(HTTP).auth_token == "example-token"
 
 
 def test_token_of_an_exporter_not_in_use_is_not_checked() -> None:
@@ -264,9 +275,10 @@ def test_token_of_an_exporter_not_in_use_is_not_checked() -> None:
 
 def test_a_root_certificate_reaches_the_database(tmp_path: Path) -> None:
     given = {"POSTGRES_SSLROOTCERT": "/certs/ca.crt", "POSTGRES_SSLMODE": "verify-full"}
-    assert load({**NEEDED, **given}).postgres.sslrootcert == "/certs/ca.crt"
-    assert load(NEEDED).postgres.sslrootcert is None
-    assert load(NEEDED, postgres_sslrootcert="ca.crt").postgres.sslrootcert == "ca.crt"
+    needed = {**NEEDED, **DATABASE}
+    assert load({**needed, **given}).target(POSTGRES).sslrootcert == "/certs/ca.crt"
+    assert load(needed).target(POSTGRES).sslrootcert is None
+    assert load(needed, postgres_sslrootcert="ca.crt").target(POSTGRES).sslrootcert == "ca.crt"
 
 
 def test_a_settings_file_names_them_by_their_keys(tmp_path: Path) -> None:
@@ -286,8 +298,13 @@ def test_no_other_command_looks_at_them() -> None:
 
 
 def test_secrets_have_no_flag() -> None:
-    secrets = {one.name for one in TABLE if one.is_secret}
-    assert secrets == {"http_auth_token", "postgres_password"}
+    secrets = {one.flag for one in TABLE if one.is_secret}
+    assert secrets >= {"--http-auth-token", "--postgres-password"}
+    parser = ArgumentParser()
+    settings.add_flags(parser)
+    flags = {*parser.format_help().replace("[", " ").split()}
+    assert "--http-auth-token-file" in flags
+    assert not secrets & flags
 
 
 def test_the_reference_is_up_to_date() -> None:

@@ -25,7 +25,7 @@ FORBIDDEN = {
     "core does no I/O, reads no clock, awaits nothing": ("core/decide.py", "import socket"),
     "kubernetes and aiohttp are imported in kube": ("admission/rules.py", "import kubernetes"),
     "grpclib is imported in evidence and node": ("scoring/hints.py", "import grpclib"),
-    "psycopg and obstore are imported in export": ("ledger/memory.py", "import psycopg"),
+    "client libraries of stores are imported in export": ("ledger/memory.py", "import psycopg"),
     "starlette is imported in web and commands": ("admission/rules.py", "import starlette"),
     "hypercorn is imported in runtime.http": ("web/health.py", "import hypercorn"),
     "the exporter loads no webhook and no provider of evidence": (

@@ -8,7 +8,13 @@ from functools import cache
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from webhook.runtime import settings
+
 ROOT: Final = Path(__file__).resolve().parents[2]
+# `providers_of` calls these by name.
+BUILT_BY_NAME: Final = [
+    one.built_by.partition(":")[::2] for one in settings.EVIDENCE_PROVIDERS.values() if one.built_by
+]
 CLASSES: Final = {"Settings": "webhook.runtime.settings", "ExportSettings": "webhook.export.settings"}
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -29,7 +35,12 @@ class Read(NamedTuple):
 
 def settings_read_from(module: str, function: str) -> set[Read]:
     """The attributes of settings that the function reads, and all that it reaches; properties are followed."""
-    found: set[Read] = set()
+    return {read for one in reached_from(module, function) for scan in scans_of(one) for read in scan.reads}
+
+
+@cache
+def reached_from(module: str, function: str) -> frozenset[Definition]:
+    """The definitions that the function reaches, itself included."""
     seen: set[Definition] = set()
     queue = [Definition(module, function)]
     while queue:
@@ -37,11 +48,12 @@ def settings_read_from(module: str, function: str) -> set[Read]:
         if one in seen:
             continue
         seen.add(one)
+        if one == Definition("webhook.evidence.providers", "providers_of"):
+            queue += [Definition(module, name) for module, name in BUILT_BY_NAME]
         for scan in scans_of(one):
-            found |= scan.reads
             queue += scan.reached
             queue += [Definition(CLASSES[read.of], f"{read.of}.{read.name}") for read in scan.reads]
-    return found
+    return frozenset(seen)
 
 
 @cache

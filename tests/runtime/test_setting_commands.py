@@ -5,17 +5,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.runtime.setting_reads import settings_read_from
+from tests.runtime.setting_reads import Definition, reached_from, settings_read_from
 from webhook import cli
 from webhook.export import settings as export_settings
+from webhook.export import targets
 from webhook.export.settings import TABLE
+from webhook.export.targets import STORES, ExportStore
 from webhook.runtime import settings
 from webhook.runtime.setting_table import Command
 from webhook.runtime.settings import SETTINGS, SettingsError
 
 # The settings are loaded by these; the older exporter's POD_NAMESPACE is accepted and has no effect.
 READ_BY_THE_LOADER = {"config"}
-READ_BY_THE_EXPORT_LOADER = {"config", "http_token_in_plain", "pod_namespace"}
+READ_BY_THE_EXPORT_LOADER = {"config", "pod_namespace"}
 EXPORTING = (Command.EXPORT, Command.HISTORY)
 OTHERS = [command for command in Command if command not in EXPORTING]
 # A few of each command, so that an analysis that finds nothing shows.
@@ -36,6 +38,15 @@ def read_by(command: Command, of: str) -> set[str]:
     return {read.name for read in settings_read_from("webhook.cli", function) if read.of == of}
 
 
+def stores_of(command: Command) -> list[ExportStore[object]]:
+    """The stores that a command uses: all, or those that its code names."""
+    reached = reached_from("webhook.cli", command.value)
+    if Definition("webhook.commands.export", "exporters_of") in reached:
+        return [*STORES.values()]
+    named = {one.name for one in reached if one.module == targets.__name__}
+    return [one for name, one in vars(targets).items() if name in named and isinstance(one, ExportStore)]
+
+
 def flags_of(command: str) -> set[str]:
     (parser,) = (one for one in cli.make_parser().commands if one.command == command)
     return {name for name in parser.flags if name.startswith("--")}
@@ -51,6 +62,7 @@ def test_declared_commands_of_settings_are_those_that_read_them(command: Command
 @pytest.mark.parametrize("command", EXPORTING)
 def test_declared_commands_of_export_settings_are_those_that_read_them(command: Command) -> None:
     found = read_by(command, "ExportSettings") & {one.name for one in TABLE}
+    found |= {setting.name for store in stores_of(command) for setting in store.settings}
     also = READ_BY_THE_EXPORT_LOADER if command is Command.EXPORT else READ_BY_THE_LOADER
     assert {one.name for one in TABLE if command in one.commands} == found | also
 

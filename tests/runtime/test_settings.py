@@ -17,6 +17,7 @@ from webhook.runtime.settings import SETTINGS, Settings, SettingsError
 ROOT = Path(__file__).parents[2]
 PORT_RULE = "0 to 65535; 0 selects a free port"
 SOCKET_RULE = "`unix:PATH` or `unix:///PATH`"
+PROVIDERS_RULE = f"a comma list of: {', '.join(settings.EVIDENCE_PROVIDERS)}"
 SPIRE_SERVER_RULE = "`HOST:PORT`, or `unix:PATH` for tests"
 DURATION_RULE = "`500ms`, `90s`, `5m`, `1h`, or a number of seconds; at most `168h`"
 TRIO = {"kubernetes_url": "https://k:6443", "access_token": "FILE", "ca_certificate": "FILE"}
@@ -142,6 +143,9 @@ EXAMPLES: dict[str, tuple[str, object, object]] = {
     "tenant_priorities": ('{"team-a": 90}', {"team-a": 90}, {"team-a": 90}),
     "log_level": ("trace", "trace", "trace"),
 }
+# A setting without an example of its own has that of another one of its kind.
+BY_KIND = {one.kind: EXAMPLES[one.name] for one in SETTINGS if one.name in EXAMPLES}
+EXAMPLES |= {one.name: BY_KIND[one.kind] for one in SETTINGS if one.name not in EXAMPLES and one.kind in BY_KIND}
 # What must be set with it.
 COMPANIONS: dict[str, dict[str, str]] = {
     "tls_cert": {"tls_key": "FILE"},
@@ -340,11 +344,11 @@ WRONG = [
         "x509pop,",
         "'' is not the name of an attestor; allowed: a comma list of node attestors, such as `x509pop,tpm_devid`",
     ),
-    ("evidence", "", "'' is not an allowed value; allowed: a comma list of: static, spire-server, jwt-svid"),
+    ("evidence", "", f"'' is not an allowed value; allowed: {PROVIDERS_RULE}"),
     (
         "evidence",
         "static,static",
-        "'static,static' has a value twice; allowed: a comma list of: static, spire-server, jwt-svid",
+        f"'static,static' has a value twice; allowed: {PROVIDERS_RULE}",
     ),
     ("clock_skew", "5 s", f"'5 s' is not a duration; allowed: {DURATION_RULE}"),
     ("clock_skew", "-5s", f"'-5s' is not a duration; allowed: {DURATION_RULE}"),
@@ -534,8 +538,7 @@ def test_all_mistakes_are_named_at_once_and_each_with_where_it_stands(tmp_path: 
         ),
         pytest.param(
             "evidence: [1]\n",
-            "key evidence in FILE: a YAML list is not allowed here; "
-            "allowed: a comma list of: static, spire-server, jwt-svid",
+            f"key evidence in FILE: a YAML list is not allowed here; allowed: {PROVIDERS_RULE}",
             id="a-list-of-numbers",
         ),
         pytest.param(

@@ -9,24 +9,19 @@ from typing import Any
 
 import httpx
 import jsonpatch
+from attrs import evolve
 
 from tests import builders
 from tests.builders import NOW, Raw
-from webhook.admission.explanation import Explainer
 from webhook.admission.fleet_updater import FleetUpdater
 from webhook.admission.parts import Parts
-from webhook.admission.reviewer import Reviewer
 from webhook.assembly.parts import embedded
 from webhook.ledger.pods import PodFacts
 from webhook.runtime.clock import Clock
 from webhook.runtime.http.budgets import Budgets
 from webhook.runtime.settings import Settings
-from webhook.web.admission import Admission
-from webhook.web.app import plain_app, tls_app
+from webhook.web.app import Endpoints, plain_app, tls_app
 from webhook.web.devices import Devices
-from webhook.web.evidence import EvidenceRoutes
-from webhook.web.explain import Explain
-from webhook.web.finalize import Finalize
 from webhook.web.health import Health, Stage
 
 H100 = ["model=h100", "fudo.org/gpu.memory-80g"]
@@ -74,30 +69,10 @@ class Harness:
         self.health = Health()
         self.budgets = Budgets()
         parts = self.parts
-        reviewer = Reviewer.of(parts)
-        admission = Admission(reviewer, parts.clock, self.health, self.budgets)
-        self.finalize = finalize = Finalize(parts.ledger, parts.fleet, parts.pods, facts or parts.pods, self.health)
-        devices = Devices(
-            parts.fleet,
-            parts.ledger,
-            parts.clock,
-            notes=parts.notes,
-            needs_evidence=parts.reserver.policy.is_always_required,
-            is_starting=lambda: self.health.stage is Stage.STARTING,
-            outdated=lambda: parts.fleet_source.outdated,
-            lapses=parts.lapses,
+        self.endpoints = Endpoints.of(
+            parts, self.health, facts=facts or parts.pods, budgets=self.budgets, shows_pending_ids=True
         )
-        evidence = None if parts.attestation is None else EvidenceRoutes(parts.attestation, self.health)
-        tls = tls_app(
-            admission,
-            finalize,
-            devices,
-            Explain(Explainer(parts, reviewer), self.health),
-            self.health,
-            parts.metrics,
-            evidence,
-        )
-        plain = plain_app(finalize, devices, self.health, parts.metrics)
+        tls, plain = tls_app(self.endpoints), plain_app(self.endpoints)
         self.tls = httpx.AsyncClient(transport=httpx.ASGITransport(app=tls), base_url="https://harness")
         self.plain = httpx.AsyncClient(transport=httpx.ASGITransport(app=plain), base_url="http://harness")
 
@@ -150,7 +125,7 @@ class Harness:
 
     async def through(self, view: Devices, path: str, **headers: str) -> httpx.Response:
         """The answer of another view of the devices."""
-        app = plain_app(self.finalize, view, self.health, self.parts.metrics)
+        app = plain_app(evolve(self.endpoints, devices=view))
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://harness") as client:
             return await client.get(path, headers=headers)
 

@@ -12,17 +12,11 @@ from starlette.types import ASGIApp
 
 from tests.web.harness import Harness
 from tests.web.test_callers import ApiServer
-from webhook.admission.explanation import Explainer
-from webhook.admission.reviewer import Reviewer
 from webhook.runtime.telemetry import Metrics
 from webhook.scheduler.extender import Extender
-from webhook.web.admission import Admission
-from webhook.web.app import extender_app, plain_app, tls_app
+from webhook.web.app import Endpoints, extender_app, plain_app, tls_app
 from webhook.web.callers import CallerGate, Guard, Reviewers
-from webhook.web.devices import Devices
-from webhook.web.explain import Explain
 from webhook.web.extender import ExtenderRoutes
-from webhook.web.finalize import Finalize
 from webhook.web.routes import RouteDeclaration, UnguardedRouteError, application, get
 
 PROBES = [("GET", "/healthz"), ("GET", "/readyz")]
@@ -54,15 +48,11 @@ def apps(harness: Harness) -> dict[str, ASGIApp]:
     """The listeners of a server in a cluster, where reviewers need a token."""
     parts, health = harness.parts, harness.health
     gate = CallerGate(parts.clock, ApiServer(), Reviewers("gpuwarden"))
-    reviewer = Reviewer.of(parts)
-    admission = Admission(reviewer, parts.clock, health)
-    finalize = Finalize(parts.ledger, parts.fleet, parts.pods, parts.pods, health, gate)
-    devices = Devices(parts.fleet, parts.ledger, parts.clock, gate=gate)
-    explain = Explain(Explainer(parts, reviewer), health, gate)
+    endpoints = Endpoints.of(parts, health, gate, facts=parts.pods)
     extender = ExtenderRoutes(Extender(parts, None), parts.metrics, health, gate)
     return {
-        "tls": tls_app(admission, finalize, devices, explain, health, parts.metrics, gate=gate),
-        "plain": plain_app(finalize, devices, health, parts.metrics, gate=gate),
+        "tls": tls_app(endpoints, gate=gate),
+        "plain": plain_app(endpoints, gate=gate),
         "extender": extender_app(extender, health, parts.metrics, gate=gate),
     }
 

@@ -11,8 +11,7 @@ from webhook.core.evidence import Evidence, combined
 from webhook.core.evidence_changes import Changes
 from webhook.core.fleet import Fleet
 from webhook.evidence import EvidenceProvider
-from webhook.evidence.jwt.jwt_svid import SOURCE as JWT_SVID
-from webhook.evidence.providers import ProviderPoll
+from webhook.evidence.providers import PUSHED, ProviderPoll
 from webhook.evidence.static import StaticEvidence
 from webhook.inventory import InventoryUnavailableError
 from webhook.inventory.file import InventoryFile
@@ -143,9 +142,9 @@ class FleetUpdater:
         return {name for one in self._providers if isinstance(one, StaticEvidence) for name in one.mapped}
 
     def _nodes_named_by_providers(self) -> set[str]:
-        """Nodes named by a polled provider. JWT-SVID proofs do not count: nodes send them themselves, and would stay in
+        """Nodes named by a polled provider. Pushed evidence does not count: nodes send it themselves, and would stay in
         the fleet for ever."""
-        asked = [by_node for source, by_node in self._answers.items() if source not in (StaticEvidence.name, JWT_SVID)]
+        asked = [by_node for source, by_node in self._answers.items() if source not in {StaticEvidence.name, *PUSHED}]
         return {name for by_node in asked for name in by_node}
 
     def _update_named_nodes(self) -> None:

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, Final, Protocol
 
 import msgspec
@@ -37,6 +38,7 @@ from webhook.export.reading import (
 )
 from webhook.export.records import Batch, Use, raw_reading
 from webhook.export.settings import ExportSettings
+from webhook.export.targets import STORES, ExportStore
 from webhook.export.uses import GpuNames, OpenUses, UsePodFacts, UseRecorder, trim_gpu_node, trim_object
 from webhook.inventory.node_annotations import UnreadableDevicesError
 from webhook.inventory.node_gpus import GpuWire, gpus_in
@@ -216,25 +218,12 @@ def evidence_hash(raw: Raw) -> str | None:
 
 def exporters_of(settings: ExportSettings) -> list[Exporter]:
     """Imports an exporter only if it is used, because each needs its own library."""
-    found: list[Exporter] = []
-    for name in settings.exporter_type:
-        if name == "stdout":
-            from webhook.export.stdout import StdoutExporter
+    return [exporter_of(STORES[name], settings) for name in settings.exporter_type]
 
-            found.append(StdoutExporter())
-        elif name == "http":
-            from webhook.export.http import HttpExporter
 
-            found.append(HttpExporter(settings.http, utc_now))
-        elif name == "postgres":
-            from webhook.export.postgres import PostgresExporter
-
-            found.append(PostgresExporter(settings.postgres))
-        elif name == "s3":
-            from webhook.export.s3 import ObjectExporter
-
-            found.append(ObjectExporter(settings.s3))
-    return found
+def exporter_of(store: ExportStore[Any], settings: ExportSettings) -> Exporter:
+    build: Callable[..., Exporter] = resolve_name(store.exporter)
+    return build() if store.target is None else build(settings.target(store))
 
 
 class StoreHealth(Health):

@@ -10,8 +10,6 @@ from typing import Any
 
 import structlog
 
-from webhook.admission.explanation import Explainer
-from webhook.admission.reviewer import Reviewer
 from webhook.assembly.parts import fleet_counts
 from webhook.assembly.serving import Assembly, assembled
 from webhook.runtime.clock import utc_now
@@ -25,14 +23,9 @@ from webhook.runtime.tls.certificate_source import CertificateSource, Reload
 from webhook.runtime.tls.dev_certificates import make_dev_certificates
 from webhook.scheduler.extender import Extender
 from webhook.scheduler.profile import HOST
-from webhook.web.admission import Admission
-from webhook.web.app import extender_app, plain_app, plain_extender_app, tls_app
+from webhook.web.app import Endpoints, extender_app, plain_app, plain_extender_app, tls_app
 from webhook.web.callers import CallerGate
-from webhook.web.devices import Devices
-from webhook.web.evidence import EvidenceRoutes
-from webhook.web.explain import Explain
 from webhook.web.extender import ExtenderRoutes
-from webhook.web.finalize import Finalize
 from webhook.web.health import Health, SchedulerHealth, Stage
 
 log = structlog.get_logger(__name__)
@@ -92,38 +85,29 @@ class Server:
         budgets = Budgets(
             RequestLimits.from_settings(settings.max_body_memory, settings.max_reviews, settings.max_connections)
         )
-        reviewer = Reviewer.of(parts)
-        admission = Admission(reviewer, parts.clock, health, budgets)
         gate = assembly.gate(settings)
-        finalize = Finalize(parts.ledger, parts.fleet, parts.pods, assembly.facts, health, gate)
-        devices = Devices(
-            parts.fleet,
-            parts.ledger,
-            parts.clock,
-            notes=parts.notes,
+        endpoints = Endpoints.of(
+            parts,
+            health,
+            gate,
+            facts=assembly.facts,
+            budgets=budgets,
             shows_pending_ids=settings.is_embedded,
-            needs_evidence=parts.reserver.policy.is_always_required,
-            is_starting=lambda: health.stage is Stage.STARTING,
-            outdated=lambda: parts.fleet_source.outdated,
-            lapses=parts.lapses,
-            gate=gate,
             count=lambda: fleet_counts(parts.fleet, parts.ledger, parts.reserver.policy, parts.clock()),
         )
-        explain = Explain(Explainer(parts, reviewer), health, gate)
         if not settings.is_embedded:
             metrics.show_review_callers(settings.proof_of_reviewers)
         scheduler = None if self._scheduler is None else SchedulerHealth(self._scheduler)
         host, tls = settings.host, self._certificates["tls"].context
-        evidence = None if parts.attestation is None else EvidenceRoutes(parts.attestation, health)
         self._tls = Listener(
-            tls_app(admission, finalize, devices, explain, health, metrics, evidence, budgets, gate),
+            tls_app(endpoints, budgets, gate),
             host=host,
             port=settings.port,
             ssl_context=tls,
             budgets=budgets,
         )
         self._plain = Listener(
-            plain_app(finalize, devices, health, metrics, budgets, gate, scheduler),
+            plain_app(endpoints, budgets, gate, scheduler),
             host=host,
             port=settings.ui_port,
             budgets=budgets,

@@ -1,25 +1,21 @@
 """Builds the evidence providers that the settings name, and polls them together."""
 
 from collections.abc import Callable, Mapping, Sequence
+from pkgutil import resolve_name
+from typing import Final
 
 import structlog
 
-from webhook.core.agent_naming import naming_of
-from webhook.core.errors import GpuwardenError
 from webhook.core.evidence import Evidence
 from webhook.evidence import EvidenceProvider, EvidenceUnavailableError, StillUnavailableError
-from webhook.evidence.jwt.jwt_svid import SOURCE as JWT_SVID
-from webhook.evidence.spire.attested import SOURCE, AgentRules
-from webhook.evidence.spire.spire_server import SocketServer, SpireConnection, SpireServer, TcpServer
-from webhook.evidence.spire.workload_api import OwnIdentity
-from webhook.evidence.static import StaticEvidence
 from webhook.runtime.clock import Clock
-from webhook.runtime.settings import Settings
+from webhook.runtime.settings import EVIDENCE_PROVIDERS, Settings
 
 log = structlog.get_logger(__name__)
 
-# The part of its SVID's lifetime after which an agent re-attests: 0.55, and some seconds.
-REATTESTATION_FRACTION = 0.6
+ProviderBuilder = Callable[[Settings, Clock], EvidenceProvider]
+
+PUSHED: Final = frozenset(name for name, one in EVIDENCE_PROVIDERS.items() if one.is_pushed)
 
 
 class ProviderPoll:
@@ -77,52 +73,18 @@ class ProviderPoll:
 def providers_of(settings: Settings, clock: Clock, *own: EvidenceProvider) -> list[EvidenceProvider]:
     """In the order of `--evidence`. `own` are providers that other parts of the process use too."""
     known = {one.name: one for one in own}
-    if SOURCE in settings.evidence:
-        known[SOURCE] = spire_server_of(settings, clock)
+    for name in settings.evidence:
+        if name not in known and (builder := EVIDENCE_PROVIDERS[name].built_by):
+            build: ProviderBuilder = resolve_name(builder)
+            known[name] = build(settings, clock)
     return [known[name] for name in settings.evidence if name in known]
 
 
 def retired_of(settings: Settings) -> set[str]:
     """The sources that this process could poll and does not. Sources that nodes push to are not among them."""
-    return {StaticEvidence.name, SOURCE} - set(settings.evidence)
+    return {*EVIDENCE_PROVIDERS} - PUSHED - {*settings.evidence}
 
 
 def pushed_of(settings: Settings) -> set[str]:
     """The sources that nodes push to, which are not polled."""
-    return {JWT_SVID} & set(settings.evidence)
-
-
-def spire_server_of(settings: Settings, clock: Clock) -> SpireServer:
-    trust_domain = needed(settings.spire_trust_domain, "--spire-trust-domain")
-    server = server_of(settings, trust_domain, clock)
-    if settings.max_evidence_age < REATTESTATION_FRACTION * settings.spire_agent_ttl:
-        log.warning("--max-evidence-age is under 0.6 of --spire-agent-ttl: nodes become stale in every round")
-    return SpireServer(server, rules_of(settings, trust_domain), clock, settings.evidence_poll)
-
-
-def rules_of(settings: Settings, trust_domain: str) -> AgentRules:
-    return AgentRules(
-        trust_domain=trust_domain,
-        attestors=frozenset(settings.spire_attestors),
-        node=naming_of(settings.spire_node_selector, "node"),
-        hash=naming_of(settings.spire_hash_selector, "hash"),
-        agent_ttl=settings.spire_agent_ttl,
-        max_age=settings.max_evidence_age,
-        skew=settings.clock_skew,
-    )
-
-
-def server_of(settings: Settings, trust_domain: str, clock: Clock) -> SpireConnection:
-    address = needed(settings.spire_server, "--spire-server")
-    if address.startswith("unix:"):
-        return SocketServer(address.removeprefix("unix:"))
-    host, _, port = address.rpartition(":")
-    socket = needed(settings.spire_workload_api, "--spire-workload-api")
-    identity = OwnIdentity(socket.removeprefix("unix:"), trust_domain, clock, own_id=settings.spire_own_id)
-    return TcpServer(host.strip("[]"), int(port), trust_domain, identity)
-
-
-def needed(value: str | None, flag: str) -> str:
-    if value is None:
-        raise GpuwardenError(f"the SPIRE Server provider needs {flag}")
-    return value
+    return {*settings.evidence} & PUSHED

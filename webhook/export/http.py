@@ -15,7 +15,7 @@ from webhook.export import ExportError
 from webhook.export.records import Batch, raw_reading, raw_seconds, raw_use
 from webhook.export.targets import HttpTarget, current_secret, sends_token_in_plain
 from webhook.runtime.backoff import Backoff
-from webhook.runtime.clock import Clock
+from webhook.runtime.clock import Clock, utc_now
 
 log = structlog.get_logger(__name__)
 
@@ -51,9 +51,9 @@ class HttpExporter:
 
     name = "http"
 
-    def __init__(self, target: HttpTarget, clock: Clock, sleep: Sleep = asyncio.sleep) -> None:
+    def __init__(self, target: HttpTarget, clock: Clock = utc_now, sleep: Sleep = asyncio.sleep) -> None:
         """Raises GpuwardenError if the token cannot be sent in a header."""
-        if target.token is not None and not is_header_value(target.token):
+        if target.auth_token is not None and not is_header_value(target.auth_token):
             raise GpuwardenError("the token of the http exporter is not one line of printable ASCII")
         if sends_token_in_plain(target):
             log.warning("token is sent unencrypted", endpoint=target.endpoint, hint="use https")
@@ -132,10 +132,11 @@ class HttpExporter:
             raise TryAgainError(f"no complete answer: {str(exc) or type(exc).__name__}") from exc
 
     def _token(self) -> dict[str, str]:
-        if self._target.token is None:
+        known = self._target.auth_token
+        if known is None:
             return {}
-        found = current_secret(self._target.token, self._target.token_file)
-        return {"Authorization": f"Bearer {found if is_header_value(found) else self._target.token}"}
+        found = current_secret(known, self._target.auth_token_file)
+        return {"Authorization": f"Bearer {found if is_header_value(found) else known}"}
 
 
 async def read_bounded(reply: httpx.Response) -> httpx.Response:

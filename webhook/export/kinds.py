@@ -2,6 +2,7 @@
 setting, the values have Go's syntax."""
 
 import re
+from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import Final
@@ -28,7 +29,6 @@ GO_FALSE: Final = ("0", "f", "F", "FALSE", "false", "False")
 LONGEST: Final = timedelta(days=366)
 
 GPUID_LEVELS: Final = ("debug", "info", "warn", "error")
-EXPORTERS: Final = ("stdout", "http", "postgres", "s3")
 PARTITION: Final = re.compile(r"[^\x00-\x1f\\]*")
 
 # Kubernetes' selectors, the forms that its clients take: `a=b,c in (d,e),!f`.
@@ -126,12 +126,18 @@ def read_container(text: str) -> str:
     return text if text == "" else read_namespace(text)
 
 
-def read_exporters(text: str) -> tuple[str, ...]:
-    parts = tuple(part.strip() for part in text.split(","))
-    wrong = [part for part in parts if part not in EXPORTERS]
-    if wrong:
-        raise ValueError(f"{wrong[0]!r} is not an allowed value")
-    return tuple(dict.fromkeys(parts))
+def exporter_list(names: Iterable[str]) -> SettingKind[tuple[str, ...]]:
+    """Names of exporters, each of which counts once."""
+    known = tuple(names)
+
+    def read(text: str) -> tuple[str, ...]:
+        parts = tuple(part.strip() for part in text.split(","))
+        wrong = [part for part in parts if part not in known]
+        if wrong:
+            raise ValueError(f"{wrong[0]!r} is not an allowed value")
+        return tuple(dict.fromkeys(parts))
+
+    return SettingKind(f"a comma list of: {', '.join(known)}", read, list, schemas.comma_list(f"({'|'.join(known)})"))
 
 
 def read_log_level(text: str) -> str:
@@ -184,9 +190,6 @@ CONTAINER: Final = SettingKind(
     "the name of a container; empty: the pod's only one",
     read_container,
     schema=schemas.text(f"({NAMESPACE_NAME})?"),
-)
-EXPORTER_LIST: Final = SettingKind(
-    f"a comma list of: {', '.join(EXPORTERS)}", read_exporters, list, schemas.comma_list(f"({'|'.join(EXPORTERS)})")
 )
 LENIENT_LOG_LEVEL: Final = SettingKind(
     "debug, info, warn, error; any other word is info", read_log_level, schema={"type": "string"}

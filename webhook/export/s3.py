@@ -54,9 +54,9 @@ class ObjectExporter:
             prefix=clean_path("the prefix", target.prefix),
             partition_pattern=clean_path("the pattern", target.partition_pattern),
         )
-        self._render = RENDERERS[target.form]
+        self._render = RENDERERS[target.format]
         self._columns = GPUID_COLUMNS + OWN_COLUMNS if target.own_columns else GPUID_COLUMNS
-        if target.form == "parquet":
+        if target.format == "parquet":
             check_parquet()
         try:
             self._store = store_of(target)
@@ -92,14 +92,14 @@ class ObjectExporter:
             "source": "gpuid",
             "record_count": str(len(rows)),
             "timestamp": raw_seconds(time),
-            "format": self._target.form,
+            "format": self._target.format,
             "columns": ",".join(columns),
         }
         key = self._directory(kind) + partition(self._target.partition_pattern, time) + object_name(time, batch)
         try:
             await obstore.put_async(
                 self._store,
-                f"{key}.{self._target.form}",
+                f"{key}.{self._target.format}",
                 content,
                 attributes=attributes,
                 use_multipart=False,

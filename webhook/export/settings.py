@@ -11,33 +11,26 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from attrs import evolve, field, frozen
+from attrs import evolve, field, fields, frozen
 
 from webhook.export.kinds import (
     BURST,
     CONTAINER,
     DIRECTORY,
-    ENDPOINT,
-    EXPORTER_LIST,
     GO_DURATION,
     GO_INTERVAL,
     GO_TRUTH,
     LENIENT_LOG_LEVEL,
-    MIGRATE,
-    OBJECT_FORMAT,
-    PARTITION_PATTERN,
     PATIENCE,
     RATE,
-    ROOT_CERTIFICATES,
     SELECTOR,
     SERVER_PORT,
-    SSL_MODE,
-    STORE_PORT,
     TEXT,
     WORDS,
     WORKERS,
+    exporter_list,
 )
-from webhook.export.targets import HttpTarget, ObjectTarget, PostgresTarget, is_local, read_secret
+from webhook.export.targets import BOTH, EXPORT, POSTGRES, STORES, ExportStore, T, is_local, read_secret
 from webhook.runtime.setting_kinds import BOOLEAN, FILE, HOST, NAMESPACE
 from webhook.runtime.setting_table import (
     EXPORT_PREFIX,
@@ -53,9 +46,7 @@ from webhook.runtime.setting_table import (
 )
 from webhook.runtime.settings import Settings, api_server_of_pod
 
-EXPORT: Final = frozenset({Command.EXPORT})
-BOTH: Final = EXPORT | {Command.HISTORY}
-
+EXPORTER_LIST: Final = exporter_list(STORES)
 MOUNTED: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
 
@@ -219,99 +210,8 @@ class ExportSettings:
         ),
     )
 
-    http_endpoint: str | None = field(
-        default=None,
-        metadata=declared(ENDPOINT, EXPORT, "URL to which http posts records", older_variable="HTTP_ENDPOINT"),
-    )
-    http_timeout: timedelta = field(
-        default=timedelta(seconds=30),
-        metadata=declared(
-            GO_INTERVAL, EXPORT, "how long a POST may take", older_variable="HTTP_TIMEOUT", older_is_lenient=True
-        ),
-    )
-    http_auth_token: str | None = field(
-        default=None,
-        metadata=declared(
-            TEXT, EXPORT, "bearer token of http", older_variable="HTTP_AUTH_TOKEN", in_file=False, is_secret=True
-        ),
-    )
-    http_auth_token_file: Path | None = field(
-        default=None, metadata=declared(FILE, EXPORT, "file with the bearer token")
-    )
-    http_token_in_plain: bool = field(
-        default=False,
-        metadata=declared(
-            BOOLEAN,
-            EXPORT,
-            "allow the token in plain http to other machines: everyone on the way can read it",
-        ),
-    )
-    postgres_host: str | None = field(
-        default=None, metadata=declared(TEXT, BOTH, "database server", older_variable="POSTGRES_HOST")
-    )
-    postgres_port: int = field(
-        default=5432,
-        metadata=declared(
-            STORE_PORT, BOTH, "port of the database server", older_variable="POSTGRES_PORT", older_is_lenient=True
-        ),
-    )
-    postgres_db: str | None = field(
-        default=None, metadata=declared(TEXT, BOTH, "name of the database", older_variable="POSTGRES_DB")
-    )
-    postgres_user: str | None = field(
-        default=None, metadata=declared(TEXT, BOTH, "role of the database", older_variable="POSTGRES_USER")
-    )
-    postgres_password: str | None = field(
-        default=None,
-        metadata=declared(
-            TEXT, BOTH, "password of the role", older_variable="POSTGRES_PASSWORD", in_file=False, is_secret=True
-        ),
-    )
-    postgres_password_file: Path | None = field(default=None, metadata=declared(FILE, BOTH, "file with the password"))
-    postgres_sslmode: str = field(
-        default="require",
-        metadata=declared(SSL_MODE, BOTH, "TLS mode of the connection (libpq)", older_variable="POSTGRES_SSLMODE"),
-    )
-    postgres_sslrootcert: str | None = field(
-        default=None,
-        metadata=declared(
-            ROOT_CERTIFICATES, BOTH, "CAs of the database server's certificate", older_variable="POSTGRES_SSLROOTCERT"
-        ),
-    )
-    postgres_table: str = field(
-        default="gpu", metadata=declared(TEXT, BOTH, "table of readings", older_variable="POSTGRES_TABLE")
-    )
-    postgres_auto_migrate: bool = field(
-        default=False,
-        metadata=declared(MIGRATE, BOTH, "create missing tables", older_variable="POSTGRES_AUTO_MIGRATE"),
-    )
-    s3_bucket: str | None = field(
-        default=None,
-        metadata=declared(
-            TEXT, EXPORT, "bucket, or URL (s3://, gs://, az://) of another store", older_variable="S3_BUCKET"
-        ),
-    )
-    s3_prefix: str = field(
-        default="", metadata=declared(TEXT, EXPORT, "prefix of the keys", older_variable="S3_PREFIX")
-    )
-    s3_region: str = field(
-        default="us-east-1", metadata=declared(TEXT, EXPORT, "region of the bucket", older_variable="S3_REGION")
-    )
-    s3_partition_pattern: str = field(
-        default="year=%Y/month=%m/day=%d/hour=%H",
-        metadata=declared(
-            PARTITION_PATTERN, EXPORT, "part of the key between prefix and name", older_variable="S3_PARTITION_PATTERN"
-        ),
-    )
-    s3_format: str = field(default="csv", metadata=declared(OBJECT_FORMAT, EXPORT, "format of the objects"))
-    s3_header: bool = field(default=False, metadata=declared(BOOLEAN, EXPORT, "begin each CSV object with a header"))
-    s3_own_columns: bool = field(
-        default=False,
-        metadata=declared(
-            BOOLEAN, EXPORT, "add UUID, minor number and the rest after the seven columns of the older exporter"
-        ),
-    )
-
+    # The settings of stores that are set, by their whole names.
+    stores: Mapping[str, Any] = field(factory=dict, repr=False)
     # By setting: "flag --timeout", "variable TIMEOUT", "key timeout in FILE" or "default".
     sources: Mapping[str, str] = field(factory=dict, eq=False, repr=False)
     # Warnings about values that are ignored.
@@ -319,41 +219,18 @@ class ExportSettings:
     # The API server's URL from the variables that Kubernetes sets in every Pod.
     api_server_of_pod: str | None = field(default=None, eq=False)
 
-    @property
-    def http(self) -> HttpTarget:
-        return HttpTarget(
-            endpoint=self.http_endpoint or "",
-            timeout=self.http_timeout,
-            token=secret(self.http_auth_token, self.http_auth_token_file),
-            token_file=self.http_auth_token_file,
-        )
-
-    @property
-    def postgres(self) -> PostgresTarget:
-        return PostgresTarget(
-            host=self.postgres_host or "",
-            port=self.postgres_port,
-            db=self.postgres_db or "",
-            user=self.postgres_user or "",
-            password=secret(self.postgres_password, self.postgres_password_file) or "",
-            password_file=self.postgres_password_file,
-            sslmode=self.postgres_sslmode,
-            sslrootcert=self.postgres_sslrootcert,
-            table=self.postgres_table,
-            auto_migrate=self.postgres_auto_migrate,
-        )
-
-    @property
-    def s3(self) -> ObjectTarget:
-        return ObjectTarget(
-            bucket=self.s3_bucket or "",
-            prefix=self.s3_prefix,
-            region=self.s3_region,
-            partition_pattern=self.s3_partition_pattern,
-            form=self.s3_format,
-            header=self.s3_header,
-            own_columns=self.s3_own_columns,
-        )
+    def target(self, store: ExportStore[T]) -> T:
+        """The settings of a store that has them. Raises OSError, UnicodeDecodeError if a file cannot be read."""
+        if store.target is None:
+            raise TypeError(f"{store.name} has no settings")
+        found = {}
+        for one in store.settings:
+            name = one.name.removeprefix(store.prefix)
+            if one.is_secret and f"{one.name}_file" in self.stores:
+                found[name] = read_secret(self.stores[f"{one.name}_file"])
+            elif one.name in self.stores:
+                found[name] = self.stores[one.name]
+        return store.target(**found)
 
     def connection(self, mounted: Path = MOUNTED) -> Settings:
         """The cluster, as settings of the other commands."""
@@ -366,19 +243,10 @@ class ExportSettings:
         raise SettingsError(["this process is not in a Pod, and no other cluster is named; name one by --kubeconfig"])
 
 
-def secret(text: str | None, file: Path | None) -> str | None:
-    return text if file is None else read_secret(file)
-
-
-TABLE: Final = settings_of(ExportSettings, EXPORT_PREFIX)
-
-# The settings that each exporter requires.
-NEEDED: Final = {
-    "stdout": (),
-    "http": ("http_endpoint",),
-    "postgres": ("postgres_host", "postgres_db", "postgres_user", "postgres_password"),
-    "s3": ("s3_bucket",),
-}
+TABLE: Final = (
+    *settings_of(ExportSettings, EXPORT_PREFIX),
+    *(setting for store in STORES.values() for setting in store.settings),
+)
 
 
 @frozen
@@ -393,7 +261,7 @@ class Part:
 
 
 ONE_READING: Final = Part(needs=("cluster_name",))
-HISTORY: Final = Part(NEEDED["postgres"], tuple(one.name for one in TABLE if Command.HISTORY in one.commands))
+HISTORY: Final = Part(POSTGRES.required, tuple(one.name for one in TABLE if Command.HISTORY in one.commands))
 
 
 class ExportReader(TableReader):
@@ -414,7 +282,10 @@ class ExportReader(TableReader):
 
     def read(self) -> ExportSettings:
         values = self.read_values()
-        chosen = ExportSettings(**values, sources=self.sources(), api_server_of_pod=api_server_of_pod(self.environ))
+        own = {one.name: values[one.name] for one in fields(ExportSettings) if one.name in values}
+        stores = {name: value for name, value in values.items() if name not in own}
+        in_pod = api_server_of_pod(self.environ)
+        chosen = ExportSettings(**own, stores=stores, sources=self.sources(), api_server_of_pod=in_pod)
         return evolve(chosen, notes=tuple(self.ignored))
 
     def _values(self) -> Iterator[tuple[str, Any]]:
@@ -433,34 +304,33 @@ class ExportReader(TableReader):
         found = [self._value(values, name) for name in times]
         if not found[0] > found[1] > found[2]:
             self.mistakes.append(f"{self.where(times)}: each must be shorter than the one before")
-        for name in ("http_auth_token", "postgres_password"):
+        for name in (one.name for one in TABLE if one.is_secret):
             if name in self.given and f"{name}_file" in self.given:
                 self.mistakes.append(f"{self.where([name, f'{name}_file'])}: both are set; set one")
-        if self._shows_token(values):
-            problem = (
-                "everyone on the way could read the token; allowed: https, or http to this machine,"
-                " or to any machine with --http-token-in-plain true"
-            )
-            self.mistakes.append(f"{self.where(['http_endpoint'])}: {problem}")
+        for store in self._chosen_stores(values):
+            if self._sends_secret_in_plain(store, values):
+                problem = "everyone on the way could read the token; allowed: https, or http to this machine"
+                if store.allows_plain:
+                    problem += f", or to any machine with {flag_of(store.prefix + store.allows_plain)} true"
+                self.mistakes.append(f"{self.where([store.prefix + store.address])}: {problem}")
 
-    def _shows_token(self, values: Mapping[str, Any]) -> bool:
-        if (
-            self._part is not None
-            or values.get("http_token_in_plain")
-            or "http" not in self._value(values, "exporter_type")
-        ):
+    def _chosen_stores(self, values: Mapping[str, Any]) -> list[ExportStore[Any]]:
+        return [] if self._part is not None else [STORES[name] for name in self._value(values, "exporter_type")]
+
+    def _sends_secret_in_plain(self, store: ExportStore[Any], values: Mapping[str, Any]) -> bool:
+        if not store.address or values.get(store.prefix + store.allows_plain):
             return False
-        has_token = bool(values.get("http_auth_token")) or "http_auth_token_file" in self.given
-        endpoint = urlsplit(values.get("http_endpoint") or "")
-        return has_token and endpoint.scheme == "http" and not is_local(endpoint.hostname or "")
+        secrets = [one.name for one in store.settings if one.is_secret]
+        has_secret = any(values.get(name) or f"{name}_file" in self.given for name in secrets)
+        address = urlsplit(values.get(store.prefix + store.address) or "")
+        return has_secret and address.scheme == "http" and not is_local(address.hostname or "")
 
     def _missing(self, values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         if self._part is not None:
             needed = [("", name) for name in self._part.needs]
         else:
             needed = [("", "cluster_name")]
-            chosen = self._value(values, "exporter_type")
-            needed += [(one, name) for one in chosen for name in NEEDED[one]]
+            needed += [(store.name, name) for store in self._chosen_stores(values) for name in store.required]
             if self._value(values, "leader_election"):
                 needed.append(("leader election", "pod_name"))
         for by, name in needed:
@@ -493,7 +363,8 @@ def load(
 REFERENCE: Final = """\
 # Settings of `gpuwarden export` and `gpuwarden history`
 
-Written by `gpuwarden config reference export`; change `webhook/export/settings.py` instead.
+`make chart` writes this page from `webhook/export/settings.py` and, for the settings of stores,
+`webhook/export/targets.py`.
 
 A flag wins over a variable, a variable of gpuwarden over one of gpuid, a variable over the YAML file that `--config` or
 `GPUWARDEN_EXPORT_CONFIG` names, the file over the default. The commands of a setting are those that read it; only they

@@ -40,7 +40,6 @@ MAX_COUNT: Final = 9_999_999
 PRINTABLE: Final = r"[!-+.-~-]{1,253}"  # no comma: it separates items of a list
 ATTESTOR: Final = r"[A-Za-z0-9_.-]+"
 NAMESPACE_NAME: Final = rf"[a-z0-9]([-a-z0-9]{{0,{MAX_LABEL - 2}}}[a-z0-9])?"
-EVIDENCE_PROVIDERS: Final = ("static", "spire-server", "jwt-svid")
 
 
 @frozen
@@ -248,7 +247,7 @@ def read_spiffe_id(text: str) -> str:
     return text
 
 
-def read_spire_server(text: str) -> str:
+def read_server(text: str) -> str:
     if text.startswith("unix:"):
         return read_socket(text)
     host, _, port = text.rpartition(":")
@@ -447,8 +446,8 @@ TRUST_DOMAIN_NAME: Final = SettingKind(
 SPIFFE_ID: Final = SettingKind(
     "a SPIFFE ID", read_spiffe_id, schema=schemas.text(rf"spiffe://{TRUST_DOMAIN.pattern}(/[A-Za-z0-9._-]+)*")
 )
-SPIRE_SERVER: Final = SettingKind(
-    "`HOST:PORT`, or `unix:PATH` for tests", read_spire_server, schema=schemas.text(r"(unix:.+|.+:[0-9]{1,5})")
+SERVER: Final = SettingKind(
+    "`HOST:PORT`, or `unix:PATH` for tests", read_server, schema=schemas.text(r"(unix:.+|.+:[0-9]{1,5})")
 )
 ATTESTORS: Final = SettingKind(
     "a comma list of node attestors, such as `x509pop,tpm_devid`",
@@ -501,4 +500,3 @@ ON_BIND_DEADLINE: Final = one_of("remove", "keep")
 ON_EVIDENCE_LOST: Final = one_of("report", "taint", "evict")
 LEDGER: Final = one_of("memory", "cluster")
 BUNDLE_PROFILE: Final = one_of("https_web", "https_spiffe")
-EVIDENCE: Final = several_of(*EVIDENCE_PROVIDERS)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import yaml
-from attrs import fields, frozen
+from attrs import NOTHING, fields, frozen
 
 from webhook.core.errors import GpuwardenError
 from webhook.runtime.setting_kinds import SettingKind, read_file
@@ -103,6 +103,8 @@ class Setting:
     older_is_lenient: bool
     older_may_be_empty: bool
     prefix: str = PREFIX
+    # The field has no default.
+    is_required: bool = False
 
     @property
     def flag(self) -> str:
@@ -123,9 +125,19 @@ class Setting:
             yield self.older_variable
 
 
-def settings_of(declaring: type, prefix: str = PREFIX) -> tuple[Setting, ...]:
-    """The settings that the fields of a class declare."""
-    return tuple(Setting(f.name, f.default, **f.metadata, prefix=prefix) for f in fields(declaring) if f.metadata)
+def settings_of(declaring: type, prefix: str = PREFIX, group: str = "") -> tuple[Setting, ...]:
+    """The settings that the fields of a class declare. Their names begin with `group`."""
+    return tuple(
+        Setting(
+            group + one.name,
+            None if one.default is NOTHING else one.default,
+            **one.metadata,
+            prefix=prefix,
+            is_required=one.default is NOTHING,
+        )
+        for one in fields(declaring)
+        if one.metadata
+    )
 
 
 class Retired(NamedTuple):

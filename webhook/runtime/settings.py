@@ -26,7 +26,6 @@ from webhook.runtime.setting_kinds import (
     COUNT,
     DIRECTORY,
     DURATION,
-    EVIDENCE,
     EVIDENCE_ID,
     FILE,
     HASH_NAMING,
@@ -54,15 +53,16 @@ from webhook.runtime.setting_kinds import (
     REQUIRE_EVIDENCE,
     RESOURCE,
     SCORES,
+    SERVER,
     SOCKET,
     SPIFFE_ID,
-    SPIRE_SERVER,
     TRUST_DOMAIN_NAME,
     URL,
     USERS,
     WHEN_UNAVAILABLE,
     host_and_port,
     is_loopback,
+    several_of,
 )
 from webhook.runtime.setting_table import (
     EXPORT_PREFIX,
@@ -124,6 +124,45 @@ SCORING: Final = SERVE | EXPLAIN
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 # The default in a cluster: the validating review of a pod follows within seconds, and renews an expired reservation.
 CLUSTER_PENDING_DEADLINE: Final = timedelta(seconds=15)
+
+
+@frozen(kw_only=True)
+class ProviderDeclaration:
+    """A value of `--evidence`. Its settings are fields of `Settings`."""
+
+    # For the reference; links are relative to docs/reference.
+    about: str
+    # The function that builds the provider from settings and clock: a name, because it is in a package above this one.
+    # Empty if nodes push the evidence, or a file contains it.
+    built_by: str = ""
+    is_pushed: bool = False
+    # The setting with the address of a server.
+    address: str = ""
+    # The settings that it needs, and those that it needs if the address is no socket of this machine.
+    needs: tuple[str, ...] = ()
+    needs_over_tcp: tuple[str, ...] = ()
+
+
+EVIDENCE_PROVIDERS: Final[Mapping[str, ProviderDeclaration]] = {
+    "static": ProviderDeclaration(
+        about="`--node-hash-map` and the inventory file. Nothing is attested: for development only.",
+    ),
+    "spire-server": ProviderDeclaration(
+        about="The attested agents of a SPIRE Server: [spire.md](../how-to/spire.md).",
+        built_by="webhook.evidence.spire.provider:spire_server_of",
+        address="spire_server",
+        needs=("spire_server", "spire_trust_domain"),
+        needs_over_tcp=("spire_workload_api",),
+    ),
+    "jwt-svid": ProviderDeclaration(
+        about="Tokens that `gpuwarden attest` sends from each node (in the chart `attest.enabled`): "
+        "[attest.md](../how-to/attest.md).",
+        is_pushed=True,
+        address="bundle_endpoint",
+        needs=("spire_trust_domain",),
+    ),
+}
+EVIDENCE: Final = several_of(*EVIDENCE_PROVIDERS)
 
 
 @frozen
@@ -444,7 +483,7 @@ class Settings:
         ),
     )
     spire_server: str | None = field(
-        default=None, metadata=declared(SPIRE_SERVER, PROVIDERS, "SPIRE Server that is asked about its agents")
+        default=None, metadata=declared(SERVER, PROVIDERS, "SPIRE Server that is asked about its agents")
     )
     spire_trust_domain: str | None = field(
         default=None, metadata=declared(TRUST_DOMAIN_NAME, PROVIDERS | ATTEST, "trust domain whose evidence counts")
@@ -831,7 +870,7 @@ class SettingsReader(TableReader):
         self.check_all_or_none("tls_cert", "tls_key")
         self.check_all_or_none("kubernetes_url", "access_token", "ca_certificate")
         self._check_cluster(values)
-        self._check_spire(values)
+        self._check_evidence(values)
         if values.get("review_callers") and "review_token_audience" not in self.given:
             where = self.where(["review_callers"])
             self.mistakes.append(f"{where}: no token is required; allowed: with --review-token-audience")
@@ -901,8 +940,6 @@ class SettingsReader(TableReader):
             return
         where = self.where(["evidence"])
         has_cluster = any(n in self.given for n in ("kubeconfig", "kubernetes_url")) or values.get("in_cluster")
-        if "spire_trust_domain" not in self.given and self.reads("spire_trust_domain"):
-            self.mistakes.append(f"{where}: jwt-svid needs --spire-trust-domain")
         if not {"bundle_endpoint", "spire_workload_api"} & set(self.given) and self.reads("bundle_endpoint"):
             self.mistakes.append(f"{where}: jwt-svid needs keys from --bundle-endpoint or --spire-workload-api")
         is_shared = has_cluster and values.get("ledger") != "memory"
@@ -917,14 +954,13 @@ class SettingsReader(TableReader):
                 "name them by --bundle-endpoint-ca or their source by --spire-workload-api"
             )
 
-    def _check_spire(self, values: Mapping[str, Any]) -> None:
-        if "spire-server" not in values.get("evidence", ()):
-            return
-        needed = ["spire_server", "spire_trust_domain"]
-        if not values.get("spire_server", "").startswith("unix:"):
-            needed.append("spire_workload_api")
-        if missing := [flag_of(name) for name in needed if name not in self.given and self.reads(name)]:
-            self.mistakes.append(f"{self.where(['evidence'])}: spire-server needs {' and '.join(missing)}")
+    def _check_evidence(self, values: Mapping[str, Any]) -> None:
+        for name in values.get("evidence", ()):
+            provider = EVIDENCE_PROVIDERS[name]
+            is_socket = values.get(provider.address, "").startswith("unix:")
+            needed = [*provider.needs, *(() if is_socket else provider.needs_over_tcp)]
+            if missing := [flag_of(one) for one in needed if one not in self.given and self.reads(one)]:
+                self.mistakes.append(f"{self.where(['evidence'])}: {name} needs {' and '.join(missing)}")
 
     def _notes(self) -> Iterator[str]:
         for flag in RETIRED:
@@ -993,7 +1029,7 @@ def as_yaml(settings: Settings) -> str:
 REFERENCE: Final = """\
 # Settings
 
-Written by `gpuwarden config reference`; change `webhook/runtime/settings.py` instead.
+`make chart` writes this page from `webhook/runtime/settings.py`.
 
 A flag wins over a variable, a variable over the YAML file that `--config` or `GPUWARDEN_CONFIG` names, the file over
 the default. An empty variable and a key without a value count as not set. Relative paths start at the working
@@ -1012,7 +1048,7 @@ gpuwarden ignores the variables that Kubernetes sets for a Service called `gpuwa
 
 def reference() -> str:
     """The table as Markdown."""
-    return REFERENCE + "".join(map(row, SETTINGS)) + "".join(retired_rows())
+    return REFERENCE + "".join(map(row, SETTINGS)) + "".join(retired_rows()) + "".join(provider_rows())
 
 
 def retired_rows() -> Iterator[str]:
@@ -1020,3 +1056,13 @@ def retired_rows() -> Iterator[str]:
     yield "| flag | why |\n|---|---|\n"
     for flag in RETIRED:
         yield f"| `{flag.flag}`, `-{flag.short}` | {flag.sentence} |\n"
+
+
+def provider_rows() -> Iterator[str]:
+    yield "\n## Evidence providers\n\n"
+    yield "With several in `--evidence`, all of them have to prove a node.\n\n"
+    yield "| provider | source | needs |\n|---|---|---|\n"
+    for name, one in EVIDENCE_PROVIDERS.items():
+        over_tcp = [f"`{flag_of(other)}` unless `{flag_of(one.address)}` is a socket" for other in one.needs_over_tcp]
+        needs = [*(f"`{flag_of(other)}`" for other in one.needs), *over_tcp]
+        yield f"| `{name}` | {one.about} | {', '.join(needs)} |\n"

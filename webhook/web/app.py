@@ -2,12 +2,17 @@
 
 from collections.abc import Iterator
 
+from attrs import frozen
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
+from webhook.admission.explanation import Explainer
+from webhook.admission.parts import Parts
+from webhook.admission.reviewer import Reviewer
+from webhook.ledger.pods import PodFacts
 from webhook.runtime.http.budgets import Budgets
-from webhook.runtime.telemetry import Metrics
+from webhook.runtime.telemetry import CountsSource, FleetCounts, Metrics
 from webhook.web.admission import Admission
 from webhook.web.callers import CallerGate, Guard
 from webhook.web.devices import Devices
@@ -15,22 +20,61 @@ from webhook.web.evidence import EvidenceRoutes
 from webhook.web.explain import Explain
 from webhook.web.extender import ExtenderRoutes
 from webhook.web.finalize import Finalize
-from webhook.web.health import Health, SchedulerHealth
+from webhook.web.health import Health, SchedulerHealth, Stage
 from webhook.web.routes import Endpoint, RouteDeclaration, application, get, post
 
 
-def tls_app(
-    admission: Admission,
-    finalize: Finalize,
-    devices: Devices,
-    explain: Explain,
-    health: Health,
-    metrics: Metrics,
-    evidence: EvidenceRoutes | None = None,
-    budgets: Budgets | None = None,
-    gate: CallerGate | None = None,
-) -> ASGIApp:
+@frozen
+class Endpoints:
+    """What answers at the TLS and the plain listener of `serve`."""
+
+    admission: Admission
+    finalize: Finalize
+    devices: Devices
+    explain: Explain
+    evidence: EvidenceRoutes | None
+    health: Health
+    metrics: Metrics
+
+    @classmethod
+    def of(
+        cls,
+        parts: Parts,
+        health: Health,
+        gate: CallerGate | None = None,
+        *,
+        facts: PodFacts,
+        budgets: Budgets | None = None,
+        shows_pending_ids: bool = False,
+        count: CountsSource = FleetCounts,
+    ) -> "Endpoints":
+        reviewer = Reviewer.of(parts)
+        return cls(
+            admission=Admission(reviewer, parts.clock, health, budgets),
+            finalize=Finalize(parts.ledger, parts.fleet, parts.pods, facts, health, gate),
+            devices=Devices(
+                parts.fleet,
+                parts.ledger,
+                parts.clock,
+                notes=parts.notes,
+                shows_pending_ids=shows_pending_ids,
+                needs_evidence=parts.reserver.policy.is_always_required,
+                is_starting=lambda: health.stage is Stage.STARTING,
+                outdated=lambda: parts.fleet_source.outdated,
+                lapses=parts.lapses,
+                gate=gate,
+                count=count,
+            ),
+            explain=Explain(Explainer(parts, reviewer), health, gate),
+            evidence=None if parts.attestation is None else EvidenceRoutes(parts.attestation, health),
+            health=health,
+            metrics=parts.metrics,
+        )
+
+
+def tls_app(endpoints: Endpoints, budgets: Budgets | None = None, gate: CallerGate | None = None) -> ASGIApp:
     """The TLS listener. In a cluster all routes that take a token are only here."""
+    evidence = endpoints.evidence
     proofs = (
         []
         if evidence is None
@@ -40,36 +84,34 @@ def tls_app(
         ]
     )
     return application(
-        metrics,
-        post("/mutate", admission.mutate, Guard.REVIEWER),
-        post("/mutate-binding", admission.mutate_binding, Guard.REVIEWER),
-        post("/validate", admission.validate, Guard.REVIEWER),
-        post("/finalize", finalize.finalize, Guard.CALLER),
-        post("/explain", explain.explain, Guard.CALLER),
-        get("/", devices.page, Guard.PERSON),
-        get("/devices", devices.listing, Guard.PERSON),
+        endpoints.metrics,
+        post("/mutate", endpoints.admission.mutate, Guard.REVIEWER),
+        post("/mutate-binding", endpoints.admission.mutate_binding, Guard.REVIEWER),
+        post("/validate", endpoints.admission.validate, Guard.REVIEWER),
+        post("/finalize", endpoints.finalize.finalize, Guard.CALLER),
+        post("/explain", endpoints.explain.explain, Guard.CALLER),
+        get("/", endpoints.devices.page, Guard.PERSON),
+        get("/devices", endpoints.devices.listing, Guard.PERSON),
         *proofs,
-        get("/healthz", health.live, Guard.OPEN),
-        get("/readyz", health.ready, Guard.OPEN),
+        get("/healthz", endpoints.health.live, Guard.OPEN),
+        get("/readyz", endpoints.health.ready, Guard.OPEN),
         budgets=budgets,
         gate=gate,
     )
 
 
 def plain_app(
-    finalize: Finalize,
-    devices: Devices,
-    health: Health,
-    metrics: Metrics,
+    endpoints: Endpoints,
     budgets: Budgets | None = None,
     gate: CallerGate | None = None,
     scheduler: SchedulerHealth | None = None,
 ) -> ASGIApp:
     """The plain HTTP listener. If callers are authenticated it has open routes only: plain HTTP would reveal tokens."""
+    finalize, devices = endpoints.finalize, endpoints.devices
     return application(
-        metrics,
+        endpoints.metrics,
         *(summary(devices) if gate is not None and gate.checks_callers else without_tokens(finalize, devices)),
-        *probes(health, metrics, scheduler),
+        *probes(endpoints.health, endpoints.metrics, scheduler),
         budgets=budgets,
         gate=gate,
     )

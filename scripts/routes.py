@@ -1,0 +1,59 @@
+"""`make chart` writes docs/reference/routes.md from the routes of `webhook/web/app.py`; a test compares."""
+
+import inspect
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from scripts.chart_values import ROOT
+from scripts.fuzz.targets import Unused, applications
+from webhook.web.callers import Guard
+from webhook.web.routes import CountMiddleware
+
+LISTENERS: Final[Mapping[str, str]] = {
+    "tls_app": "TLS",
+    "plain_app": "plain",
+    "extender_app": "extender",
+    "plain_extender_app": "`--extender-plain-address`",
+    "scorer_app": "`score`",
+    "probes_app": "the other commands",
+}
+GUARDS: Final[Mapping[Guard, str]] = {
+    Guard.OPEN: "everyone",
+    Guard.REVIEWER: "everyone, or the API server only if you require it",
+    Guard.CALLER: "callers with a bearer token",
+    Guard.PERSON: "callers with a bearer token; browsers ask for it as a password",
+    Guard.SCHEDULER: "schedulers with a bearer token or a client certificate",
+}
+HEAD: Final = """\
+# Routes
+
+`make chart` writes this page from `webhook/web/app.py`. The last column is the guard of the route in a cluster.
+[access.md](../how-to/access.md#who-may-call) describes which rights a route checks besides.
+
+| route | listener | who may call it |
+|---|---|---|
+"""
+
+
+def reference() -> str:
+    listeners: dict[tuple[str, str, str], list[str]] = {}
+    for name, listener in LISTENERS.items():
+        make = applications()[name]
+        parameters = inspect.signature(make).parameters
+        # The routes in a cluster have a gate. A listener without one checks no caller.
+        asked = [one.name for one in parameters.values() if one.default is one.empty or one.name == "gate"]
+        made = make(**{name: Unused() for name in asked})
+        if not isinstance(made, CountMiddleware):
+            raise TypeError(f"{name} declares no routes")
+        for route in made.declared:
+            caller = GUARDS[route.guard if "gate" in parameters else Guard.OPEN]
+            listeners.setdefault((route.path, route.method, caller), []).append(listener)
+    return HEAD + "".join(
+        f"| `{method} {path}` | {', '.join(found)} | {caller} |\n"
+        for (path, method, caller), found in sorted(listeners.items())
+    )
+
+
+def written() -> dict[Path, str]:
+    return {ROOT / "docs/reference/routes.md": reference()}
