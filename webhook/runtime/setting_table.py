@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import yaml
-from attrs import fields, frozen
+from attrs import field, fields, frozen
 
 from webhook.core.errors import GpuwardenError
 from webhook.runtime.setting_kinds import SettingKind, read_file
@@ -85,6 +85,11 @@ def declared(
         "older_is_lenient": older_is_lenient,
         "older_may_be_empty": older_may_be_empty,
     }
+
+
+def setting(default: Any, kind: SettingKind[Any], commands: Commands, about: str, **others: Any) -> Any:
+    """A field that is a setting, with the arguments of `declared`."""
+    return field(default=default, metadata=declared(kind, commands, about, **others))
 
 
 @frozen
