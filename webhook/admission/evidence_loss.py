@@ -32,7 +32,6 @@ from webhook.kube.events import Events, Subject
 from webhook.ledger.reserved_pod import ENDED, ReservedPodMetaWire, ReservedPodWire
 from webhook.runtime.backoff import Backoff, Retry
 from webhook.runtime.clock import Clock
-from webhook.runtime.telemetry import EvidenceCounts
 
 log = structlog.get_logger(__name__)
 
@@ -206,9 +205,10 @@ class EvidenceLoss:
 
     # For the metrics, in any process.
 
-    def counts(self) -> EvidenceCounts:
+    def count_pods_without(self) -> int:
+        """The number of pods on nodes whose evidence does not satisfy them."""
         self._fleet.advance(self._clock())
-        return EvidenceCounts(pods_without=sum(self._objection(one) is not None for one in self._bound_pods.values()))
+        return sum(self._objection(one) is not None for one in self._bound_pods.values())
 
     # Reports and actions.
 
