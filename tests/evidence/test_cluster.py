@@ -1,6 +1,6 @@
 """NodeEvidence in the API server: each source writes its own entry, seldom; every replica observes all entries."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -44,7 +44,7 @@ class Provider:
 
 
 class Scene:
-    def __init__(self, *providers: Provider, retired: Iterable[str] = (), awaited: Iterable[str] = ()) -> None:
+    def __init__(self, *providers: Provider, retired: Sequence[str] = (), awaited: Sequence[str] = ()) -> None:
         self.now = NOW
         self.is_current = self.are_nodes_current = True
         # In the API server, whatever the watch has shown.

@@ -131,29 +131,26 @@ class PodCensus:
     found: asyncio.Future[Sequence[ReservedPod]]
 
 
+@define(eq=False, repr=False)
 class ClusterLedger:
     """A ledger in the cluster. Any number of replicas may share a store."""
 
-    def __init__(
-        self,
-        fleet: Fleet,
-        store: GpuNodeStore,
-        pod_reader: PodReader,
-        clock: Clock,
-        times: Times,
-        backoff: Backoff = BACKOFF,
-    ) -> None:
-        self._backoff = backoff
-        self._index = ReservationIndex(fleet)
-        self._store = store
-        self._pod_reader = pod_reader
-        self._unclaimed: set[Assignment] = set()  # their pod does not exist; kept until they are deleted
-        self._checks_made: dict[Assignment, int] = {}  # early checks per pending reservation
-        self._clock = clock
-        self._times = times
-        self._writers: dict[str, NodeWriter] = {}
-        self._count = 0
-        self._census: PodCensus | None = None
+    _fleet: Fleet
+    _store: GpuNodeStore
+    _pod_reader: PodReader
+    _clock: Clock
+    _times: Times
+    _backoff: Backoff = BACKOFF
+    # Their pod does not exist; kept until they are deleted.
+    _unclaimed: set[Assignment] = field(factory=set, init=False)
+    _checks_made: dict[Assignment, int] = field(factory=dict, init=False)  # early checks per pending reservation
+    _writers: dict[str, NodeWriter] = field(factory=dict, init=False)
+    _count: int = field(default=0, init=False)
+    _census: PodCensus | None = field(default=None, init=False)
+    _index: ReservationIndex = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._index = ReservationIndex(self._fleet)
 
     # Input from the watch.
 

@@ -13,7 +13,7 @@ from enum import StrEnum
 from typing import Protocol
 
 import structlog
-from attrs import evolve, frozen
+from attrs import define, evolve, field, frozen
 
 from webhook.core.errors import LedgerError, ReservationConflictError, ReservationExpiredError, SlotsTakenError
 from webhook.core.raw import Raw
@@ -76,39 +76,35 @@ class PodRemover(PodReader, Protocol):
         Raises PodReaderUnavailableError."""
 
 
+@define(eq=False, repr=False)
 class Reconciler:
     """Observes pods through a watch and acts in `step`. Concurrent reconcilers repeat no action."""
 
-    def __init__(
-        self,
-        ledger: ClusterLedger,
-        pods: PodRemover,
-        events: Events,
-        clock: Clock,
-        bind_deadline: BindDeadline | None = None,
-        orphan_times: OrphanTimes | None = None,
-        is_closed: Callable[[str], bool] = lambda _: True,
-    ) -> None:
-        """`is_closed`: whether the pod with that uid can no longer be bound, even without a review."""
-        self._ledger = ledger
-        self._api = pods
-        self._events = events
-        self._clock = clock
-        self._bind_deadline = bind_deadline or BindDeadline()
-        self._orphan_times = orphan_times or OrphanTimes()
-        self._orphans = Orphans(ledger, pods, events, clock, self._orphan_times)
-        self._is_closed = is_closed
-        self._pods: dict[str, ReservedPod] = {}
-        self._histories = PodHistories()
-        self._deleted: dict[str, PodEnd] = {}  # by uid, until their reservations are gone
-        self._failed: dict[str, datetime] = {}  # by uid, when pods that were alive reached a terminal phase
-        self._prune_above = MAX_DELETIONS  # how many deletions trigger the next pruning
-        self._recheck_pods: dict[str, datetime] = {}  # pods without their reservation, by uid
-        # Reservations whose pods exist and differ from what the watch has shown.
-        self._recheck_reservations: dict[ReservationKey, datetime] = {}
-        self._listed_at: datetime | None = None
-        self.wakeup = asyncio.Event()
-        """Set when a pod has been created, changed or deleted since the last pass."""
+    _ledger: ClusterLedger
+    _api: PodRemover
+    _events: Events
+    _clock: Clock
+    _bind_deadline: BindDeadline = field(factory=BindDeadline)
+    _orphan_times: OrphanTimes = field(factory=OrphanTimes)
+    # Whether the pod with that uid can no longer be bound, even without a review.
+    _is_closed: Callable[[str], bool] = lambda _: True
+    _pods: dict[str, ReservedPod] = field(factory=dict, init=False)
+    _histories: PodHistories = field(factory=PodHistories, init=False)
+    _deleted: dict[str, PodEnd] = field(factory=dict, init=False)  # by uid, until their reservations are gone
+    # By uid, when pods that were alive reached a terminal phase.
+    _failed: dict[str, datetime] = field(factory=dict, init=False)
+    _prune_above: int = field(init=False)  # how many deletions trigger the next pruning
+    _recheck_pods: dict[str, datetime] = field(factory=dict, init=False)  # pods without their reservation, by uid
+    # Reservations whose pods exist and differ from what the watch has shown.
+    _recheck_reservations: dict[ReservationKey, datetime] = field(factory=dict, init=False)
+    _listed_at: datetime | None = field(default=None, init=False)
+    wakeup: asyncio.Event = field(factory=asyncio.Event, init=False)
+    """Set when a pod has been created, changed or deleted since the last pass."""
+    _orphans: Orphans = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._prune_above = MAX_DELETIONS
+        self._orphans = Orphans(self._ledger, self._api, self._events, self._clock, self._orphan_times)
 
     # Input from the watch.
 
