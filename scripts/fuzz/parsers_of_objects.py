@@ -59,7 +59,7 @@ def mapped_set(raw: Raw) -> object:
     sets.refresh()
     sets.changed({**raw, "spec": {}})
     sets.deleted(raw)
-    return placement_maps.sets_without_label([raw], [raw])
+    return placement_maps.map_of(raw)
 
 
 def with_schema(raw: Raw) -> Raw:

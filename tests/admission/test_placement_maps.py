@@ -11,7 +11,6 @@ from webhook.admission.placement_maps import (
     MapNamespaceListener,
     MappedStatefulSets,
     NodeNameConflicts,
-    sets_without_label,
 )
 from webhook.core.claim import Claim
 from webhook.core.decide import EvidencePolicy, decide
@@ -148,20 +147,6 @@ def test_map_without_namespace_label_is_followed_but_reserves_nothing(scene: Sce
     assert scene.free() == 3
     assert scene.serves(mapped("0=node-a:0"))
     assert scene.serves(mapped("0=node-a:0", "of-another-set"))
-
-
-def test_sets_without_namespace_label_are_listed() -> None:
-    namespaces = [
-        namespace("labelled", **OPTED_IN),
-        namespace("without", **{"gpuwarden.io/enabled": "true"}),
-        namespace("with-another", **{"gpuwarden.io/enabled": "true", "gpuwarden.io/maps": "false"}),
-        namespace("elsewhere"),
-    ]
-    names = [raw["metadata"]["name"] for raw in namespaces]
-    sets = [stateful_set("0=node-a:0", namespace=name) for name in names]
-    sets += [stateful_set(None, "plain", name) for name in names]
-    assert sets_without_label(sets, namespaces) == [("with-another", "web"), ("without", "web")]
-    assert sets_without_label(sets, namespaces, opt_in="acme.io/gpu") == []
 
 
 def test_gpu_of_two_sets_is_free_when_both_are_gone(scene: Scene) -> None:

@@ -188,14 +188,6 @@ def whole(value: object, absent: int) -> int:
     return max(0, value) if isinstance(value, int) else 0
 
 
-def sets_without_label(sets: Iterable[Raw], namespaces: Iterable[Raw], opt_in: str = keys.OPT_IN.name) -> list[Key]:
-    """StatefulSets with a map that reserves nothing: their namespace has opted in but lacks the label."""
-    known = {raw["metadata"]["name"]: raw for raw in namespaces}
-    mapped = {key_of(raw) for raw in sets if map_of(raw) is not None}
-    without = {name for name, raw in known.items() if opted_in(raw, opt_in) and not may_reserve_by_map(raw, opt_in)}
-    return sorted(key for key in mapped if key[0] in without)
-
-
 def places_of(key: Key, text: str | None, ordinals: range) -> MapPlaces:
     """The GPUs that the map names for these ordinals; none if the map cannot be read, in which case its pods are
     denied."""

@@ -173,11 +173,6 @@ class ClusterFleetSource:
         """Why the fleet is stale; None during interruptions of a few seconds."""
         return outdated_by(self._watches)
 
-    @property
-    def waits_for(self) -> list[str]:
-        """The paths that are not listed yet."""
-        return [watch.path for watch in self._watches if not watch.ready.is_set()]
-
     async def wait_for_first_answers(self) -> None:
         """Returns at once: evidence is in NodeEvidence objects, so an unreachable provider does not delay the start."""
 

@@ -209,11 +209,6 @@ class Discovery:
     _limit: asyncio.Semaphore = field(factory=lambda: asyncio.Semaphore(CONCURRENCY), init=False)
     _failures: int = field(default=0, init=False)
 
-    @property
-    def recorded_count(self) -> int:
-        """The number of conditions that Events were recorded for and that still hold."""
-        return len(self._recorded)
-
     async def step(self) -> None:
         """One pass over what has changed. What fails is left for the next one."""
         self._todo.update(dict.fromkeys(await self._file_inventory.refresh()))

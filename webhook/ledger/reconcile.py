@@ -149,11 +149,6 @@ class Reconciler:
         if len(self._deleted) > self._prune_above:  # a standby replica never acts on them
             self._forget_released()
 
-    @property
-    def deletions(self) -> int:
-        """The number of deletions that are kept at this moment."""
-        return len(self._deleted)
-
     def _forget_released(self) -> None:
         recent = self._clock() - MIN_DELETION_AGE
         self._deleted = {
