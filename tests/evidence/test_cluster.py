@@ -24,8 +24,6 @@ SAID, LATER = "2026-03-02T12:00:00Z", "2026-03-02T13:00:00Z"
 class Provider:
     """Returns the test's answer."""
 
-    is_for_development = False
-
     def __init__(self, name: str, **said: Evidence) -> None:
         self.name = name
         self.said: dict[str, Evidence] = {node.replace("_", "-"): one for node, one in said.items()}

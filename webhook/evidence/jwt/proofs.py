@@ -56,7 +56,6 @@ class MemoryProofs:
     """Proofs that end with the process, and the provider that reports them."""
 
     name = SOURCE
-    is_for_development = False
 
     _present: Callable[[], Collection[str]]
     _clock: Clock

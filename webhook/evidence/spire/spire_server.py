@@ -88,7 +88,6 @@ class SpireServer:
     """Requests the agents from SPIRE at most once in `every`, and returns the same answer until then."""
 
     name = SOURCE
-    is_for_development = False
 
     _server: SpireConnection
     _rules: AgentRules
