@@ -7,7 +7,7 @@ server is asked for the pod by name. It is also asked before a pod is deleted, w
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from datetime import datetime, timedelta
 from enum import StrEnum
 from typing import Protocol
@@ -21,10 +21,11 @@ from webhook.core.reasons import Reason
 from webhook.core.reservation import Phase, PodIdentity, PodProof, Reservation, ReservationId
 from webhook.kube.events import Events, Subject
 from webhook.ledger.cluster import ClusterLedger, PodReader, PodReaderUnavailableError, pod_of
-from webhook.ledger.end_of_use import NodeSnapshot, OrphanTimes, PodEnd, PodHistories
-from webhook.ledger.orphans import Orphans
+from webhook.ledger.end_of_use import OrphanTimes, PodEnd, PodHistories
+from webhook.ledger.orphans import NodeReader, Orphans
 from webhook.ledger.reserved_pod import PodSnapshot, ReservedPod
 from webhook.runtime.clock import Clock
+from webhook.runtime.process import run_concurrently
 
 log = structlog.get_logger(__name__)
 
@@ -33,8 +34,6 @@ ReservationKey = tuple[str, ReservationId]
 # How often a pod without its reservation is checked. It is deleted on the second check at the earliest: another replica
 # may be restoring the node's object.
 RECHECK_DELAY = timedelta(seconds=10)
-# Concurrent actions of one pass.
-AT_ONCE = 32
 # How long after its review the API server may still carry out a Binding.
 MAX_BINDING_DURATION = timedelta(seconds=60)
 # A deletion is remembered at least this long: the GPUNode that names the reservation's pod may be observed later.
@@ -65,11 +64,8 @@ class BindDeadline:
         return self.bind_deadline + MAX_BINDING_DURATION + 2 * self.clock_skew
 
 
-class PodRemover(PodReader, Protocol):
+class PodRemover(PodReader, NodeReader, Protocol):
     """Deletes pods by uid, and reads the nodes that they are on."""
-
-    async def read_node(self, name: str) -> NodeSnapshot | None:
-        """The Node as it is now, by a quorum read; None if it is gone. Raises PodReaderUnavailableError."""
 
     async def remove(self, pod: PodIdentity, version: str) -> None:
         """Delete this pod if it has this uid and version. It is no error if the pod is gone or has changed.
@@ -176,18 +172,18 @@ class Reconciler:
         if self._listed_at is None:
             return
         self.wakeup.clear()
-        await self._all(self._attempt(self._ledger.settle(name), node=name) for name in self._ledger.unsettled())
-        await self._all(
+        await run_concurrently(self._attempt(self._ledger.settle(name), node=name) for name in self._ledger.unsettled())
+        await run_concurrently(
             self._attempt(self._reconcile_pod(one), reservation=one.reservation_id)
             for one in list(self._pods.values())
             if not self._is_settled(one)
         )
-        await self._all(
+        await run_concurrently(
             self._attempt(self._reconcile_podless(held), reservation=held.id)
             for held in list(self._ledger.reservations())
             if held.phase is Phase.RELEASING or not self._has_pod(held)
         )
-        await self._all(
+        await run_concurrently(
             self._attempt(
                 self._orphans.check_node(node, [one for one in orphans if not self._is_orphan_mark_stale(one)]),
                 node=node,
@@ -196,21 +192,11 @@ class Reconciler:
         )
         await self._ledger.collect(self._clock(), was_never_created=self._was_never_created)
         given_up = self._ledger.given_up(self._clock())
-        await self._all(self._attempt(self._expire(one), reservation=one.id) for one in given_up)
+        await run_concurrently(self._attempt(self._expire(one), reservation=one.id) for one in given_up)
         self._recheck_reservations = {
             place: at for place, at in self._recheck_reservations.items() if at > self._clock()
         }
         self._forget_released()
-
-    async def _all(self, actions: Iterable[Awaitable[None]]) -> None:
-        """Concurrent, within what the API server accepts: actions on one node share its writes."""
-        remaining = iter(actions)
-
-        async def work() -> None:
-            for action in remaining:
-                await action
-
-        await asyncio.gather(*(work() for _ in range(AT_ONCE)))
 
     async def _attempt(self, action: Awaitable[None], **about: str) -> None:
         try:

@@ -16,7 +16,7 @@ import structlog
 from attrs import define, field, frozen
 
 from webhook.admission.namespaces import ClaimReader, NamespacesUnavailableError
-from webhook.admission.queue.gates import Action, GateClient, GateOpener, run_concurrently
+from webhook.admission.queue.gates import AT_ONCE, Action, GateClient, GateOpener
 from webhook.admission.queue.holdings import QueueReservations
 from webhook.admission.queue.reports import QueueReporter
 from webhook.admission.queue.waiting_pods import WaitingPods, identity_in
@@ -43,6 +43,7 @@ from webhook.ledger import Ledger
 from webhook.ledger.end_of_use import longest_grace_in
 from webhook.ledger.pending import too_many_orphans
 from webhook.runtime.clock import Clock
+from webhook.runtime.process import run_concurrently
 
 log = structlog.get_logger(__name__)
 
@@ -155,7 +156,7 @@ class Queue:
         await self._process_reserved(now)
         now.until = self._timer() + BUDGET
         await self._serve_all(now)
-        await run_concurrently(now.opening)
+        await run_concurrently((open_gate() for open_gate in now.opening), AT_ONCE)
         await self._reporter.report(self._denials, now.served)
 
     def _is_pass_over(self, now: QueuePass) -> bool:
