@@ -36,7 +36,7 @@ from webhook.core.reservation import (
 )
 from webhook.kube.gpu_node import GpuNode, UnreadableGpuNodeError, object_name, with_finalizer, with_held
 from webhook.kube.store import RefusedError, StaleError, StoreUnavailableError
-from webhook.ledger.indexed import IndexedLedger
+from webhook.ledger import Ledger
 from webhook.ledger.moves import (
     Adopt,
     Assignment,
@@ -130,7 +130,7 @@ class PodCensus:
 
 
 @define(eq=False, repr=False)
-class ClusterLedger(IndexedLedger):
+class ClusterLedger(Ledger):
     """A ledger in the cluster. Any number of replicas may share a store."""
 
     _fleet: Fleet

@@ -6,7 +6,7 @@ from datetime import datetime
 from webhook.core.errors import DeadlinePassedError, SlotsTakenError
 from webhook.core.fleet import Fleet
 from webhook.core.reservation import Placement, Reservation, ReservationId, ReservationRequest
-from webhook.ledger.indexed import IndexedLedger
+from webhook.ledger import Ledger
 from webhook.ledger.lapses import Lapses
 from webhook.ledger.moves import AllPending, Expire, HoldSlots, Move, Times, same_ask
 from webhook.ledger.reservation_index import ReservationIndex
@@ -16,7 +16,7 @@ from webhook.runtime.clock import Clock
 ALL_PENDING = AllPending()
 
 
-class MemoryLedger(IndexedLedger):
+class MemoryLedger(Ledger):
     """No method lets another task run between its check and its write, which makes it atomic."""
 
     def __init__(self, fleet: Fleet, clock: Clock, times: Times) -> None:
