@@ -177,12 +177,12 @@ def make_parser() -> Parser:
         commands, "explain", "show the verdict for a pod, and for each node why it fits or not; reserves nothing"
     )
     add_explained(one)
-    with_answer_settings(one, explain)
+    with_settings(one, explain, failed=NO_ANSWER)
 
     one = added(commands, "audit", "list pods that run and would be refused today; changes nothing")
     one.add_argument("-o", "--output", choices=("table", "json"), default="table", help="output format")
     one.add_argument("--context", metavar="NAME", help="context of the kubeconfig (default: the current context)")
-    with_answer_settings(one, audit)
+    with_settings(one, audit, failed=NO_ANSWER)
 
     one = added(
         commands,
@@ -287,13 +287,15 @@ def add_installation(parser: Parser) -> None:
     parser.add_argument("--ca-bundle", type=Path, metavar="FILE", help="CA of the certificate of `serve` (PEM)")
 
 
-def with_settings(parser: Parser, run: Callable[[Namespace, Settings], int]) -> None:
+def with_settings(parser: Parser, run: Callable[[Namespace, Settings], int], failed: int = FAILED) -> None:
     """The command takes the flags of the settings that it reads. Unknown options are reported with their mistakes."""
     command = Command(parser.command)
     settings.add_flags(parser, command)
-    parser.set_defaults(
-        parser=parser, run=lambda args: run(args, settings.load(vars(args), also=args.unknown, command=command))
-    )
+
+    def load_and_run(args: Namespace) -> int:
+        return run(args, settings.load(vars(args), also=args.unknown, command=command))
+
+    set_run(parser, load_and_run, failed)
 
 
 def with_all_settings(parser: Parser, run: Callable[[Namespace, Settings], int]) -> None:
@@ -304,29 +306,20 @@ def with_all_settings(parser: Parser, run: Callable[[Namespace, Settings], int])
 
 
 def with_export_settings(parser: Parser, run: Callable[[Namespace], int]) -> None:
-    """With gpuid's exit codes: 2 if the settings or anything else keep the command from starting."""
     from webhook.export.settings import add_flags
 
     add_flags(parser, Command(parser.command))
+    set_run(parser, run, NOT_STARTED)
+
+
+def set_run(parser: Parser, run: Callable[[Namespace], int], failed: int) -> None:
+    """The exit code is `failed` for wrong options, and for an error before the command sets `has_run`."""
 
     def run_and_translate(args: Namespace) -> int:
         ended = exit_code(parser, lambda: run(args))
-        return NOT_STARTED if ended == FAILED and not args.has_run else ended
+        return failed if ended == FAILED and not args.has_run else ended
 
-    parser.usage_exit_code = NOT_STARTED
-    parser.set_defaults(parser=parser, run=run_and_translate, has_run=False)
-
-
-def with_answer_settings(parser: Parser, run: Callable[[Namespace, Settings], int]) -> None:
-    """For commands whose exit code is their answer: if there is no answer, it is 2."""
-    command = Command(parser.command)
-    settings.add_flags(parser, command)
-
-    def run_and_translate(args: Namespace) -> int:
-        ended = exit_code(parser, lambda: run(args, settings.load(vars(args), also=args.unknown, command=command)))
-        return NO_ANSWER if ended == FAILED and not args.has_run else ended
-
-    parser.usage_exit_code = NO_ANSWER
+    parser.usage_exit_code = failed
     parser.set_defaults(parser=parser, run=run_and_translate, has_run=False)
 
 

@@ -321,7 +321,7 @@ async def test_every_claim_needs_evidence_if_the_policy_requires_it() -> None:
 
 async def test_ended_or_deleted_pod_is_no_longer_counted() -> None:
     scene = Scene()
-    scene.metrics.watch_evidence(scene.continuous.counts)
+    scene.metrics.watch_evidence(scene.continuous.count_pods_without)
     for name in ("one", "two", "three"):
         scene.continuous.changed(raw_pod(name))
     assert scene.metric("gpuwarden_pods_without_evidence") == 0

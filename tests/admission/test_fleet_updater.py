@@ -118,7 +118,6 @@ class FakeProvider:
     """A provider that answers what the test sets, once it may answer."""
 
     name = "spire-server"
-    is_for_development = False
 
     def __init__(self, said: Mapping[str, Evidence] | None) -> None:
         self.said = said

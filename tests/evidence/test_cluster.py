@@ -1,6 +1,6 @@
 """NodeEvidence in the API server: each source writes its own entry, seldom; every replica observes all entries."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -24,8 +24,6 @@ SAID, LATER = "2026-03-02T12:00:00Z", "2026-03-02T13:00:00Z"
 class Provider:
     """Returns the test's answer."""
 
-    is_for_development = False
-
     def __init__(self, name: str, **said: Evidence) -> None:
         self.name = name
         self.said: dict[str, Evidence] = {node.replace("_", "-"): one for node, one in said.items()}
@@ -44,7 +42,7 @@ class Provider:
 
 
 class Scene:
-    def __init__(self, *providers: Provider, retired: Iterable[str] = (), awaited: Iterable[str] = ()) -> None:
+    def __init__(self, *providers: Provider, retired: Sequence[str] = (), awaited: Sequence[str] = ()) -> None:
         self.now = NOW
         self.is_current = self.are_nodes_current = True
         # In the API server, whatever the watch has shown.

@@ -22,7 +22,3 @@ async def test_new_file_replaces_the_old_entries() -> None:
     evidence.read_from_file({"node-a": Evidence("node-a", "abc", "static")})
     evidence.read_from_file({})
     assert await evidence.poll() == {}
-
-
-async def test_static_evidence_is_marked_for_development() -> None:
-    assert StaticEvidence({}).is_for_development

@@ -364,16 +364,16 @@ async def test_state_of_a_deleted_node_is_dropped(scene: Scene) -> None:
         scene.gpu_nodes.objects["node-a"]["metadata"].pop("finalizers")
         scene.gpu_nodes.remove("node-a")
         assert await scene.step() == []
-    assert (scene.events.recorded, scene.discovery.recorded_count) == ([("node-a", Reason.NODE_GONE)] * 2, 0)
+    assert (scene.events.recorded, scene.discovery._recorded) == ([("node-a", Reason.NODE_GONE)] * 2, {})
 
 
 async def test_state_of_a_deleted_node_with_a_bad_annotation_is_dropped(scene: Scene) -> None:
     scene.node(said="nonsense")
     await scene.step()
-    assert scene.discovery.recorded_count == 1
+    assert len(scene.discovery._recorded) == 1
     scene.nodes.remove("node-a")
     await scene.step()
-    assert scene.discovery.recorded_count == 0
+    assert scene.discovery._recorded == {}
 
 
 async def test_gpu_node_is_not_deleted_before_it_is_rebuilt(scene: Scene) -> None:

@@ -14,7 +14,7 @@ from webhook.commands.serve import certificates
 from webhook.core.evidence import EvidenceState
 from webhook.core.reasons import EVENTS_ONLY, Reason
 from webhook.runtime.settings import Settings
-from webhook.runtime.telemetry import EvidenceCounts, FleetCounts, Metrics
+from webhook.runtime.telemetry import FleetCounts, Metrics
 
 Raw = dict[str, Any]
 FILE = Path(__file__).resolve().parents[2] / "examples/alerts/gpuwarden.rules.yaml"
@@ -34,7 +34,7 @@ def known_series() -> dict[str, frozenset[str]]:
     """Every series of a scrape, with its labels."""
     metrics = Metrics()
     metrics.watch_fleet(FleetCounts)
-    metrics.watch_evidence(EvidenceCounts)
+    metrics.watch_evidence(int)
     metrics.watch_ages(dict)
     metrics.observe_verdict("CREATE", "admit", "Admitted", 0.001)
     metrics.observe_extender("filter", "passed", 0.001)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import structlog
 
-from webhook.runtime.telemetry import EvidenceCounts, FleetCounts, Metrics, configure_logging
+from webhook.runtime.telemetry import FleetCounts, Metrics, configure_logging
 
 NOON = datetime(2026, 3, 1, 12, 0, 0, 250_000, tzinfo=UTC)
 LIBRARIES = ("hpack", "httpcore", "kubernetes", "urllib3")
@@ -156,7 +156,7 @@ def families(metrics: Metrics) -> dict[str, str]:
 def test_metric_names_and_types() -> None:
     metrics = Metrics()
     metrics.watch_fleet(FleetCounts)
-    metrics.watch_evidence(EvidenceCounts)
+    metrics.watch_evidence(int)
     metrics.watch_ages(dict)
     metrics.watch_audit(dict)
     assert families(metrics) == {

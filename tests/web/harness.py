@@ -21,6 +21,7 @@ from webhook.runtime.clock import Clock
 from webhook.runtime.http.budgets import Budgets
 from webhook.runtime.settings import Settings
 from webhook.web.app import Endpoints, plain_app, tls_app
+from webhook.web.callers import CallerGate
 from webhook.web.devices import Devices
 from webhook.web.health import Health, Stage
 
@@ -70,7 +71,12 @@ class Harness:
         self.budgets = Budgets()
         parts = self.parts
         self.endpoints = Endpoints.of(
-            parts, self.health, facts=facts or parts.pods, budgets=self.budgets, shows_pending_ids=True
+            parts,
+            self.health,
+            CallerGate(parts.clock),
+            facts=facts or parts.pods,
+            budgets=self.budgets,
+            shows_pending_ids=True,
         )
         tls, plain = tls_app(self.endpoints), plain_app(self.endpoints)
         self.tls = httpx.AsyncClient(transport=httpx.ASGITransport(app=tls), base_url="https://harness")

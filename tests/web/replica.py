@@ -94,7 +94,7 @@ def sharing(shared: Shared) -> Assemble:
         ledger = ClusterLedger(fleet, shared.store, shared, clock, times_of(settings))
         evidence = StaticEvidence(settings.node_hash_map)
         fleet_source = FleetUpdater(fleet, InventoryFile(inventory_path(settings)), [evidence], clock, metrics)
-        known = FleetParts(fleet, ledger, fleet_source, metrics)
+        known = FleetParts(fleet, metrics, ledger, fleet_source)
         return assembled(settings, clock, known, shared, NoDemands(), limits_of(settings))
 
     return assemble

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from attrs import frozen
+from attrs import define, field, frozen
 
 from webhook.admission.audit import AuditedPod, AuditRules, Facts, FindingKind, findings
 from webhook.admission.placement_maps import map_of, may_reserve_by_map, opted_in
@@ -74,29 +74,24 @@ class AuditedNamespace:
     reserves_by_map: bool = False
 
 
+@define(eq=False, repr=False)
 class AuditWatch:
     """The audit on the process's own watches: `pods`, `sets` and `namespaces` are their listeners."""
 
-    def __init__(
-        self,
-        reading: AuditRules,
-        fleet: Fleet,
-        ledger: Ledger,
-        clock: Clock,
-        opt_in: str,
-        own_namespace: str,
-        *,
-        needs_evidence: bool,
-    ) -> None:
-        self.pods = AuditedPods(reading.pod)
-        self.sets = MappedSetNames()
-        self.namespaces: ObjectView[AuditedNamespace] = ObjectView(
-            partial(asked, opt_in=opt_in, own_namespace=own_namespace)
-        )
-        self._fleet = fleet
-        self._ledger = ledger
-        self._clock = clock
-        self._needs_evidence = needs_evidence
+    _reading: AuditRules
+    _fleet: Fleet
+    _ledger: Ledger
+    _clock: Clock
+    _opt_in: str
+    _own_namespace: str
+    _needs_evidence: bool = field(kw_only=True)
+    sets: MappedSetNames = field(factory=MappedSetNames, init=False)
+    pods: AuditedPods = field(init=False)
+    namespaces: ObjectView[AuditedNamespace] = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.pods = AuditedPods(self._reading.pod)
+        self.namespaces = ObjectView(partial(asked, opt_in=self._opt_in, own_namespace=self._own_namespace))
 
     def counts(self) -> dict[str, int]:
         """The number of findings of each kind, zeros included."""

@@ -15,7 +15,7 @@ from functools import partial
 
 import msgspec
 import structlog
-from attrs import frozen
+from attrs import define, field, frozen
 
 from webhook.admission.namespaces import ClaimReader
 from webhook.admission.placement_maps import opted_in
@@ -106,41 +106,36 @@ class Unbound:
         return not self.nodes.isdisjoint({node, None})
 
 
+@define(eq=False, repr=False)
 class BindingEnds:
     """Listener of the watches of pods and namespaces. `step` writes the object, from the fleet and the ledger."""
 
-    def __init__(
-        self,
-        objects: ObjectClient,
-        fleet: Fleet,
-        policy: EvidencePolicy,
-        claims: ClaimReader,
-        carried: Callable[[ReservedPod], Reservation | None],
-        bind_deadline: timedelta,
-        clock: Clock,
-        is_current: Callable[[], bool],
-        opt_in: str = keys.OPT_IN.name,
-    ) -> None:
-        """`carried` returns the reservation of the ledger that a pod's annotations name."""
-        # Whether the policy judges the Bindings of the namespace.
-        self.namespaces: ObjectView[bool] = ObjectView(partial(opted_in, opt_in=opt_in))
-        self._objects = objects
-        self._fleet = fleet
-        self._policy = policy
-        self._claims = claims
-        self._carried = carried
-        self._bind_deadline = bind_deadline
-        self._clock = clock
-        self._is_current = is_current
-        self._unbound: dict[str, Unbound] = {}
-        self._parsed_claims: dict[str, tuple[ClaimRules, Claim | InvalidPodError | None]] = {}
-        self._raw: Raw | None = None
-        self._written: Ends | None = None  # None: must be read first
-        self._is_in_force = False
-        self._is_cut_reported = False  # that the API server drops fields of the object
-        self._checked_at = self._wrote_at = LONG_AGO
-        self._were_fresh: set[str] = set()
-        self._closed_at: dict[str, datetime] = {}  # nodes that have lost their evidence, and since when
+    _objects: ObjectClient
+    _fleet: Fleet
+    _policy: EvidencePolicy
+    _claims: ClaimReader
+    # Returns the reservation of the ledger that a pod's annotations name.
+    _carried: Callable[[ReservedPod], Reservation | None]
+    _bind_deadline: timedelta
+    _clock: Clock
+    _is_current: Callable[[], bool]
+    _opt_in: str = keys.OPT_IN.name
+    _unbound: dict[str, Unbound] = field(factory=dict, init=False)
+    _parsed_claims: dict[str, tuple[ClaimRules, Claim | InvalidPodError | None]] = field(factory=dict, init=False)
+    _raw: Raw | None = field(default=None, init=False)
+    _written: Ends | None = field(default=None, init=False)  # None: must be read first
+    _is_in_force: bool = field(default=False, init=False)
+    _is_cut_reported: bool = field(default=False, init=False)  # that the API server drops fields of the object
+    _checked_at: datetime = field(default=LONG_AGO, init=False)
+    _wrote_at: datetime = field(default=LONG_AGO, init=False)
+    _were_fresh: set[str] = field(factory=set, init=False)
+    # Nodes that have lost their evidence, and since when.
+    _closed_at: dict[str, datetime] = field(factory=dict, init=False)
+    # Whether the policy judges the Bindings of the namespace.
+    namespaces: ObjectView[bool] = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.namespaces = ObjectView(partial(opted_in, opt_in=self._opt_in))
 
     # The listener of the watch of pods.
 

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import msgspec
 import structlog
-from attrs import define, evolve, frozen
+from attrs import define, evolve, field, frozen
 
 from webhook.admission.namespaces import ClaimReader
 from webhook.core import check, keys
@@ -34,7 +34,6 @@ from webhook.ledger.end_of_use import TERMINAL_PHASES
 from webhook.ledger.reserved_pod import ReservedPodMetaWire, ReservedPodWire
 from webhook.runtime.backoff import Backoff, Retry
 from webhook.runtime.clock import Clock
-from webhook.runtime.telemetry import EvidenceCounts
 
 log = structlog.get_logger(__name__)
 
@@ -150,45 +149,34 @@ class LostEvidence:
     is_reported: bool = False
 
 
+@define(eq=False, repr=False)
 class EvidenceLoss:
     """Listener of the watch of pods. `step` compares them with the fleet, reports, and acts."""
 
-    def __init__(
-        self,
-        fleet: Fleet,
-        policy: EvidencePolicy,
-        on_lost: OnEvidenceLost,
-        evictor: Evictor,
-        events: Events,
-        clock: Clock,
-        claims: ClaimReader,
-        *,
-        is_current: Callable[[], bool],
-        is_write_pending: Callable[[str], bool],
-        is_claim_known: Callable[[BoundPod], bool],
-        count_change: Callable[[str], None],
-    ) -> None:
-        """`is_write_pending`: the node's evidence has a newer state that is not written yet.
+    _fleet: Fleet
+    _policy: EvidencePolicy
+    _on_lost: OnEvidenceLost
+    _evictor: Evictor
+    _events: Events
+    _clock: Clock
+    _claims: ClaimReader
+    _is_current: Callable[[], bool] = field(kw_only=True)
+    # Whether the node's evidence has a newer state that is not written yet.
+    _is_write_pending: Callable[[str], bool] = field(kw_only=True)
+    # Whether the ledger has the pod's claim.
+    _is_claim_known: Callable[[BoundPod], bool] = field(kw_only=True)
+    _count_change: Callable[[str], None] = field(kw_only=True)
+    _current_since: datetime | None = field(default=None, init=False)
+    _bound_pods: dict[str, BoundPod] = field(factory=dict, init=False)
+    _losses: dict[str, LostEvidence] = field(factory=dict, init=False)
+    # Uids and hashes of pods whose node has been seen to match. A pod that changes its request has not lost
+    # evidence.
+    _were_proven: set[tuple[str, frozenset[str]]] = field(factory=set, init=False)
+    _tries: dict[str, Retry] = field(factory=dict, init=False)
+    _changes: Changes = field(init=False)
 
-        `is_claim_known`: the ledger has the pod's claim."""
-        self._fleet = fleet
-        self._policy = policy
-        self._on_lost = on_lost
-        self._evictor = evictor
-        self._events = events
-        self._clock = clock
-        self._claims = claims
-        self._is_current = is_current
-        self._is_write_pending = is_write_pending
-        self._is_claim_known = is_claim_known
-        self._changes = Changes(fleet, count_change)
-        self._current_since: datetime | None = None
-        self._bound_pods: dict[str, BoundPod] = {}
-        self._losses: dict[str, LostEvidence] = {}
-        # Uids and hashes of pods whose node has been seen to match. A pod that changes its request has not lost
-        # evidence.
-        self._were_proven: set[tuple[str, frozenset[str]]] = set()
-        self._tries: dict[str, Retry] = {}
+    def __attrs_post_init__(self) -> None:
+        self._changes = Changes(self._fleet, self._count_change)
 
     # The listener of the watch of pods.
 
@@ -208,9 +196,10 @@ class EvidenceLoss:
 
     # For the metrics, in any process.
 
-    def counts(self) -> EvidenceCounts:
+    def count_pods_without(self) -> int:
+        """The number of pods on nodes whose evidence does not satisfy them."""
         self._fleet.advance(self._clock())
-        return EvidenceCounts(pods_without=sum(self._objection(one) is not None for one in self._bound_pods.values()))
+        return sum(self._objection(one) is not None for one in self._bound_pods.values())
 
     # Reports and actions.
 

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import structlog
-from attrs import frozen
+from attrs import define, field, frozen
 
 from webhook.core.device import Inventory, Node
 from webhook.core.evidence import Evidence, combined
@@ -36,31 +36,28 @@ class Staleness:
     is_blind: bool
 
 
+@define(eq=False, repr=False)
 class FleetUpdater:
     """Polls the inventory and the providers and updates the fleet. A provider that fails changes nothing."""
 
-    def __init__(
-        self,
-        fleet: Fleet,
-        inventory: InventoryFile,
-        providers: Sequence[EvidenceProvider],
-        clock: Clock,
-        metrics: Metrics,
-    ) -> None:
-        self._fleet = fleet
-        self._inventory = inventory
-        self._providers = providers
-        self._clock = clock
-        self._metrics = metrics
-        self._round = ProviderPoll(providers, metrics.count_provider_error)
-        self._changes = Changes(fleet, metrics.count_evidence_change)
-        self._answers: dict[str, Mapping[str, Evidence]] = {}
-        self._listed: frozenset[str] = frozenset()
-        # Whether the fleet has all answers.
-        self._is_applied = False
-        # Sources that reported something newer while the providers were polled.
-        self._newer_sources: set[str] = set()
-        self.outdated: Staleness | None = None
+    _fleet: Fleet
+    _inventory: InventoryFile
+    _providers: Sequence[EvidenceProvider]
+    _clock: Clock
+    _metrics: Metrics
+    _answers: dict[str, Mapping[str, Evidence]] = field(factory=dict, init=False)
+    _listed: frozenset[str] = field(factory=frozenset, init=False)
+    # Whether the fleet has all answers.
+    _is_applied: bool = field(default=False, init=False)
+    # Sources that reported something newer while the providers were polled.
+    _newer_sources: set[str] = field(factory=set, init=False)
+    outdated: Staleness | None = field(default=None, init=False)
+    _round: ProviderPoll = field(init=False)
+    _changes: Changes = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._round = ProviderPoll(self._providers, self._metrics.count_provider_error)
+        self._changes = Changes(self._fleet, self._metrics.count_evidence_change)
 
     async def load(self) -> None:
         """Reads everything once. Raises if the inventory cannot be read."""

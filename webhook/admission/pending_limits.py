@@ -19,7 +19,7 @@ from contextlib import asynccontextmanager
 from datetime import timedelta
 
 import structlog
-from attrs import define, frozen
+from attrs import define, field, frozen
 
 from webhook.core.fleet import Fleet
 from webhook.core.reasons import Reason
@@ -67,28 +67,21 @@ class WaitingReview:
     token: Token | None = None
 
 
+@define(eq=False, repr=False)
 class PendingLimiter:
     """Admits reviews, at once or in turn."""
 
-    def __init__(
-        self,
-        ledger: Ledger,
-        fleet: Fleet,
-        clock: Clock,
-        limits: PendingLimits,
-        is_known: Callable[[str], bool] = lambda _: True,
-    ) -> None:
-        """`is_known`: whether the namespace is known to exist. All unknown namespaces share one limit; otherwise a
-        caller could invent namespaces to get more."""
-        self._ledger = ledger
-        self._fleet = fleet
-        self._clock = clock
-        self._limits = limits
-        self._is_known = is_known
-        self._admitted = PendingGpus()
-        self._tokens = itertools.count()
-        self._queues: dict[str, deque[WaitingReview]] = {}
-        self._tasks: dict[str, asyncio.Task[None]] = {}
+    _ledger: Ledger
+    _fleet: Fleet
+    _clock: Clock
+    _limits: PendingLimits
+    # Whether the namespace is known to exist. All unknown namespaces share one limit; otherwise a caller could invent
+    # namespaces to get more.
+    _is_known: Callable[[str], bool] = lambda _: True
+    _admitted: PendingGpus = field(factory=PendingGpus, init=False)
+    _tokens: "itertools.count[int]" = field(factory=itertools.count, init=False)
+    _queues: dict[str, deque[WaitingReview]] = field(factory=dict, init=False)
+    _tasks: dict[str, asyncio.Task[None]] = field(factory=dict, init=False)
 
     @asynccontextmanager
     async def reserve_room(self, namespace: str, gpus: int, patience: timedelta) -> AsyncIterator[Deny | None]:

@@ -4,6 +4,8 @@ import asyncio
 from collections.abc import Callable
 from datetime import datetime, timedelta
 
+from attrs import define, field
+
 from webhook.admission.pending_limits import PendingLimiter, PendingLimits
 from webhook.core.claim import Claim
 from webhook.core.decide import MAX_PLACEMENTS, ClaimSearch, EvidencePolicy, decide
@@ -31,30 +33,25 @@ PAUSE, LONGEST = 0.01, 0.25
 FOR_THE_WRITE = timedelta(seconds=1)
 
 
+@define(eq=False, repr=False)
 class Reserver:
     """Finds GPUs for a claim and reserves them. Where callers of the webhook are not authenticated, `limits` bounds the
     GPUs that are reserved for pods that have not been seen."""
 
-    def __init__(
-        self,
-        fleet: Fleet,
-        ledger: Ledger,
-        policy: EvidencePolicy,
-        clock: Clock,
-        metrics: Metrics,
-        *,
-        limits: PendingLimits | None = None,
-        is_known: Callable[[str], bool] = lambda _: True,
-    ) -> None:
-        """`is_known`: whether the namespace is known to exist."""
-        self.fleet = fleet
-        self.ledger = ledger
-        self.policy = policy
-        self._clock = clock
-        self._metrics = metrics
-        self._limiter = PendingLimiter(ledger, fleet, clock, limits or PendingLimits(), is_known)
-        self.queue_order = QueueOrder()
-        """The claims that wait in the queue; empty in a process without a queue."""
+    fleet: Fleet
+    ledger: Ledger
+    policy: EvidencePolicy
+    _clock: Clock
+    _metrics: Metrics
+    _limits: PendingLimits = field(factory=PendingLimits, kw_only=True)
+    # Whether the namespace is known to exist.
+    _is_known: Callable[[str], bool] = field(default=lambda _: True, kw_only=True)
+    queue_order: QueueOrder = field(factory=QueueOrder, init=False)
+    """The claims that wait in the queue; empty in a process without a queue."""
+    _limiter: PendingLimiter = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._limiter = PendingLimiter(self.ledger, self.fleet, self._clock, self._limits, self._is_known)
 
     def placements(self, claim: Claim, most: int = MAX_PLACEMENTS) -> tuple[Placement, ...] | Deny:
         """Placements that would serve the claim now. Reserves nothing."""

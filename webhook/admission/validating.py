@@ -3,7 +3,7 @@
 from datetime import datetime
 
 import structlog
-from attrs import evolve
+from attrs import define, evolve, field
 
 from webhook.admission.binding_check import BindingCheck, bind_to_pod, no_reservation, recorded_reservation
 from webhook.admission.ending import PodEnding
@@ -31,26 +31,23 @@ from webhook.scoring.hints import HintService
 log = structlog.get_logger(__name__)
 
 
+@define(eq=False, repr=False)
 class PodValidator:
     """Answers the validating webhook for pods, and both webhooks for Bindings."""
 
-    def __init__(
-        self,
-        reserver: Reserver,
-        pods: PodSource,
-        rules: Rules,
-        clock: Clock,
-        hinting: HintService | None,
-        ending: PodEnding,
-    ) -> None:
-        self._reserver = reserver
-        self._hinting = hinting
-        self._ledger: Ledger = reserver.ledger
-        self._pods = pods
-        self._rules = rules
-        self._clock = clock
-        self._ending = ending
-        self._binding_check = BindingCheck(reserver, pods, rules.claims, rules.bind_deadline, clock)
+    _reserver: Reserver
+    _pods: PodSource
+    _rules: Rules
+    _clock: Clock
+    _hinting: HintService | None
+    _ending: PodEnding
+    _ledger: Ledger = field(init=False)
+    _binding_check: BindingCheck = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._ledger = self._reserver.ledger
+        claims, deadline = self._rules.claims, self._rules.bind_deadline
+        self._binding_check = BindingCheck(self._reserver, self._pods, claims, deadline, self._clock)
 
     async def validated(self, review: Review, answer_by: datetime) -> Verdict:
         if review.is_of_bindings:

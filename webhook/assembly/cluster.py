@@ -61,13 +61,11 @@ PATIENCE = BACKOFF.longest.total_seconds()
 
 
 @frozen
-class ClusterParts:
+class ClusterParts(FleetParts):
     """The fleet of a cluster, with reservations in its GPUNode objects."""
 
-    fleet: Fleet
     ledger: ClusterLedger
     fleet_source: "ClusterFleetSource"
-    metrics: Metrics
     namespaces: WatchedNamespaces
 
     @classmethod
@@ -87,11 +85,7 @@ class ClusterParts:
             max_age=settings.max_evidence_age,
             opt_in=settings.opt_in_label,
         )
-        return cls(fleet, ledger, fleet_source, Metrics(), namespaces)
-
-    @property
-    def parts(self) -> FleetParts:
-        return FleetParts(self.fleet, self.ledger, self.fleet_source, self.metrics)
+        return cls(fleet, Metrics(), ledger, fleet_source, namespaces)
 
 
 def clustered(settings: Settings, clock: Clock, api: ApiClient, pods: ApiPods) -> Parts:
@@ -101,7 +95,7 @@ def clustered(settings: Settings, clock: Clock, api: ApiClient, pods: ApiPods) -
             "the inventory file is not read: nodes and devices come from the cluster, where reconcile writes them"
         )
     found = ClusterParts.of(settings, clock, api, pods)
-    parts = assembled(settings, clock, found.parts, pods, found.namespaces, limits_of(settings))
+    parts = assembled(settings, clock, found, pods, found.namespaces, limits_of(settings))
     waiting = WaitingPods(parts.rules.claims, parts.rules.dress, queue_order=parts.reserver.queue_order)
     found.fleet_source.also(Watch(api, PODS_PATH, waiting, only={"labelSelector": keys.QUEUED_LABEL}))
     proofs = ClusterProofs(ApiObjects(api, NODE_EVIDENCES), ApiNodeCreationTimes(api), settings.clock_skew)
@@ -172,11 +166,6 @@ class ClusterFleetSource:
     def outdated(self) -> Staleness | None:
         """Why the fleet is stale; None during interruptions of a few seconds."""
         return outdated_by(self._watches)
-
-    @property
-    def waits_for(self) -> list[str]:
-        """The paths that are not listed yet."""
-        return [watch.path for watch in self._watches if not watch.ready.is_set()]
 
     async def wait_for_first_answers(self) -> None:
         """Returns at once: evidence is in NodeEvidence objects, so an unreachable provider does not delay the start."""

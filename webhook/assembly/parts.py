@@ -50,19 +50,17 @@ class FleetParts:
     """What it takes to know the nodes, their GPUs and their evidence, and which GPUs are reserved."""
 
     fleet: Fleet
+    metrics: Metrics
     ledger: Ledger
     fleet_source: FleetSource
-    metrics: Metrics
 
 
 @frozen
-class LocalFleet:
+class LocalFleet(FleetParts):
     """The fleet of an inventory file, with reservations in the memory of this process."""
 
-    fleet: Fleet
     ledger: MemoryLedger
     fleet_source: FleetUpdater
-    metrics: Metrics
     proofs: MemoryProofs
 
     @classmethod
@@ -72,17 +70,13 @@ class LocalFleet:
         providers = providers_of(settings, clock, StaticEvidence(settings.node_hash_map), proofs)
         fleet_source = FleetUpdater(fleet, InventoryFile(inventory_path(settings)), providers, clock, metrics)
         proofs.notify(partial(fleet_source.prove, MemoryProofs.name))
-        return cls(fleet, MemoryLedger(fleet, clock, times_of(settings)), fleet_source, metrics, proofs)
-
-    @property
-    def parts(self) -> FleetParts:
-        return FleetParts(self.fleet, self.ledger, self.fleet_source, self.metrics)
+        return cls(fleet, metrics, MemoryLedger(fleet, clock, times_of(settings)), fleet_source, proofs)
 
 
 def embedded(settings: Settings, clock: Clock) -> Parts:
     """A server without a cluster."""
     local = LocalFleet.of(settings, clock)
-    parts = assembled(settings, clock, local.parts, ReviewedPods(), NoDemands(), limits_of(settings))
+    parts = assembled(settings, clock, local, ReviewedPods(), NoDemands(), limits_of(settings))
     return evolve(
         parts,
         attestation=attestation_of(settings, local.proofs, clock, local.metrics),
@@ -93,9 +87,7 @@ def embedded(settings: Settings, clock: Clock) -> Parts:
 
 def embedded_dry_run(settings: Settings, clock: Clock) -> Parts:
     """For dry runs on an inventory file. They reserve nothing, so no limit applies, and no node attests itself."""
-    parts = assembled(
-        settings, clock, LocalFleet.of(settings, clock).parts, ReviewedPods(), NoDemands(), PendingLimits()
-    )
+    parts = assembled(settings, clock, LocalFleet.of(settings, clock), ReviewedPods(), NoDemands(), PendingLimits())
     return evolve(parts, hinting=hinting_of(settings, parts))
 
 

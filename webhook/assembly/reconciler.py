@@ -165,7 +165,7 @@ def reconciler_parts(settings: Settings, api: ApiClient, metrics: Metrics) -> Re
         Watch(api, STATEFUL_SETS_PATH, ListenerGroup(sets, audit.sets)),
         Watch(api, PODS_PATH, ListenerGroup(reconciler, wakeups, evidence_loss, waiting_pods, audit.pods, ends)),
     )
-    metrics.watch_evidence(evidence_loss.counts)
+    metrics.watch_evidence(evidence_loss.count_pods_without)
     metrics.watch_ages(lambda: evidence_ages(fleet, utc_now()))
     metrics.watch_audit(audit.counts)
     return ReconcilerParts(

@@ -76,7 +76,7 @@ async def assembled(settings: Settings) -> AsyncIterator[Assembly]:
 async def watched_fleet(settings: Settings) -> AsyncIterator[FleetParts]:
     """The fleet alone, for a process that decides nothing: of the cluster, or else of the inventory file."""
     if settings.is_embedded:
-        parts = LocalFleet.of(settings, utc_now).parts
+        parts: FleetParts = LocalFleet.of(settings, utc_now)
         show_fleet(parts, policy_of(settings), utc_now)
         yield parts
         return
@@ -86,8 +86,8 @@ async def watched_fleet(settings: Settings) -> AsyncIterator[FleetParts]:
 
     async with await connect(settings) as api:
         if settings.keeps_in_cluster:
-            parts = ClusterParts.of(settings, utc_now, api, ApiPods(api)).parts
+            parts = ClusterParts.of(settings, utc_now, api, ApiPods(api))
         else:
-            parts = LocalFleet.of(settings, utc_now).parts
+            parts = LocalFleet.of(settings, utc_now)
         show_fleet(parts, policy_of(settings), utc_now)
         yield parts

@@ -19,7 +19,6 @@ class EvidenceProvider(Protocol):
     """A source of evidence."""
 
     name: str
-    is_for_development: bool
 
     def begin(self) -> None:
         """The caller was elected: earlier answers may be older than what another leader has written since."""

@@ -1,11 +1,11 @@
 """NodeEvidence objects in the API server: the elected reconciler writes them, all replicas watch them."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime, timedelta
 
 import msgspec
 import structlog
-from attrs import evolve
+from attrs import define, evolve, field
 
 from webhook.core.evidence import Evidence, combined, predates_node
 from webhook.core.raw import Raw, is_ours
@@ -37,6 +37,7 @@ MAX_ATTEMPTS = 3
 MAX_FAILURES = 3
 
 
+@define(eq=False, repr=False)
 class EvidenceWriter:
     """Watches NodeEvidence; in `step` it asks the providers and writes their answers, each under the provider's name.
 
@@ -44,43 +45,33 @@ class EvidenceWriter:
     nodes have `first_report_timeout` for their first report after this process started.
     """
 
-    def __init__(
-        self,
-        objects: ObjectClient,
-        providers: Sequence[EvidenceProvider],
-        clock: Clock,
-        is_current: Callable[[], bool],
-        nodes: NodeExistence,
-        are_nodes_current: Callable[[], bool],
-        poll_every: timedelta = POLL_EVERY,
-        retired: Iterable[str] = (),
-        pushed: Iterable[str] = (),
-        first_report_timeout: timedelta = timedelta(),
-        replay_window: timedelta = timedelta(),
-        count_error: Callable[[str], None] = lambda _: None,
-    ) -> None:
-        """`replay_window`: how long after a proof another answer to its challenge, or to an earlier one, could still be
-        accepted."""
-        self._objects = objects
-        self._poll_round = ProviderPoll(providers, count_error)
-        self._pushed = tuple(pushed)
-        self._first_report_timeout = first_report_timeout
-        self._started_at: datetime | None = None
-        self._reported: set[tuple[str, str]] = set()
-        self._clock = clock
-        self._is_current = is_current
-        self._nodes = nodes
-        self._are_nodes_current = are_nodes_current
-        self._replay_window = replay_window
-        self._poll_every = poll_every
-        self._poll_at: datetime | None = None
-        # Entries of a source that is no longer polled would stay forever, because static evidence does not expire.
-        self._retired = tuple(retired)
-        self._answers: dict[str, Mapping[str, Evidence]] = {name: {} for name in self._retired}
-        self._todo: dict[str, None] = {}
-        self._refused: dict[str, str] = {}
-        self.view: ObjectView[Raw] = ObjectView(lambda raw: raw)
-        self.creation_times: ObjectView[datetime | None] = ObjectView(creation_time_in)
+    _objects: ObjectClient
+    _providers: Sequence[EvidenceProvider]
+    _clock: Clock
+    _is_current: Callable[[], bool]
+    _nodes: NodeExistence
+    _are_nodes_current: Callable[[], bool]
+    _poll_every: timedelta = POLL_EVERY
+    # Entries of a source that is no longer polled would stay forever, because static evidence does not expire.
+    _retired: Collection[str] = ()
+    _pushed: Collection[str] = ()
+    _first_report_timeout: timedelta = timedelta()
+    # How long after a proof another answer to its challenge, or to an earlier one, could still be accepted.
+    _replay_window: timedelta = timedelta()
+    _count_error: Callable[[str], None] = lambda _: None
+    _started_at: datetime | None = field(default=None, init=False)
+    _reported: set[tuple[str, str]] = field(factory=set, init=False)
+    _poll_at: datetime | None = field(default=None, init=False)
+    _todo: dict[str, None] = field(factory=dict, init=False)
+    _refused: dict[str, str] = field(factory=dict, init=False)
+    view: ObjectView[Raw] = field(factory=lambda: ObjectView(lambda raw: raw), init=False)
+    creation_times: ObjectView[datetime | None] = field(factory=lambda: ObjectView(creation_time_in), init=False)
+    _poll_round: ProviderPoll = field(init=False)
+    _answers: dict[str, Mapping[str, Evidence]] = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._poll_round = ProviderPoll(self._providers, self._count_error)
+        self._answers = {name: {} for name in self._retired}
 
     def begin(self) -> None:
         """This process was elected: its answers may be older than what another leader has written, including a ban."""
@@ -234,6 +225,7 @@ def creation_time_in(raw: Raw) -> datetime | None:
         return None
 
 
+@define(eq=False, repr=False)
 class EvidenceView:
     """The known evidence of every node: from NodeEvidence objects, and from this process's own providers.
 
@@ -243,26 +235,24 @@ class EvidenceView:
     with it.
     """
 
-    def __init__(
-        self,
-        own: Mapping[str, Evidence],
-        required: Collection[str],
-        skew: timedelta = timedelta(),
-        max_age: timedelta | None = None,
-    ) -> None:
-        self._skew = skew
-        self._max_age = max_age
-        self._own_evidence = own
-        self._listeners: list[Callable[[str], None]] = []
-        self._sources = frozenset(required)
-        self._view: ObjectView[tuple[Evidence, ...]] = ObjectView(self._evidence_in)
+    _own: Mapping[str, Evidence]
+    _required: Collection[str]
+    _skew: timedelta = timedelta()
+    _max_age: timedelta | None = None
+    _listeners: list[Callable[[str], None]] = field(factory=list, init=False)
+    _sources: frozenset[str] = field(init=False)
+    _view: ObjectView[tuple[Evidence, ...]] = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._sources = frozenset(self._required)
+        self._view = ObjectView(self._evidence_in)
 
     def notify(self, listener: Callable[[str], None]) -> None:
         """Call `listener` with the name of each node whose evidence changes."""
         self._listeners.append(listener)
 
     def combined_evidence(self, name: str) -> Evidence | None:
-        own = [self._own_evidence[name]] if name in self._own_evidence else []
+        own = [self._own[name]] if name in self._own else []
         return combined([*own, *(self._view.get(name) or ())], self._sources)
 
     def _evidence_in(self, raw: Raw) -> tuple[Evidence, ...]:

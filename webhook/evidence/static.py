@@ -11,7 +11,6 @@ class StaticEvidence:
     """The map of `BGS_NODE_HASH_MAP` and the evidence entries of the inventory file, which must agree."""
 
     name = "static"
-    is_for_development = True
 
     def __init__(self, node_hash_map: Mapping[str, str]) -> None:
         self._from_map = written_by_hand(node_hash_map)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final, Literal
 
 import msgspec
 import psycopg
@@ -21,7 +21,6 @@ from webhook.export.targets import PostgresTarget
 MAX_ROWS: Final = 10_000
 
 Form = Literal["text", "json"]
-FORMS: Final[tuple[Form, ...]] = get_args(Form)
 
 
 @frozen

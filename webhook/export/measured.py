@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from typing import Final
 
+from attrs import define
 from prometheus_client import Counter
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
@@ -67,20 +68,14 @@ class ExportMetrics(Metrics):
         self.registry.register(collector)
 
 
+@define(eq=False, repr=False)
 class ExportCollector(Collector):
     """Gauges computed at scrape time."""
 
-    def __init__(
-        self,
-        waiting: Callable[[], int],
-        last_reads: Callable[[], Mapping[str, datetime]],
-        states: Callable[[], Mapping[str, ExporterState]],
-        clock: Clock,
-    ) -> None:
-        self._waiting = waiting
-        self._last_reads = last_reads
-        self._states = states
-        self._clock = clock
+    _waiting: Callable[[], int]
+    _last_reads: Callable[[], Mapping[str, datetime]]
+    _states: Callable[[], Mapping[str, ExporterState]]
+    _clock: Clock
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         now = self._clock()

@@ -17,12 +17,10 @@ from psycopg import AsyncConnection, sql
 from psycopg.rows import class_row
 
 from webhook.export import ExportError
-from webhook.export.records import UNKNOWN, Batch, Use
+from webhook.export.records import OWN_COLUMNS, UNKNOWN, USE_COLUMNS, Batch, Use
 from webhook.export.tables import (
     GPUID_COLUMNS,
     MAX_INDEXED,
-    OWN_COLUMNS,
-    USE_COLUMNS,
     Tables,
     clipped,
     merged_uses,

@@ -9,7 +9,7 @@ from typing import Any, Final, Protocol
 
 import msgspec
 import structlog
-from attrs import field, frozen
+from attrs import define, field, frozen
 
 from webhook.core.errors import GpuwardenError
 from webhook.core.raw import Raw
@@ -159,37 +159,30 @@ class FailureObserver:
     failed: Callable[[str], None] = field(default=lambda reason: None)
 
 
+@define(eq=False, repr=False)
 class GpuReader:
     """Listens to pods and boots, and schedules readings. Several tasks may run `work`."""
 
-    def __init__(
-        self,
-        plan: ReadingPlan,
-        execute: Exec,
-        nodes: ExportNodes,
-        take: Callable[[Batch], Awaitable[None]],
-        clock: Clock,
-        now: Callable[[], float],
-        observer: FailureObserver | None = None,
-        parsed: Callable[[bytes], SmiReport] = parse,
-    ) -> None:
-        self._plan = plan
-        self._exec = execute
-        self._nodes = nodes
-        self._take = take
-        self._clock = clock
-        self._now = now
-        self._observer = observer or FailureObserver()
-        self._parsed = parsed
-        # A thread continues when its caller is cancelled, so the number of threads is limited, not the number of calls.
-        self._parsing = ThreadPoolExecutor(1, "parsing")
-        self.schedule = Schedule(now)
-        self._pods: dict[str, PluginPod] = {}
-        self._boots: dict[str, str | None] = {}
-        self._last_readings: dict[str, LastReading] = {}
-        self._failures: dict[str, int] = {}
-        # When each pod's last reading started, oldest first; entries older than MIN_INTERVAL are dropped.
-        self._last_started: dict[str, float] = {}
+    _plan: ReadingPlan
+    _exec: Exec
+    _nodes: ExportNodes
+    _take: Callable[[Batch], Awaitable[None]]
+    _clock: Clock
+    _now: Callable[[], float]
+    _observer: FailureObserver = FailureObserver()
+    _parsed: Callable[[bytes], SmiReport] = parse
+    # A thread continues when its caller is cancelled, so the number of threads is limited, not the number of calls.
+    _parsing: ThreadPoolExecutor = field(factory=lambda: ThreadPoolExecutor(1, "parsing"), init=False)
+    _pods: dict[str, PluginPod] = field(factory=dict, init=False)
+    _boots: dict[str, str | None] = field(factory=dict, init=False)
+    _last_readings: dict[str, LastReading] = field(factory=dict, init=False)
+    _failures: dict[str, int] = field(factory=dict, init=False)
+    # When each pod's last reading started, oldest first; entries older than MIN_INTERVAL are dropped.
+    _last_started: dict[str, float] = field(factory=dict, init=False)
+    schedule: Schedule = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.schedule = Schedule(self._now)
 
     @property
     def last_reads(self) -> Mapping[str, datetime]:

@@ -3,8 +3,14 @@
 from datetime import UTC, datetime
 from typing import Any, Final
 
-from attrs import frozen
+from attrs import asdict, frozen
 
+# The members of records, in the order of their columns: of readings those that gpuid does not have.
+OWN_COLUMNS: Final = ("uuid", "index", "minor", "pci_bus_id", "model", "memory", "driver", "boot_id")
+USE_COLUMNS: Final = (
+    *("cluster", "node", "reservation", "gpu_uuid", "serial", "chassis", "namespace", "pod", "pod_uid", "owner"),
+    *("evidence_hash", "since", "until"),
+)
 # For an unknown chassis or GPU serial.
 UNKNOWN: Final = "unknown"
 
@@ -65,41 +71,13 @@ class Batch:
 
 def raw_reading(reading: Reading) -> dict[str, Any]:
     """gpuid's members in its order, then ours."""
-    return {
-        "cluster": reading.cluster,
-        "node": reading.node,
-        "machine": reading.machine,
-        "source": reading.source,
-        "chassis": reading.chassis,
-        "gpu": reading.gpu,
-        "time": raw_time(reading.time),
-        "uuid": reading.uuid,
-        "index": reading.index,
-        "minor": reading.minor,
-        "pci_bus_id": reading.pci_bus_id,
-        "model": reading.model,
-        "memory": reading.memory,
-        "driver": reading.driver,
-        "boot_id": reading.boot_id,
-    }
+    return asdict(reading, recurse=False) | {"time": raw_time(reading.time)}
 
 
 def raw_use(use: Use) -> dict[str, Any]:
-    return {
-        "cluster": use.cluster,
-        "node": use.node,
-        "reservation": use.reservation,
-        "gpu_uuid": use.gpu_uuid,
-        "serial": use.serial,
-        "chassis": use.chassis or UNKNOWN,
-        "namespace": use.namespace,
-        "pod": use.pod,
-        "pod_uid": use.pod_uid,
-        "owner": use.owner,
-        "evidence_hash": use.evidence_hash,
-        "since": raw_time(use.since),
-        "until": None if use.until is None else raw_time(use.until),
-    }
+    raw = {name: getattr(use, name) for name in USE_COLUMNS}
+    until = None if use.until is None else raw_time(use.until)
+    return raw | {"chassis": use.chassis or UNKNOWN, "since": raw_time(use.since), "until": until}
 
 
 def raw_time(time: datetime) -> str:

@@ -17,18 +17,12 @@ from obstore.store import ObjectStore, from_url
 
 from webhook.core.errors import GpuwardenError
 from webhook.export import ExportError
-from webhook.export.records import Batch, raw_reading, raw_seconds, raw_use
+from webhook.export.records import OWN_COLUMNS, USE_COLUMNS, Batch, raw_reading, raw_seconds, raw_use
 from webhook.export.targets import ObjectTarget
 
 log = structlog.get_logger(__name__)
 
 GPUID_COLUMNS: Final = ("cluster", "node", "machine", "source", "chassis", "gpu", "time")
-OWN_COLUMNS: Final = ("uuid", "index", "minor", "pci_bus_id", "model", "memory", "driver", "boot_id")
-# Uses get a directory of their own, so that a table over the readings does not include them.
-USE_COLUMNS: Final = (
-    *("cluster", "node", "reservation", "gpu_uuid", "serial", "chassis", "namespace", "pod", "pod_uid", "owner"),
-    *("evidence_hash", "since", "until"),
-)
 PLACEHOLDERS: Final = ("%Y", "%m", "%d", "%H")
 
 # After these the delivery retries, and logs it.

@@ -38,10 +38,10 @@ from webhook.runtime.setting_table import (
     SettingsError,
     TableReader,
     add_table,
-    declared,
     flag_of,
     process_environment,
     row,
+    setting,
     settings_of,
 )
 from webhook.runtime.settings import Settings, api_server_of_pod
@@ -54,160 +54,117 @@ MOUNTED: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 class ExportSettings:
     """The settings in effect. They contain the secrets of variables, so they are never printed."""
 
-    config: Path | None = field(
-        default=None, metadata=declared(FILE, BOTH, "YAML file with the settings of this table", in_file=False)
+    config: Path | None = setting(None, FILE, BOTH, "YAML file with the settings of this table", in_file=False)
+    exporter_type: tuple[str, ...] = setting(
+        ("stdout",),
+        EXPORTER_LIST,
+        EXPORT,
+        "stores that records are exported to",
+        older_variable="EXPORTER_TYPE",
+        older_may_be_empty=True,
     )
-    exporter_type: tuple[str, ...] = field(
-        default=("stdout",),
-        metadata=declared(
-            EXPORTER_LIST,
-            EXPORT,
-            "stores that records are exported to",
-            older_variable="EXPORTER_TYPE",
-            older_may_be_empty=True,
-        ),
+    cluster_name: str | None = setting(
+        None,
+        WORDS,
+        EXPORT,
+        "name of the cluster in every record; required",
+        older_variable="CLUSTER_NAME",
+        older_may_be_empty=True,
     )
-    cluster_name: str | None = field(
-        default=None,
-        metadata=declared(
-            WORDS,
-            EXPORT,
-            "name of the cluster in every record; required",
-            older_variable="CLUSTER_NAME",
-            older_may_be_empty=True,
-        ),
+    namespace: str = setting(
+        "gpu-operator",
+        NAMESPACE,
+        EXPORT,
+        "namespace of the device plugin's pods",
+        short="n",
+        older_variable="NAMESPACE",
+        older_may_be_empty=True,
     )
-    namespace: str = field(
-        default="gpu-operator",
-        metadata=declared(
-            NAMESPACE,
-            EXPORT,
-            "namespace of the device plugin's pods",
-            short="n",
-            older_variable="NAMESPACE",
-            older_may_be_empty=True,
-        ),
+    label_selector: str = setting(
+        "app=nvidia-device-plugin-daemonset",
+        SELECTOR,
+        EXPORT,
+        "selector of the device plugin's pods",
+        older_variable="LABEL_SELECTOR",
+        older_may_be_empty=True,
     )
-    label_selector: str = field(
-        default="app=nvidia-device-plugin-daemonset",
-        metadata=declared(
-            SELECTOR,
-            EXPORT,
-            "selector of the device plugin's pods",
-            older_variable="LABEL_SELECTOR",
-            older_may_be_empty=True,
-        ),
+    container: str = setting(
+        "nvidia-device-plugin",
+        CONTAINER,
+        EXPORT,
+        "container in which nvidia-smi runs",
+        older_variable="CONTAINER",
+        older_may_be_empty=True,
     )
-    container: str = field(
-        default="nvidia-device-plugin",
-        metadata=declared(
-            CONTAINER,
-            EXPORT,
-            "container in which nvidia-smi runs",
-            older_variable="CONTAINER",
-            older_may_be_empty=True,
-        ),
+    workers: int = setting(16, WORKERS, EXPORT, "number of pods that are read concurrently", older_variable="WORKERS")
+    timeout: timedelta = setting(
+        timedelta(seconds=30),
+        PATIENCE,
+        EXPORT,
+        "how long one pod may take, including the labels of its node",
+        older_variable="TIMEOUT",
     )
-    workers: int = field(
-        default=16,
-        metadata=declared(WORKERS, EXPORT, "number of pods that are read concurrently", older_variable="WORKERS"),
+    resync: timedelta = setting(
+        timedelta(0),
+        GO_DURATION,
+        EXPORT,
+        "how often pods are read again; 0: only when something changes",
+        older_variable="RESYNC",
     )
-    timeout: timedelta = field(
-        default=timedelta(seconds=30),
-        metadata=declared(
-            PATIENCE, EXPORT, "how long one pod may take, including the labels of its node", older_variable="TIMEOUT"
-        ),
+    qps: float = setting(50.0, RATE, EXPORT, "requests per second to the API server", older_variable="QPS")
+    burst: int = setting(100, BURST, EXPORT, "number of requests that may be sent at once", older_variable="BURST")
+    kubeconfig: Path | None = setting(
+        None,
+        FILE,
+        EXPORT,
+        "kubeconfig of the cluster; not set: the cluster of this Pod; the older exporter's variable "
+        "counts outside of Pods only",
+        older_variable="KUBECONFIG",
+        older_is_lenient=True,
     )
-    resync: timedelta = field(
-        default=timedelta(0),
-        metadata=declared(
-            GO_DURATION,
-            EXPORT,
-            "how often pods are read again; 0: only when something changes",
-            older_variable="RESYNC",
-        ),
+    log_level: str = setting(
+        "info", LENIENT_LOG_LEVEL, EXPORT, "minimum log level", short="l", older_variable="LOG_LEVEL"
     )
-    qps: float = field(
-        default=50.0, metadata=declared(RATE, EXPORT, "requests per second to the API server", older_variable="QPS")
+    # For probes and Prometheus; the listener serves nothing else.
+    host: str = setting("0.0.0.0", HOST, EXPORT, "address of the listener for health and metrics")  # noqa: S104
+    server_port: int = setting(
+        8080, SERVER_PORT, EXPORT, "port of the listener for health and metrics", older_variable="SERVER_PORT"
     )
-    burst: int = field(
-        default=100,
-        metadata=declared(BURST, EXPORT, "number of requests that may be sent at once", older_variable="BURST"),
+    leader_election: bool = setting(
+        False, GO_TRUTH, EXPORT, "elect one of several replicas", older_variable="LEADER_ELECTION"
     )
-    kubeconfig: Path | None = field(
-        default=None,
-        metadata=declared(
-            FILE,
-            EXPORT,
-            "kubeconfig of the cluster; not set: the cluster of this Pod; the older exporter's variable "
-            "counts outside of Pods only",
-            older_variable="KUBECONFIG",
-            older_is_lenient=True,
-        ),
+    lease_namespace: str = setting(
+        "gpuid", NAMESPACE, EXPORT, "namespace of the Lease", older_variable="LEASE_NAMESPACE"
     )
-    log_level: str = field(
-        default="info",
-        metadata=declared(LENIENT_LOG_LEVEL, EXPORT, "minimum log level", short="l", older_variable="LOG_LEVEL"),
+    lease_name: str = setting("gpuid-leader", WORDS, EXPORT, "name of the Lease", older_variable="LEASE_NAME")
+    lease_duration: timedelta = setting(
+        timedelta(seconds=15),
+        GO_INTERVAL,
+        EXPORT,
+        "how long no other replica may take the Lease",
+        older_variable="LEASE_DURATION",
     )
-    host: str = field(
-        default="0.0.0.0",  # noqa: S104 - for probes and Prometheus; the listener serves nothing else
-        metadata=declared(HOST, EXPORT, "address of the listener for health and metrics"),
+    lease_renew_deadline: timedelta = setting(
+        timedelta(seconds=10),
+        GO_INTERVAL,
+        EXPORT,
+        "how long the leader continues without renewing the Lease",
+        older_variable="LEASE_RENEW_DEADLINE",
     )
-    server_port: int = field(
-        default=8080,
-        metadata=declared(
-            SERVER_PORT, EXPORT, "port of the listener for health and metrics", older_variable="SERVER_PORT"
-        ),
+    lease_retry_period: timedelta = setting(
+        timedelta(seconds=2), GO_INTERVAL, EXPORT, "how often the Lease is checked", older_variable="LEASE_RETRY_PERIOD"
     )
-    leader_election: bool = field(
-        default=False,
-        metadata=declared(GO_TRUTH, EXPORT, "elect one of several replicas", older_variable="LEADER_ELECTION"),
+    pod_name: str = setting(
+        "", TEXT, EXPORT, "name of this Pod; required for leader election", older_variable="POD_NAME"
     )
-    lease_namespace: str = field(
-        default="gpuid",
-        metadata=declared(NAMESPACE, EXPORT, "namespace of the Lease", older_variable="LEASE_NAMESPACE"),
-    )
-    lease_name: str = field(
-        default="gpuid-leader", metadata=declared(WORDS, EXPORT, "name of the Lease", older_variable="LEASE_NAME")
-    )
-    lease_duration: timedelta = field(
-        default=timedelta(seconds=15),
-        metadata=declared(
-            GO_INTERVAL, EXPORT, "how long no other replica may take the Lease", older_variable="LEASE_DURATION"
-        ),
-    )
-    lease_renew_deadline: timedelta = field(
-        default=timedelta(seconds=10),
-        metadata=declared(
-            GO_INTERVAL,
-            EXPORT,
-            "how long the leader continues without renewing the Lease",
-            older_variable="LEASE_RENEW_DEADLINE",
-        ),
-    )
-    lease_retry_period: timedelta = field(
-        default=timedelta(seconds=2),
-        metadata=declared(GO_INTERVAL, EXPORT, "how often the Lease is checked", older_variable="LEASE_RETRY_PERIOD"),
-    )
-    pod_name: str = field(
-        default="",
-        metadata=declared(TEXT, EXPORT, "name of this Pod; required for leader election", older_variable="POD_NAME"),
-    )
-    pod_namespace: str = field(
-        default="", metadata=declared(TEXT, EXPORT, "namespace of this Pod; not used", older_variable="POD_NAMESPACE")
-    )
-    labels: bool = field(default=True, metadata=declared(BOOLEAN, EXPORT, "label nodes with the values that were read"))
-    history: bool = field(
-        default=True,
-        metadata=declared(BOOLEAN, EXPORT, "also export the beginning and the end of reservations"),
-    )
-    outbox: Path | None = field(
-        default=None,
-        metadata=declared(
-            DIRECTORY,
-            EXPORT,
-            "directory of records that are not stored yet; not set: they are lost when the process ends",
-        ),
+    pod_namespace: str = setting("", TEXT, EXPORT, "namespace of this Pod; not used", older_variable="POD_NAMESPACE")
+    labels: bool = setting(True, BOOLEAN, EXPORT, "label nodes with the values that were read")
+    history: bool = setting(True, BOOLEAN, EXPORT, "also export the beginning and the end of reservations")
+    outbox: Path | None = setting(
+        None,
+        DIRECTORY,
+        EXPORT,
+        "directory of records that are not stored yet; not set: they are lost when the process ends",
     )
 
     # The settings of stores that are set, by their whole names.

@@ -5,11 +5,11 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, LiteralString
 
-from attrs import evolve, frozen
+from attrs import asdict, evolve, frozen
 from psycopg import sql
 
 from webhook.core.errors import GpuwardenError
-from webhook.export.records import UNKNOWN, Reading, Use
+from webhook.export.records import UNKNOWN, USE_COLUMNS, Reading, Use
 
 # Postgres silently truncates longer names, and two of them could become equal.
 MAX_NAME: Final = 63
@@ -18,12 +18,7 @@ MAX_INDEXED: Final = 320
 
 GPUID_COLUMNS: Final = ("cluster", "node", "machine", "source", "chassis", "gpu", "read_time")
 KEY: Final = (*GPUID_COLUMNS, "uuid", "pci_bus_id")
-OWN_COLUMNS: Final = ("uuid", "index", "minor", "pci_bus_id", "model", "memory", "driver", "boot_id")
 USE_KEY: Final = ("cluster", "reservation", "gpu_uuid")
-USE_COLUMNS: Final = (
-    *("cluster", "node", "reservation", "gpu_uuid", "serial", "chassis", "namespace", "pod", "pod_uid", "owner"),
-    *("evidence_hash", "since", "until"),
-)
 
 # `text` columns are shortened by `PostgresExporter`.
 OWN_TYPES: Final = {
@@ -195,23 +190,8 @@ def clipped(text: str, size: int) -> str:
 
 
 def reading_row(reading: Reading) -> Mapping[str, Any]:
-    return {
-        "cluster": reading.cluster,
-        "node": reading.node,
-        "machine": reading.machine,
-        "source": reading.source,
-        "chassis": reading.chassis,
-        "gpu": reading.gpu,
-        "read_time": reading.time,
-        "uuid": reading.uuid or "",
-        "index": reading.index,
-        "minor": reading.minor,
-        "pci_bus_id": reading.pci_bus_id or "",
-        "model": reading.model,
-        "memory": reading.memory,
-        "driver": reading.driver,
-        "boot_id": reading.boot_id,
-    }
+    row = asdict(reading, recurse=False)
+    return {"read_time": row.pop("time"), **row, "uuid": reading.uuid or "", "pci_bus_id": reading.pci_bus_id or ""}
 
 
 def use_row(use: Use) -> Mapping[str, Any]:

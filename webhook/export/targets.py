@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Final, Generic, TypeVar
 from urllib.parse import urlsplit
 
-from attrs import field, frozen
+from attrs import NOTHING, field, frozen
 
 from webhook.export.kinds import (
     ENDPOINT,
@@ -21,7 +21,7 @@ from webhook.export.kinds import (
     TEXT,
 )
 from webhook.runtime.setting_kinds import BOOLEAN, FILE
-from webhook.runtime.setting_table import EXPORT_PREFIX, Command, Setting, declared, settings_of
+from webhook.runtime.setting_table import EXPORT_PREFIX, Command, Setting, setting, settings_of
 
 EXPORT: Final = frozenset({Command.EXPORT})
 BOTH: Final = EXPORT | {Command.HISTORY}
@@ -79,30 +79,23 @@ class ExportStore(Generic[T]):
 
 @frozen
 class HttpTarget:
-    endpoint: str = field(
-        metadata=declared(ENDPOINT, EXPORT, "URL to which http posts records", older_variable="HTTP_ENDPOINT")
+    endpoint: str = setting(
+        NOTHING, ENDPOINT, EXPORT, "URL to which http posts records", older_variable="HTTP_ENDPOINT"
     )
-    timeout: timedelta = field(
-        default=timedelta(seconds=30),
-        metadata=declared(
-            GO_INTERVAL, EXPORT, "how long a POST may take", older_variable="HTTP_TIMEOUT", older_is_lenient=True
-        ),
+    timeout: timedelta = setting(
+        timedelta(seconds=30),
+        GO_INTERVAL,
+        EXPORT,
+        "how long a POST may take",
+        older_variable="HTTP_TIMEOUT",
+        older_is_lenient=True,
     )
-    auth_token: str | None = field(
-        default=None,
-        repr=False,
-        metadata=declared(
-            TEXT, EXPORT, "bearer token of http", older_variable="HTTP_AUTH_TOKEN", in_file=False, is_secret=True
-        ),
+    auth_token: str | None = setting(
+        None, TEXT, EXPORT, "bearer token of http", older_variable="HTTP_AUTH_TOKEN", in_file=False, is_secret=True
     )
-    auth_token_file: Path | None = field(default=None, metadata=declared(FILE, EXPORT, "file with the bearer token"))
-    token_in_plain: bool = field(
-        default=False,
-        metadata=declared(
-            BOOLEAN,
-            EXPORT,
-            "allow the token in plain http to other machines: everyone on the way can read it",
-        ),
+    auth_token_file: Path | None = setting(None, FILE, EXPORT, "file with the bearer token")
+    token_in_plain: bool = setting(
+        False, BOOLEAN, EXPORT, "allow the token in plain http to other machines: everyone on the way can read it"
     )
     # As in gpuid, HTTPS_PROXY and similar variables apply.
     proxied: bool = True
@@ -110,40 +103,25 @@ class HttpTarget:
 
 @frozen(kw_only=True)
 class PostgresTarget:
-    host: str = field(metadata=declared(TEXT, BOTH, "database server", older_variable="POSTGRES_HOST"))
-    port: int = field(
-        default=5432,
-        metadata=declared(
-            STORE_PORT, BOTH, "port of the database server", older_variable="POSTGRES_PORT", older_is_lenient=True
-        ),
+    host: str = setting(NOTHING, TEXT, BOTH, "database server", older_variable="POSTGRES_HOST")
+    port: int = setting(
+        5432, STORE_PORT, BOTH, "port of the database server", older_variable="POSTGRES_PORT", older_is_lenient=True
     )
-    db: str = field(metadata=declared(TEXT, BOTH, "name of the database", older_variable="POSTGRES_DB"))
-    user: str = field(metadata=declared(TEXT, BOTH, "role of the database", older_variable="POSTGRES_USER"))
-    password: str = field(
-        repr=False,
-        metadata=declared(
-            TEXT, BOTH, "password of the role", older_variable="POSTGRES_PASSWORD", in_file=False, is_secret=True
-        ),
+    db: str = setting(NOTHING, TEXT, BOTH, "name of the database", older_variable="POSTGRES_DB")
+    user: str = setting(NOTHING, TEXT, BOTH, "role of the database", older_variable="POSTGRES_USER")
+    password: str = setting(
+        NOTHING, TEXT, BOTH, "password of the role", older_variable="POSTGRES_PASSWORD", in_file=False, is_secret=True
     )
-    password_file: Path | None = field(default=None, metadata=declared(FILE, BOTH, "file with the password"))
-    sslmode: str = field(
-        default="require",
-        metadata=declared(SSL_MODE, BOTH, "TLS mode of the connection (libpq)", older_variable="POSTGRES_SSLMODE"),
+    password_file: Path | None = setting(None, FILE, BOTH, "file with the password")
+    sslmode: str = setting(
+        "require", SSL_MODE, BOTH, "TLS mode of the connection (libpq)", older_variable="POSTGRES_SSLMODE"
     )
     # Without one, libpq looks in the home directory.
-    sslrootcert: str | None = field(
-        default=None,
-        metadata=declared(
-            ROOT_CERTIFICATES, BOTH, "CAs of the database server's certificate", older_variable="POSTGRES_SSLROOTCERT"
-        ),
+    sslrootcert: str | None = setting(
+        None, ROOT_CERTIFICATES, BOTH, "CAs of the database server's certificate", older_variable="POSTGRES_SSLROOTCERT"
     )
-    table: str = field(
-        default="gpu", metadata=declared(TEXT, BOTH, "table of readings", older_variable="POSTGRES_TABLE")
-    )
-    auto_migrate: bool = field(
-        default=False,
-        metadata=declared(MIGRATE, BOTH, "create missing tables", older_variable="POSTGRES_AUTO_MIGRATE"),
-    )
+    table: str = setting("gpu", TEXT, BOTH, "table of readings", older_variable="POSTGRES_TABLE")
+    auto_migrate: bool = setting(False, MIGRATE, BOTH, "create missing tables", older_variable="POSTGRES_AUTO_MIGRATE")
     # Limits for connecting and for each statement.
     connect_timeout: timedelta = timedelta(seconds=10)
     statement_timeout: timedelta = timedelta(seconds=60)
@@ -151,28 +129,22 @@ class PostgresTarget:
 
 @frozen
 class ObjectTarget:
-    bucket: str = field(
-        metadata=declared(
-            TEXT, EXPORT, "bucket, or URL (s3://, gs://, az://) of another store", older_variable="S3_BUCKET"
-        )
+    bucket: str = setting(
+        NOTHING, TEXT, EXPORT, "bucket, or URL (s3://, gs://, az://) of another store", older_variable="S3_BUCKET"
     )
-    prefix: str = field(default="", metadata=declared(TEXT, EXPORT, "prefix of the keys", older_variable="S3_PREFIX"))
-    region: str = field(
-        default="us-east-1", metadata=declared(TEXT, EXPORT, "region of the bucket", older_variable="S3_REGION")
+    prefix: str = setting("", TEXT, EXPORT, "prefix of the keys", older_variable="S3_PREFIX")
+    region: str = setting("us-east-1", TEXT, EXPORT, "region of the bucket", older_variable="S3_REGION")
+    partition_pattern: str = setting(
+        "year=%Y/month=%m/day=%d/hour=%H",
+        PARTITION_PATTERN,
+        EXPORT,
+        "part of the key between prefix and name",
+        older_variable="S3_PARTITION_PATTERN",
     )
-    partition_pattern: str = field(
-        default="year=%Y/month=%m/day=%d/hour=%H",
-        metadata=declared(
-            PARTITION_PATTERN, EXPORT, "part of the key between prefix and name", older_variable="S3_PARTITION_PATTERN"
-        ),
-    )
-    format: str = field(default="csv", metadata=declared(OBJECT_FORMAT, EXPORT, "format of the objects"))
-    header: bool = field(default=False, metadata=declared(BOOLEAN, EXPORT, "begin each CSV object with a header"))
-    own_columns: bool = field(
-        default=False,
-        metadata=declared(
-            BOOLEAN, EXPORT, "add UUID, minor number and the rest after the seven columns of the older exporter"
-        ),
+    format: str = setting("csv", OBJECT_FORMAT, EXPORT, "format of the objects")
+    header: bool = setting(False, BOOLEAN, EXPORT, "begin each CSV object with a header")
+    own_columns: bool = setting(
+        False, BOOLEAN, EXPORT, "add UUID, minor number and the rest after the seven columns of the older exporter"
     )
     # Options of obstore, such as endpoint and access_key_id. obstore takes others from the environment.
     options: Mapping[str, str] = field(factory=dict, repr=False)

@@ -15,7 +15,7 @@ from typing import Final, Protocol
 
 import msgspec
 import structlog
-from attrs import evolve, frozen
+from attrs import define, evolve, field, frozen
 
 from webhook.core.errors import GpuwardenError
 from webhook.core.names import is_object_name
@@ -192,34 +192,25 @@ def by_key(uses: Iterable[NotedUse]) -> Mapping[Key, NotedUse]:
     return {(one.use.reservation, one.use.gpu_uuid): one for one in uses}
 
 
+@define(eq=False, repr=False)
 class UseRecorder:
     """Collects changes of GPUNodes from a watch. The leader calls `step` to record and export uses."""
 
-    def __init__(
-        self,
-        cluster: str,
-        known: UseFacts,
-        open_uses: OpenUses,
-        take: Callable[[Batch], Awaitable[None]],
-        clock: Clock,
-        is_current: Callable[[], bool],
-        stored_open_uses: Callable[[], AsyncIterator[Use]] | None = None,
-    ) -> None:
-        """`stored_open_uses` reads the stores' uses without an end. It raises ExportError if a store cannot be read."""
-        self._cluster = cluster
-        self._facts = known
-        self._open = open_uses
-        self._take = take
-        self._clock = clock
-        self._is_current = is_current
-        self._stored_open_uses = stored_open_uses
-        self.gpu_nodes: ObjectView[HeldDevices] = ObjectView(HeldDevices.parse)
-        # Nodes to compare with their GPUNode, and nodes with uses to export.
-        self._changed_nodes: dict[str, None] = {}
-        self._unexported_nodes: dict[str, None] = {}
-        # Nodes whose GPUNode was deleted, and when their pods are checked next.
-        self._next_checks: dict[str, datetime] = {}
-        self._is_started = False
+    _cluster: str
+    _facts: UseFacts
+    _open: OpenUses
+    _take: Callable[[Batch], Awaitable[None]]
+    _clock: Clock
+    _is_current: Callable[[], bool]
+    # Reads the stores' uses without an end. Raises ExportError if a store cannot be read.
+    _stored_open_uses: Callable[[], AsyncIterator[Use]] | None = None
+    gpu_nodes: ObjectView[HeldDevices] = field(factory=lambda: ObjectView(HeldDevices.parse), init=False)
+    # Nodes to compare with their GPUNode, and nodes with uses to export.
+    _changed_nodes: dict[str, None] = field(factory=dict, init=False)
+    _unexported_nodes: dict[str, None] = field(factory=dict, init=False)
+    # Nodes whose GPUNode was deleted, and when their pods are checked next.
+    _next_checks: dict[str, datetime] = field(factory=dict, init=False)
+    _is_started: bool = field(default=False, init=False)
 
     async def step(self) -> None:
         """Processes the nodes that changed. A node that fails is retried in the next step and does not stop the others.

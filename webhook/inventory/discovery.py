@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 import structlog
-from attrs import evolve, frozen
+from attrs import define, evolve, field, frozen
 
 from webhook.core import keys
 from webhook.core.device import Device, DeviceUuid, Inventory
@@ -184,37 +184,25 @@ class DeviceClaims:
         return [(uuid, sorted(self._nodes[uuid] - {name})) for uuid in mine if len(self._nodes[uuid]) > 1]
 
 
+@define(eq=False, repr=False)
 class Discovery:
     """Observes Nodes and GPUNodes through watches; the elected leader writes in `step`.
 
     `is_current` returns whether both watches have listed and are not interrupted: only then absence proves anything.
     """
 
-    def __init__(
-        self,
-        objects: ObjectClient,
-        api_nodes: NodeExistence,
-        written: FileInventory,
-        events: Events,
-        is_current: Callable[[], bool],
-    ) -> None:
-        self._objects = objects
-        self._api_nodes = api_nodes
-        self._file_inventory = written
-        self._events = events
-        self._is_current = is_current
-        self.nodes: ObjectView[NodeAnnotations] = ObjectView(annotations_of)
-        self.gpu_nodes: ObjectView[Raw] = ObjectView(lambda raw: raw)
-        self._todo: dict[str, None] = {}
-        self._claims = DeviceClaims()
-        self._recorded: dict[tuple[str, Reason], str] = {}
-        self._limit = asyncio.Semaphore(CONCURRENCY)
-        self._failures = 0
-
-    @property
-    def recorded_count(self) -> int:
-        """The number of conditions that Events were recorded for and that still hold."""
-        return len(self._recorded)
+    _objects: ObjectClient
+    _api_nodes: NodeExistence
+    _file_inventory: FileInventory
+    _events: Events
+    _is_current: Callable[[], bool]
+    nodes: ObjectView[NodeAnnotations] = field(factory=lambda: ObjectView(annotations_of), init=False)
+    gpu_nodes: ObjectView[Raw] = field(factory=lambda: ObjectView(lambda raw: raw), init=False)
+    _todo: dict[str, None] = field(factory=dict, init=False)
+    _claims: DeviceClaims = field(factory=DeviceClaims, init=False)
+    _recorded: dict[tuple[str, Reason], str] = field(factory=dict, init=False)
+    _limit: asyncio.Semaphore = field(factory=lambda: asyncio.Semaphore(CONCURRENCY), init=False)
+    _failures: int = field(default=0, init=False)
 
     async def step(self) -> None:
         """One pass over what has changed. What fails is left for the next one."""

@@ -1,27 +1,27 @@
 """GPUNode objects in the API server."""
 
-from kubernetes.aio import client
+from contextlib import AbstractAsyncContextManager
 
 from webhook.core.raw import Raw
 from webhook.kube.api_objects import ApiObjects
-from webhook.kube.client import translated_write_errors
+from webhook.kube.client import ApiClient, translated_write_errors
 from webhook.kube.paths import GPU_NODES
 
 
-class ApiGpuNodes:
+class ApiGpuNodes(ApiObjects):
     """Reads and writes GPUNodes. Their resource version serializes writes, and the CRD's rules guard held slots."""
 
-    def __init__(self, api: client.ApiClient) -> None:
-        self._objects = ApiObjects(api, GPU_NODES, translated_write_errors)
-
-    async def get(self, name: str) -> Raw | None:
-        return await self._objects.get(name)
+    def __init__(self, api: ApiClient) -> None:
+        super().__init__(api, GPU_NODES)
 
     async def put(self, raw: Raw) -> Raw:
-        return await self._objects.replace(raw)
+        return await self.replace(raw)
 
     async def put_status(self, raw: Raw) -> Raw:
-        return await self._objects.replace_status(only_status(raw))
+        return await self.replace_status(only_status(raw))
+
+    def _write_errors(self) -> AbstractAsyncContextManager[None]:
+        return translated_write_errors()
 
 
 def only_status(raw: Raw) -> Raw:

@@ -1,6 +1,6 @@
 """Our cluster-scoped custom resources. Writes are conditional on the resource version that was read."""
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Protocol
 
@@ -48,71 +48,52 @@ class NodeExistence(Protocol):
         """Raises StoreUnavailableError."""
 
 
-ErrorTranslation = Callable[[], AbstractAsyncContextManager[None]]
-
-
 class ApiObjects:
     """Objects of one cluster-scoped custom resource."""
 
-    def __init__(
-        self, api: client.ApiClient, kind: tuple[str, str, str], write_errors: ErrorTranslation | None = None
-    ) -> None:
+    def __init__(self, api: client.ApiClient, kind: tuple[str, str, str]) -> None:
         self._objects = client.CustomObjectsApi(api)
         self._kind = kind
-        self._write_errors = write_errors or errors_with_message
 
     async def get(self, name: str) -> Raw | None:
         if not is_object_name(name):  # it may come from an annotation; `..` would lead to another path
             return None
+        get = self._objects.get_cluster_custom_object
         try:
-            async with errors_with_message():
-                return as_raw(
-                    await self._objects.get_cluster_custom_object(*self._kind, name, _request_timeout=REQUEST_TIMEOUT),
-                    name,
-                )
+            async with translated_errors():
+                return as_raw(await get(*self._kind, name, _request_timeout=REQUEST_TIMEOUT), name)
         except StoreUnavailableError as exc:
             if is_not_found(exc):
                 return None
             raise
 
     async def create(self, raw: Raw) -> Raw:
-        async with self._write_errors():
-            return as_raw(
-                await self._objects.create_cluster_custom_object(*self._kind, raw, _request_timeout=REQUEST_TIMEOUT)
-            )
+        return as_raw(await self._write(self._objects.create_cluster_custom_object, raw))
 
     async def replace(self, raw: Raw) -> Raw:
         name = raw["metadata"]["name"]
-        async with self._write_errors():
-            return as_raw(
-                await self._objects.replace_cluster_custom_object(
-                    *self._kind, name, raw, _request_timeout=REQUEST_TIMEOUT
-                )
-            )
+        return as_raw(await self._write(self._objects.replace_cluster_custom_object, name, raw))
 
     async def replace_status(self, raw: Raw) -> Raw:
         name = raw["metadata"]["name"]
-        async with self._write_errors():
-            return as_raw(
-                await self._objects.replace_cluster_custom_object_status(
-                    *self._kind, name, raw, _request_timeout=REQUEST_TIMEOUT
-                )
-            )
+        return as_raw(await self._write(self._objects.replace_cluster_custom_object_status, name, raw))
 
     async def delete(self, raw: Raw) -> None:
         meta = raw["metadata"]
         only = client.V1Preconditions(uid=meta["uid"], resource_version=meta["resourceVersion"])
         try:
-            async with self._write_errors():
-                await self._objects.delete_cluster_custom_object(
-                    *self._kind,
-                    meta["name"],
-                    body=client.V1DeleteOptions(preconditions=only),
-                    _request_timeout=REQUEST_TIMEOUT,
-                )
+            options = client.V1DeleteOptions(preconditions=only)
+            await self._write(self._objects.delete_cluster_custom_object, meta["name"], body=options)
         except StoreUnavailableError as exc:
             if not is_not_found(exc):
                 raise
+
+    async def _write(self, call: Callable[..., Awaitable[object]], *content: object, **options: object) -> object:
+        async with self._write_errors():
+            return await call(*self._kind, *content, **options, _request_timeout=REQUEST_TIMEOUT)
+
+    def _write_errors(self) -> AbstractAsyncContextManager[None]:
+        return errors_with_message()
 
 
 class ApiNodes:

@@ -14,6 +14,7 @@ import aiohttp
 import msgspec
 import structlog
 from aiohttp.http_exceptions import LineTooLong
+from attrs import define, field
 from kubernetes.aio import client
 from kubernetes.aio.client.exceptions import ApiException
 
@@ -62,35 +63,26 @@ class WatchListener(Protocol):
         """An object was deleted; `raw` is its last state."""
 
 
+@define(eq=False, repr=False)
 class Watch:
     """Watches the objects under one path of the API server."""
 
-    def __init__(
-        self,
-        api: client.ApiClient,
-        path: str,
-        listener: WatchListener,
-        only: Mapping[str, str] | None = None,
-        trimmed: Trimmed | None = None,
-        silence: float = SILENCE,
-        backoff: Backoff = BACKOFF,
-    ) -> None:
-        """`only`: query parameters such as selectors. `trimmed`: reduces each object of a list to what the listener
-        reads; a list may have many thousands of objects."""
-        self._silence = silence
-        self._backoff = backoff
-        self._api = api
-        self.path = path
-        self._only = dict(only or {})
-        self._trimmed = trimmed
-        self._listener = listener
-        self._version = ""
-        self.is_current = False
-        """Whether a list is complete and nothing has failed since."""
-        self.ready = asyncio.Event()
-        """Set after the first list."""
-        self.lists = 0
-        self._lost_at: float | None = None
+    _api: client.ApiClient
+    path: str
+    _listener: WatchListener
+    # Query parameters such as selectors.
+    _only: Mapping[str, str] = field(factory=dict)
+    # Reduces each object of a list to what the listener reads; a list may have many thousands of objects.
+    _trimmed: Trimmed | None = None
+    _silence: float = SILENCE
+    _backoff: Backoff = BACKOFF
+    _version: str = field(default="", init=False)
+    is_current: bool = field(default=False, init=False)
+    """Whether a list is complete and nothing has failed since."""
+    ready: asyncio.Event = field(factory=asyncio.Event, init=False)
+    """Set after the first list."""
+    lists: int = field(default=0, init=False)
+    _lost_at: float | None = field(default=None, init=False)
 
     async def run(self) -> None:
         """Runs until cancelled."""

@@ -1,15 +1,19 @@
-"""Where reservations are stored: one protocol, one contract suite, and the implementations that pass it."""
+"""Where reservations are stored: one contract suite, and the implementations that pass it."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from datetime import datetime, timedelta
-from typing import Protocol
 
 from webhook.core.device import DeviceUuid
+from webhook.core.errors import UnknownReservationError
 from webhook.core.reservation import Placement, PodIdentity, PodProof, Reservation, ReservationId, ReservationRequest
+from webhook.ledger.moves import BindPod, Move, Release
 from webhook.ledger.pending import PendingGpus
+from webhook.ledger.reservation_index import ReservationIndex
+from webhook.runtime.clock import Clock
 
 
-class Ledger(Protocol):
+class Ledger(ABC):
     """Reserves devices for claims. A slot has at most one live reservation, whatever the order of the requests.
 
     The caller chooses the id before the write, so a caller that lost the reply can repeat the request and finds the
@@ -17,6 +21,14 @@ class Ledger(Protocol):
     to select one.
     """
 
+    _index: ReservationIndex
+    _clock: Clock
+
+    @abstractmethod
+    async def _make(self, node: str, move: Move) -> Reservation | None:
+        """Make the move on the node's reservations. Raises LedgerError."""
+
+    @abstractmethod
     async def reserve(
         self, ask: ReservationRequest, placements: Sequence[Placement], *, answer_by: datetime
     ) -> Reservation:
@@ -27,6 +39,7 @@ class Ledger(Protocol):
         LedgerUnavailableError.
         """
 
+    @abstractmethod
     async def find(
         self, reservation_id: ReservationId, *, node: str | None = None, is_fresh: bool = False
     ) -> Reservation | None:
@@ -48,6 +61,14 @@ class Ledger(Protocol):
         is stored if it is given before the pod is on a node; after that, only a longer one is stored.
         Raises UnknownReservationError, ReservationConflictError or ReservationExpiredError.
         """
+        return await self._bind(BindPod(reservation_id, pod, proof, grace), node)
+
+    async def _bind(self, move: BindPod, node: str | None) -> Reservation:
+        known = self._index.find(move.reservation_id, node)
+        bound = None if known is None else await self._make(known.node, move)
+        if bound is None:
+            raise UnknownReservationError(move.reservation_id)
+        return bound
 
     async def release(
         self, reservation_id: ReservationId, pod: PodIdentity, *, node: str | None = None, since: datetime | None = None
@@ -56,14 +77,21 @@ class Ledger(Protocol):
 
         Pass the reservation's `since` if a newer reservation may have the same id by now.
         """
+        known = self._index.find_exact(reservation_id, node)
+        if known is None:
+            return False
+        return await self._make(known.node, Release(known.id, pod, since or known.since)) is not None
 
+    @abstractmethod
     async def collect(self, now: datetime) -> Collection[Reservation]:
         """Expire pending reservations past their deadline. Other replicas wait one clock skew longer than the replica
         that made the reservation."""
 
     def lapsed(self, reservation_id: ReservationId) -> Reservation | None:
         """A reservation that expired before a review named its pod, as far as this process knows."""
+        return self._index.lapsed(reservation_id, self._clock())
 
+    @abstractmethod
     async def confirm_early(self, now: datetime) -> None:
         """Check whether pods exist by now that reviews have named and the watch has not shown."""
 
@@ -71,21 +99,27 @@ class Ledger(Protocol):
     def pending(self) -> PendingGpus:
         """Reservations that reviews have made for pods that are not known to exist yet, as far as this process knows.
         Expired reservations do not count."""
+        return self._index.pending
 
     @property
     def unnamed(self) -> PendingGpus:
         """The pending reservations that no review has named a pod for."""
+        return self._index.unnamed
 
     @property
     def orphaned(self) -> PendingGpus:
         """Reservations of pods that are gone and were not seen to end, as far as this process knows. Includes
         reservations past their deadline whose pod does not exist but may have run."""
+        return self._index.orphaned
 
     def of_device(self, uuid: DeviceUuid) -> Sequence[Reservation]:
         """The reservations that hold slots of a device, as far as this process knows."""
+        return self._index.of_device(uuid)
 
     def of_pod(self, uid: str) -> Reservation | None:
         """The reservation of a pod, as far as this process knows."""
+        return self._index.of_pod(uid)
 
     def reservations(self) -> Collection[Reservation]:
         """All reservations that this process knows."""
+        return self._index.all()

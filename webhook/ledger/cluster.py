@@ -14,7 +14,6 @@ from typing import Protocol
 import structlog
 from attrs import define, field
 
-from webhook.core.device import DeviceUuid
 from webhook.core.errors import (
     DeadlinePassedError,
     GpuwardenError,
@@ -22,7 +21,6 @@ from webhook.core.errors import (
     LedgerUnavailableError,
     PlacementRefusedError,
     SlotsTakenError,
-    UnknownReservationError,
 )
 from webhook.core.fleet import Fleet
 from webhook.core.raw import Raw
@@ -38,6 +36,7 @@ from webhook.core.reservation import (
 )
 from webhook.kube.gpu_node import GpuNode, UnreadableGpuNodeError, object_name, with_finalizer, with_held
 from webhook.kube.store import RefusedError, StaleError, StoreUnavailableError
+from webhook.ledger import Ledger
 from webhook.ledger.moves import (
     Adopt,
     Assignment,
@@ -56,7 +55,6 @@ from webhook.ledger.moves import (
     assignment_of,
     may_be_displaced,
 )
-from webhook.ledger.pending import PendingGpus
 from webhook.ledger.reservation_index import ReservationIndex
 from webhook.ledger.reserved_pod import PodSnapshot, ReservedPod
 from webhook.ledger.store import GpuNodeStore
@@ -131,29 +129,26 @@ class PodCensus:
     found: asyncio.Future[Sequence[ReservedPod]]
 
 
-class ClusterLedger:
+@define(eq=False, repr=False)
+class ClusterLedger(Ledger):
     """A ledger in the cluster. Any number of replicas may share a store."""
 
-    def __init__(
-        self,
-        fleet: Fleet,
-        store: GpuNodeStore,
-        pod_reader: PodReader,
-        clock: Clock,
-        times: Times,
-        backoff: Backoff = BACKOFF,
-    ) -> None:
-        self._backoff = backoff
-        self._index = ReservationIndex(fleet)
-        self._store = store
-        self._pod_reader = pod_reader
-        self._unclaimed: set[Assignment] = set()  # their pod does not exist; kept until they are deleted
-        self._checks_made: dict[Assignment, int] = {}  # early checks per pending reservation
-        self._clock = clock
-        self._times = times
-        self._writers: dict[str, NodeWriter] = {}
-        self._count = 0
-        self._census: PodCensus | None = None
+    _fleet: Fleet
+    _store: GpuNodeStore
+    _pod_reader: PodReader
+    _clock: Clock
+    _times: Times
+    _backoff: Backoff = BACKOFF
+    # Their pod does not exist; kept until they are deleted.
+    _unclaimed: set[Assignment] = field(factory=set, init=False)
+    _checks_made: dict[Assignment, int] = field(factory=dict, init=False)  # early checks per pending reservation
+    _writers: dict[str, NodeWriter] = field(factory=dict, init=False)
+    _count: int = field(default=0, init=False)
+    _census: PodCensus | None = field(default=None, init=False)
+    _index: ReservationIndex = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._index = ReservationIndex(self._fleet)
 
     # Input from the watch.
 
@@ -183,16 +178,6 @@ class ClusterLedger:
 
     def _writer(self, name: str) -> NodeWriter:
         return self._writers.setdefault(name, NodeWriter(name))
-
-    @property
-    def writer_count(self) -> int:
-        """Number of nodes that exist or that a caller asks for at this moment."""
-        return len(self._writers)
-
-    @property
-    def deadline_entries(self) -> int:
-        """Number of scheduled deadline checks, including obsolete ones."""
-        return self._index.deadline_entries
 
     # The ledger's operations.
 
@@ -228,35 +213,9 @@ class ClusterLedger:
             known = self._index.find(reservation_id, node)
         return known
 
-    async def bind_to_pod(
-        self,
-        proof: PodProof,
-        reservation_id: ReservationId,
-        pod: PodIdentity,
-        *,
-        node: str | None = None,
-        grace: timedelta | None = None,
-    ) -> Reservation:
-        return await self._bind(BindPod(reservation_id, pod, proof, grace), node)
-
     async def extend_grace(self, one: Reservation, pod: PodIdentity, grace: timedelta) -> Reservation:
         """The pod exists and its grace period may be longer than the stored one. Only the reconciler calls this."""
         return await self._bind(BindPod(one.id, pod, PodProof.CONFIRMED, grace, is_longest=True), one.node)
-
-    async def _bind(self, move: BindPod, node: str | None) -> Reservation:
-        known = self._index.find(move.reservation_id, node)
-        bound = None if known is None else await self._make(known.node, move)
-        if bound is None:
-            raise UnknownReservationError(move.reservation_id)
-        return bound
-
-    async def release(
-        self, reservation_id: ReservationId, pod: PodIdentity, *, node: str | None = None, since: datetime | None = None
-    ) -> bool:
-        known = self._index.find_exact(reservation_id, node)
-        if known is None:
-            return False
-        return await self._make(known.node, Release(known.id, pod, since or known.since)) is not None
 
     async def release_orphan(self, one: Reservation) -> bool:
         """The pod must have ended by now. An orphan that has changed since it was read stays."""
@@ -419,34 +378,10 @@ class ClusterLedger:
         own = None if one is None else self.carried(one)
         return one is not None and own is not None and own.phase is Phase.FINALIZED and own.uid == one.pod.uid
 
-    def lapsed(self, reservation_id: ReservationId) -> Reservation | None:
-        return self._index.lapsed(reservation_id, self._clock())
-
-    @property
-    def pending(self) -> PendingGpus:
-        return self._index.pending
-
-    @property
-    def unnamed(self) -> PendingGpus:
-        return self._index.unnamed
-
-    @property
-    def orphaned(self) -> PendingGpus:
-        return self._index.orphaned
-
-    def of_device(self, uuid: DeviceUuid) -> Sequence[Reservation]:
-        return self._index.of_device(uuid)
-
-    def of_pod(self, uid: str) -> Reservation | None:
-        return self._index.of_pod(uid)
-
     def carried(self, one: ReservedPod) -> Reservation | None:
         """The reservation that the pod carries, as far as this process knows. It may belong to another pod."""
         held = self._index.find(one.reservation_id, one.node)
         return held if held is not None and held.node == one.node else None
-
-    def reservations(self) -> Collection[Reservation]:
-        return self._index.all()
 
     async def finish_writes(self) -> None:
         """Wait until no write is in progress. Writes that no caller waits for are not started."""

@@ -7,13 +7,13 @@ server is asked for the pod by name. It is also asked before a pod is deleted, w
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from datetime import datetime, timedelta
 from enum import StrEnum
 from typing import Protocol
 
 import structlog
-from attrs import evolve, frozen
+from attrs import define, evolve, field, frozen
 
 from webhook.core.errors import LedgerError, ReservationConflictError, ReservationExpiredError, SlotsTakenError
 from webhook.core.raw import Raw
@@ -21,10 +21,11 @@ from webhook.core.reasons import Reason
 from webhook.core.reservation import Phase, PodIdentity, PodProof, Reservation, ReservationId
 from webhook.kube.events import Events, Subject
 from webhook.ledger.cluster import ClusterLedger, PodReader, PodReaderUnavailableError, pod_of
-from webhook.ledger.end_of_use import DeletedPod, NodeSnapshot, OrphanTimes, PodHistories
-from webhook.ledger.orphans import Orphans
+from webhook.ledger.end_of_use import DeletedPod, OrphanTimes, PodHistories
+from webhook.ledger.orphans import NodeReader, Orphans
 from webhook.ledger.reserved_pod import PodSnapshot, ReservedPod
 from webhook.runtime.clock import Clock
+from webhook.runtime.process import run_concurrently
 
 log = structlog.get_logger(__name__)
 
@@ -33,8 +34,6 @@ ReservationKey = tuple[str, ReservationId]
 # How often a pod without its reservation is checked. It is deleted on the second check at the earliest: another replica
 # may be restoring the node's object.
 RECHECK_DELAY = timedelta(seconds=10)
-# Concurrent actions of one pass.
-AT_ONCE = 32
 # How long after its review the API server may still carry out a Binding.
 MAX_BINDING_DURATION = timedelta(seconds=60)
 # A deletion is remembered at least this long: the GPUNode that names the reservation's pod may be observed later.
@@ -65,50 +64,43 @@ class BindDeadline:
         return self.bind_deadline + MAX_BINDING_DURATION + 2 * self.clock_skew
 
 
-class PodRemover(PodReader, Protocol):
+class PodRemover(PodReader, NodeReader, Protocol):
     """Deletes pods by uid, and reads the nodes that they are on."""
-
-    async def read_node(self, name: str) -> NodeSnapshot | None:
-        """The Node as it is now, by a quorum read; None if it is gone. Raises PodReaderUnavailableError."""
 
     async def remove(self, pod: PodIdentity, version: str) -> None:
         """Delete this pod if it has this uid and version. It is no error if the pod is gone or has changed.
         Raises PodReaderUnavailableError."""
 
 
+@define(eq=False, repr=False)
 class Reconciler:
     """Observes pods through a watch and acts in `step`. Concurrent reconcilers repeat no action."""
 
-    def __init__(
-        self,
-        ledger: ClusterLedger,
-        pods: PodRemover,
-        events: Events,
-        clock: Clock,
-        bind_deadline: BindDeadline | None = None,
-        orphan_times: OrphanTimes | None = None,
-        is_closed: Callable[[str], bool] = lambda _: True,
-    ) -> None:
-        """`is_closed`: whether the pod with that uid can no longer be bound, even without a review."""
-        self._ledger = ledger
-        self._api = pods
-        self._events = events
-        self._clock = clock
-        self._bind_deadline = bind_deadline or BindDeadline()
-        self._orphan_times = orphan_times or OrphanTimes()
-        self._orphans = Orphans(ledger, pods, events, clock, self._orphan_times)
-        self._is_closed = is_closed
-        self._pods: dict[str, ReservedPod] = {}
-        self._histories = PodHistories()
-        self._deleted: dict[str, DeletedPod] = {}  # by uid, until their reservations are gone
-        self._failed: dict[str, datetime] = {}  # by uid, when pods that were alive reached a terminal phase
-        self._prune_above = MAX_DELETIONS  # how many deletions trigger the next pruning
-        self._recheck_pods: dict[str, datetime] = {}  # pods without their reservation, by uid
-        # Reservations whose pods exist and differ from what the watch has shown.
-        self._recheck_reservations: dict[ReservationKey, datetime] = {}
-        self._listed_at: datetime | None = None
-        self.wakeup = asyncio.Event()
-        """Set when a pod has been created, changed or deleted since the last pass."""
+    _ledger: ClusterLedger
+    _api: PodRemover
+    _events: Events
+    _clock: Clock
+    _bind_deadline: BindDeadline = field(factory=BindDeadline)
+    _orphan_times: OrphanTimes = field(factory=OrphanTimes)
+    # Whether the pod with that uid can no longer be bound, even without a review.
+    _is_closed: Callable[[str], bool] = lambda _: True
+    _pods: dict[str, ReservedPod] = field(factory=dict, init=False)
+    _histories: PodHistories = field(factory=PodHistories, init=False)
+    _deleted: dict[str, DeletedPod] = field(factory=dict, init=False)  # by uid, until their reservations are gone
+    # By uid, when pods that were alive reached a terminal phase.
+    _failed: dict[str, datetime] = field(factory=dict, init=False)
+    _prune_above: int = field(init=False)  # how many deletions trigger the next pruning
+    _recheck_pods: dict[str, datetime] = field(factory=dict, init=False)  # pods without their reservation, by uid
+    # Reservations whose pods exist and differ from what the watch has shown.
+    _recheck_reservations: dict[ReservationKey, datetime] = field(factory=dict, init=False)
+    _listed_at: datetime | None = field(default=None, init=False)
+    wakeup: asyncio.Event = field(factory=asyncio.Event, init=False)
+    """Set when a pod has been created, changed or deleted since the last pass."""
+    _orphans: Orphans = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._prune_above = MAX_DELETIONS
+        self._orphans = Orphans(self._ledger, self._api, self._events, self._clock, self._orphan_times)
 
     # Input from the watch.
 
@@ -153,11 +145,6 @@ class Reconciler:
         if len(self._deleted) > self._prune_above:  # a standby replica never acts on them
             self._forget_released()
 
-    @property
-    def deletions(self) -> int:
-        """The number of deletions that are kept at this moment."""
-        return len(self._deleted)
-
     def _forget_released(self) -> None:
         recent = self._clock() - MIN_DELETION_AGE
         self._deleted = {
@@ -185,18 +172,18 @@ class Reconciler:
         if self._listed_at is None:
             return
         self.wakeup.clear()
-        await self._all(self._attempt(self._ledger.settle(name), node=name) for name in self._ledger.unsettled())
-        await self._all(
+        await run_concurrently(self._attempt(self._ledger.settle(name), node=name) for name in self._ledger.unsettled())
+        await run_concurrently(
             self._attempt(self._reconcile_pod(one), reservation=one.reservation_id)
             for one in list(self._pods.values())
             if not self._is_settled(one)
         )
-        await self._all(
+        await run_concurrently(
             self._attempt(self._reconcile_podless(held), reservation=held.id)
             for held in list(self._ledger.reservations())
             if held.phase is Phase.RELEASING or not self._has_pod(held)
         )
-        await self._all(
+        await run_concurrently(
             self._attempt(
                 self._orphans.check_node(node, [one for one in orphans if not self._is_orphan_mark_stale(one)]),
                 node=node,
@@ -205,21 +192,11 @@ class Reconciler:
         )
         await self._ledger.collect(self._clock(), was_never_created=self._was_never_created)
         given_up = self._ledger.given_up(self._clock())
-        await self._all(self._attempt(self._expire(one), reservation=one.id) for one in given_up)
+        await run_concurrently(self._attempt(self._expire(one), reservation=one.id) for one in given_up)
         self._recheck_reservations = {
             place: at for place, at in self._recheck_reservations.items() if at > self._clock()
         }
         self._forget_released()
-
-    async def _all(self, actions: Iterable[Awaitable[None]]) -> None:
-        """Concurrent, within what the API server accepts: actions on one node share its writes."""
-        remaining = iter(actions)
-
-        async def work() -> None:
-            for action in remaining:
-                await action
-
-        await asyncio.gather(*(work() for _ in range(AT_ONCE)))
 
     async def _attempt(self, action: Awaitable[None], **about: str) -> None:
         try:

@@ -106,10 +106,6 @@ class ReservationIndex:
             self._deadlines = [(one.deadline, key) for key, one in self._all.items() if one.deadline is not None]
             heapq.heapify(self._deadlines)
 
-    @property
-    def deadline_entries(self) -> int:
-        return len(self._deadlines)
-
     def _drop(self, one: Reservation) -> None:
         key = key_of(one)
         del self._all[key]

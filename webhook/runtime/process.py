@@ -3,7 +3,7 @@
 import asyncio
 import ctypes
 import signal
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -15,6 +15,8 @@ log = structlog.get_logger(__name__)
 # Parameter of glibc's mallopt. A block of at least this size gets its own pages, which free() returns to the system.
 M_MMAP_THRESHOLD = -3
 LARGE_BLOCK = 2**17
+# Concurrent actions, within what the API server accepts.
+AT_ONCE = 32
 
 
 def return_freed_memory() -> None:
@@ -50,6 +52,17 @@ async def run_until(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> Non
     await asyncio.gather(*pending, return_exceptions=True)
     for task in done:
         task.result()
+
+
+async def run_concurrently(actions: Iterable[Awaitable[None]], at_once: int = AT_ONCE) -> None:
+    """Await all actions, `at_once` of them at the same time. Each is taken from the iterable when its turn comes."""
+    remaining = iter(actions)
+
+    async def work() -> None:
+        for action in remaining:
+            await action
+
+    await asyncio.gather(*(work() for _ in range(at_once)))
 
 
 async def run_passes(parts: Sequence[Steppable], changed: asyncio.Event, *, interval: float, debounce: float) -> None:

@@ -57,6 +57,32 @@ class SettingKind(Generic[T]):
 # Readers.
 
 
+def text_that(is_valid: Callable[[str], object], what: str) -> Callable[[str], str]:
+    """Reads a text as it is, if it is valid."""
+
+    def read(text: str) -> str:
+        if not is_valid(text):
+            raise ValueError(f"{text!r} is not {what}")
+        return text
+
+    return read
+
+
+def is_namespace_name(text: str) -> bool:
+    return len(text) <= MAX_LABEL and "." not in text and is_object_name(text)
+
+
+def is_extended_resource(text: str) -> bool:
+    # A ResourceQuota counts it as requests.<name>, so that has to be a valid name too.
+    is_native = "/" not in text or "kubernetes.io/" in text
+    return not is_native and not text.startswith("requests.") and is_label_key(f"requests.{text}")
+
+
+read_namespace: Final = text_that(is_namespace_name, "the name of a namespace")
+read_printable: Final = text_that(re.compile(PRINTABLE).fullmatch, "one printable word")
+read_attestor: Final = text_that(re.compile(ATTESTOR).fullmatch, "the name of an attestor")
+
+
 def read_port(text: str) -> int:
     if not re.fullmatch(r"[0-9]{1,5}", text) or int(text) > MAX_PORT:
         raise ValueError(f"{text!r} is not a port")
@@ -162,35 +188,6 @@ def read_evidence_id(text: str) -> str:
     return text
 
 
-def read_annotation_key(text: str) -> str:
-    if not is_label_key(text):
-        raise ValueError(f"{text!r} is not an annotation key")
-    return text
-
-
-def read_label_key(text: str) -> str:
-    if not is_label_key(text):
-        raise ValueError(f"{text!r} is not a label key")
-    return text
-
-
-def read_namespace(text: str) -> str:
-    if len(text) > MAX_LABEL or "." in text or not is_object_name(text):
-        raise ValueError(f"{text!r} is not the name of a namespace")
-    return text
-
-
-def named(what: str) -> Callable[[str], str]:
-    """Reads the name of an object."""
-
-    def read(text: str) -> str:
-        if not is_object_name(text):
-            raise ValueError(f"{text!r} is not the name of {what}")
-        return text
-
-    return read
-
-
 def listed(read_item: Callable[[str], T]) -> Callable[[str], tuple[T, ...]]:
     """Reads a list with commas; an item that is there twice counts once."""
 
@@ -206,24 +203,10 @@ def read_host_path(text: str) -> str:
     return text
 
 
-def read_resource(text: str) -> str:
-    # A ResourceQuota counts it as requests.<name>, so that has to be a valid name too.
-    is_native = "/" not in text or "kubernetes.io/" in text
-    if is_native or text.startswith("requests.") or not is_label_key(f"requests.{text}"):
-        raise ValueError(f"{text!r} is not an extended resource")
-    return text
-
-
 def read_boolean(text: str) -> bool:
     if text not in ("true", "false"):
         raise ValueError(f"{text!r} is neither true nor false")
     return text == "true"
-
-
-def read_printable(text: str) -> str:
-    if not re.fullmatch(PRINTABLE, text):
-        raise ValueError(f"{text!r} is not one printable word")
-    return text
 
 
 def read_socket(text: str) -> str:
@@ -235,18 +218,6 @@ def read_socket(text: str) -> str:
     return f"unix:{path}"
 
 
-def read_trust_domain(text: str) -> str:
-    if not TRUST_DOMAIN.fullmatch(text):
-        raise ValueError(f"{text!r} is not the name of a trust domain")
-    return text
-
-
-def read_spiffe_id(text: str) -> str:
-    if trust_domain_of(text) is None:
-        raise ValueError(f"{text!r} is not a SPIFFE ID")
-    return text
-
-
 def read_server(text: str) -> str:
     if text.startswith("unix:"):
         return read_socket(text)
@@ -255,12 +226,6 @@ def read_server(text: str) -> str:
     if (bare == host and ":" in host) or not read_port(port):
         raise ValueError(f"{text!r} is not HOST:PORT")
     read_host(bare)
-    return text
-
-
-def read_attestor(text: str) -> str:
-    if not re.fullmatch(ATTESTOR, text):
-        raise ValueError(f"{text!r} is not the name of an attestor")
     return text
 
 
@@ -338,12 +303,9 @@ def json_of(text: str) -> object:
 
 
 def one_of(*words: str) -> SettingKind[str]:
-    def read(text: str) -> str:
-        if text not in words:
-            raise ValueError(f"{text!r} is not an allowed value")
-        return text
-
-    return SettingKind(", ".join(words), read, schema=schemas.one_of(*words))
+    return SettingKind(
+        ", ".join(words), text_that(words.__contains__, "an allowed value"), schema=schemas.one_of(*words)
+    )
 
 
 def several_of(*words: str) -> SettingKind[tuple[str, ...]]:
@@ -417,16 +379,22 @@ URL: Final = SettingKind(
 HTTPS_URL: Final = SettingKind(
     "a URL with https, without user, query or fragment", read_https_url, schema=schemas.text(r"https://[^\s?#]+")
 )
-ANNOTATION_KEY: Final = SettingKind("an annotation key", read_annotation_key, schema=schemas.text(QUALIFIED_NAME))
-LABEL_KEY: Final = SettingKind("a label key", read_label_key, schema=schemas.text(QUALIFIED_NAME))
+ANNOTATION_KEY: Final = SettingKind(
+    "an annotation key", text_that(is_label_key, "an annotation key"), schema=schemas.text(QUALIFIED_NAME)
+)
+LABEL_KEY: Final = SettingKind(
+    "a label key", text_that(is_label_key, "a label key"), schema=schemas.text(QUALIFIED_NAME)
+)
 RESOURCE: Final = SettingKind(
     "an extended resource, such as `nvidia.com/gpu`",
-    read_resource,
+    text_that(is_extended_resource, "an extended resource"),
     schema=schemas.text(f"{SUBDOMAIN.pattern}/{LABEL.pattern}"),
 )
 NAMESPACE: Final = SettingKind("the name of a namespace", read_namespace, schema=schemas.text(NAMESPACE_NAME))
-NAME: Final = SettingKind("the name of an object", named("an object"), schema=schemas.text(SUBDOMAIN.pattern))
-NODE: Final = SettingKind("the name of a node", named("a node"))
+NAME: Final = SettingKind(
+    "the name of an object", text_that(is_object_name, "the name of an object"), schema=schemas.text(SUBDOMAIN.pattern)
+)
+NODE: Final = SettingKind("the name of a node", text_that(is_object_name, "the name of a node"))
 OBJECT_NAMES: Final = SettingKind(
     "a comma list of names of objects", listed(NAME.read), list, schemas.comma_list(SUBDOMAIN.pattern)
 )
@@ -441,10 +409,14 @@ SOCKET: Final = SettingKind(
     "`unix:PATH` or `unix:///PATH`", read_socket, schema=schemas.text(r"unix:([^/].*|/([^/].*)?|///([^/].*)?)")
 )
 TRUST_DOMAIN_NAME: Final = SettingKind(
-    "the name of a trust domain, such as `example.org`", read_trust_domain, schema=schemas.text(TRUST_DOMAIN.pattern)
+    "the name of a trust domain, such as `example.org`",
+    text_that(TRUST_DOMAIN.fullmatch, "the name of a trust domain"),
+    schema=schemas.text(TRUST_DOMAIN.pattern),
 )
 SPIFFE_ID: Final = SettingKind(
-    "a SPIFFE ID", read_spiffe_id, schema=schemas.text(rf"spiffe://{TRUST_DOMAIN.pattern}(/[A-Za-z0-9._-]+)*")
+    "a SPIFFE ID",
+    text_that(trust_domain_of, "a SPIFFE ID"),
+    schema=schemas.text(rf"spiffe://{TRUST_DOMAIN.pattern}(/[A-Za-z0-9._-]+)*"),
 )
 SERVER: Final = SettingKind(
     "`HOST:PORT`, or `unix:PATH` for tests", read_server, schema=schemas.text(r"(unix:.+|.+:[0-9]{1,5})")

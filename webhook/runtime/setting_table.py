@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import yaml
-from attrs import NOTHING, fields, frozen
+from attrs import NOTHING, field, fields, frozen
 
 from webhook.core.errors import GpuwardenError
 from webhook.runtime.setting_kinds import SettingKind, read_file
@@ -56,7 +56,8 @@ class SettingsError(GpuwardenError):
         super().__init__("; ".join(self.mistakes))
 
 
-def declared(
+def setting(
+    default: Any,
     kind: SettingKind[Any],
     commands: Commands,
     about: str,
@@ -67,14 +68,14 @@ def declared(
     is_secret: bool = False,
     older_is_lenient: bool = False,
     older_may_be_empty: bool = False,
-) -> dict[str, object]:
-    """The metadata of a setting's field.
+) -> Any:
+    """A field that is a setting. The default NOTHING makes it required.
 
     `commands` read the setting: they have its flag. An `older_variable` is the name in an older system, read when ours
     is not set. If that system is lenient, a bad value there is ignored with a note; if it may be empty there, empty is
     a value. A secret has no flag: every user of the machine could read it.
     """
-    return {
+    metadata = {
         "kind": kind,
         "commands": commands,
         "about": about,
@@ -85,6 +86,7 @@ def declared(
         "older_is_lenient": older_is_lenient,
         "older_may_be_empty": older_may_be_empty,
     }
+    return field(default=default, repr=not is_secret, metadata=metadata)
 
 
 @frozen

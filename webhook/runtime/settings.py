@@ -15,55 +15,8 @@ from attrs import evolve, field, frozen
 
 from webhook.core import claim_keys, keys
 from webhook.core.evidence_id import DEFAULT_TEMPLATE
-from webhook.runtime.setting_kinds import (
-    ADDRESS,
-    ANNOTATION_KEY,
-    ATTESTORS,
-    AUDIENCE,
-    BOOLEAN,
-    BUCKETS,
-    BUNDLE_PROFILE,
-    COUNT,
-    DIRECTORY,
-    DURATION,
-    EVIDENCE_ID,
-    FILE,
-    HASH_NAMING,
-    HASHES,
-    HOST,
-    HOST_PATHS,
-    HOSTS,
-    HTTPS_URL,
-    INJECTION,
-    INTERVAL,
-    LABEL_KEY,
-    LEDGER,
-    LIFETIME,
-    LOG_LEVEL,
-    MAP_VISIBLE,
-    NAME,
-    NAMESPACE,
-    NODE,
-    NODE_NAMING,
-    OBJECT_NAMES,
-    ON_BIND_DEADLINE,
-    ON_EVIDENCE_LOST,
-    PERCENT,
-    PORT,
-    REQUIRE_EVIDENCE,
-    RESOURCE,
-    SCORES,
-    SERVER,
-    SOCKET,
-    SPIFFE_ID,
-    TRUST_DOMAIN_NAME,
-    URL,
-    USERS,
-    WHEN_UNAVAILABLE,
-    host_and_port,
-    is_loopback,
-    several_of,
-)
+from webhook.runtime import setting_kinds as kinds
+from webhook.runtime.setting_kinds import host_and_port, is_loopback, several_of
 from webhook.runtime.setting_table import (
     EXPORT_PREFIX,
     Command,
@@ -74,11 +27,11 @@ from webhook.runtime.setting_table import (
     add_replaced,
     add_retired,
     add_table,
-    declared,
     flag_of,
     plain,
     process_environment,
     row,
+    setting,
     settings_of,
 )
 
@@ -169,560 +122,445 @@ EVIDENCE: Final = several_of(*EVIDENCE_PROVIDERS)
 class Settings:
     """The settings in effect. Settings name files and do not contain them, so none is a secret."""
 
-    config: Path | None = field(default=None, metadata=declared(FILE, ALL, "YAML file with settings", in_file=False))
+    config: Path | None = setting(None, kinds.FILE, ALL, "YAML file with settings", in_file=False)
 
-    host: str = field(default="127.0.0.1", metadata=declared(HOST, LISTENING, "address of all listeners"))
-    port: int = field(
-        default=8443,
-        metadata=declared(
-            PORT, SERVE, "port of the TLS listener: admission, finalize, explain, UI, devices", short="p"
-        ),
+    host: str = setting("127.0.0.1", kinds.HOST, LISTENING, "address of all listeners")
+    port: int = setting(
+        8443, kinds.PORT, SERVE, "port of the TLS listener: admission, finalize, explain, UI, devices", short="p"
     )
-    ui_port: int = field(
-        default=8080,
-        metadata=declared(
-            PORT,
-            LISTENING,
-            "port of the plain HTTP listener: health, metrics, device counts; without a cluster also UI, "
-            "devices and finalize",
-            short="U",
-        ),
+    ui_port: int = setting(
+        8080,
+        kinds.PORT,
+        LISTENING,
+        "port of the plain HTTP listener: health, metrics, device counts; without a cluster also UI, devices and "
+        "finalize",
+        short="U",
     )
-    extender_port: int = field(default=8444, metadata=declared(PORT, SERVE, "port of the extender listener"))
-    scheduler_port: int = field(
-        default=8445,
-        metadata=declared(PORT, SERVE, "port of the extender listener on loopback, with --scheduler-certs"),
+    extender_port: int = setting(8444, kinds.PORT, SERVE, "port of the extender listener")
+    scheduler_port: int = setting(
+        8445, kinds.PORT, SERVE, "port of the extender listener on loopback, with --scheduler-certs"
     )
-    scheduler_certs: Path | None = field(
-        default=None,
-        metadata=declared(
-            DIRECTORY,
-            SERVE,
-            "certificates of `gpuwarden certs scheduler`: `serve` is the extender of a kube-scheduler in the same Pod, "
-            "and /health and /ready report whether one holds the Lease. Not set: no such scheduler",
-        ),
+    scheduler_certs: Path | None = setting(
+        None,
+        kinds.DIRECTORY,
+        SERVE,
+        "certificates of `gpuwarden certs scheduler`: `serve` is the extender of a kube-scheduler in the same Pod, "
+        "and /health and /ready report whether one holds the Lease. Not set: no such scheduler",
     )
-    scheduler_lease: str = field(
-        default="gpuwarden-scheduler",
-        metadata=declared(NAME, SERVE, "the Lease of that kube-scheduler, in --lease-namespace"),
+    scheduler_lease: str = setting(
+        "gpuwarden-scheduler", kinds.NAME, SERVE, "the Lease of that kube-scheduler, in --lease-namespace"
     )
     # Less than the 30 s of a Pod's default grace period.
-    drain_timeout: timedelta = field(
-        default=timedelta(seconds=25),
-        metadata=declared(
-            DURATION, LISTENING, "how long requests in flight may take after the process is asked to stop"
-        ),
+    drain_timeout: timedelta = setting(
+        timedelta(seconds=25),
+        kinds.DURATION,
+        LISTENING,
+        "how long requests in flight may take after the process is asked to stop",
     )
 
-    max_body_memory: int = field(
-        default=0,
-        metadata=declared(
-            COUNT,
-            SERVE,
-            "memory in MiB for the bodies of requests in flight, parsed bodies included; 0: a quarter of the"
-            " container's limit, 64 to 128",
-        ),
+    max_body_memory: int = setting(
+        0,
+        kinds.COUNT,
+        SERVE,
+        "memory in MiB for the bodies of requests in flight, parsed bodies included; 0: a quarter of the container's "
+        "limit, 64 to 128",
     )
-    max_reviews: int = field(
-        default=0,
-        metadata=declared(
-            COUNT, SERVE, "number of reviews that are judged concurrently, without reviews of Bindings; 0: 512"
-        ),
+    max_reviews: int = setting(
+        0, kinds.COUNT, SERVE, "number of reviews that are judged concurrently, without reviews of Bindings; 0: 512"
     )
-    max_connections: int = field(
-        default=0,
-        metadata=declared(
-            COUNT,
-            SERVE,
-            "number of concurrent connections to all listeners, the last 16 reserved for the plain listener;"
-            " 0: half of the process's limit of open files, at most 768",
-        ),
+    max_connections: int = setting(
+        0,
+        kinds.COUNT,
+        SERVE,
+        "number of concurrent connections to all listeners, the last 16 reserved for the plain listener; 0: half of "
+        "the process's limit of open files, at most 768",
     )
 
-    tls_cert: Path | None = field(
-        default=None, metadata=declared(FILE, SERVE, "certificate chain of the TLS listeners (PEM); requires --tls-key")
+    tls_cert: Path | None = setting(
+        None, kinds.FILE, SERVE, "certificate chain of the TLS listeners (PEM); requires --tls-key"
     )
-    tls_key: Path | None = field(
-        default=None, metadata=declared(FILE, SERVE, "private key of the TLS listeners (PEM); requires --tls-cert")
+    tls_key: Path | None = setting(
+        None, kinds.FILE, SERVE, "private key of the TLS listeners (PEM); requires --tls-cert"
     )
-    client_ca: Path | None = field(
-        default=None,
-        metadata=declared(
-            FILE,
-            SERVE,
-            "CAs of the client certificates that /mutate and /validate require (PEM); they must sign only "
-            "the API server's certificates",
-        ),
+    client_ca: Path | None = setting(
+        None,
+        kinds.FILE,
+        SERVE,
+        "CAs of the client certificates that /mutate and /validate require (PEM); they must sign only the API "
+        "server's certificates",
     )
-    extender_client_ca: Path | None = field(
-        default=None,
-        metadata=declared(
-            FILE, SERVE, "CAs of the client certificates that the extender listener requires of every caller (PEM)"
-        ),
+    extender_client_ca: Path | None = setting(
+        None,
+        kinds.FILE,
+        SERVE,
+        "CAs of the client certificates that the extender listener requires of every caller (PEM)",
     )
-    extender_plain_address: str | None = field(
-        default=None,
-        metadata=declared(
-            ADDRESS,
-            SERVE,
-            "address at which /filter and /healthz are also served in plain HTTP; not set: none",
-            older_variable="BGS_LISTEN_ADDR",
-        ),
+    extender_plain_address: str | None = setting(
+        None,
+        kinds.ADDRESS,
+        SERVE,
+        "address at which /filter and /healthz are also served in plain HTTP; not set: none",
+        older_variable="BGS_LISTEN_ADDR",
     )
-    extender_plain_anywhere: bool = field(
-        default=False,
-        metadata=declared(
-            BOOLEAN,
-            SERVE,
-            "allow --extender-plain-address to be another address than loopback: everyone who reaches it may"
-            " ask, and could forge answers",
-        ),
+    extender_plain_anywhere: bool = setting(
+        False,
+        kinds.BOOLEAN,
+        SERVE,
+        "allow --extender-plain-address to be another address than loopback: everyone who reaches it may ask, and "
+        "could forge answers",
     )
-    review_token_audience: str | None = field(
-        default=None,
-        metadata=declared(
-            AUDIENCE,
-            SERVE,
-            "audience of the bearer token that /mutate and /validate require; not set: they require no token",
-        ),
+    review_token_audience: str | None = setting(
+        None,
+        kinds.AUDIENCE,
+        SERVE,
+        "audience of the bearer token that /mutate and /validate require; not set: they require no token",
     )
-    review_callers: tuple[str, ...] = field(
-        default=(),
-        metadata=declared(
-            USERS,
-            SERVE,
-            "users whose tokens /mutate and /validate accept; not set: all users; requires --review-token-audience",
-        ),
+    review_callers: tuple[str, ...] = setting(
+        (),
+        kinds.USERS,
+        SERVE,
+        "users whose tokens /mutate and /validate accept; not set: all users; requires --review-token-audience",
     )
-    pending_per_namespace: int = field(
-        default=1000,
-        metadata=declared(
-            COUNT,
-            SERVE,
-            "GPUs of a namespace that may be reserved at once for pods that do not exist yet; 0: unlimited, "
-            "as without a cluster if not set, and if callers of /mutate have to prove who they are",
-        ),
+    pending_per_namespace: int = setting(
+        1000,
+        kinds.COUNT,
+        SERVE,
+        "GPUs of a namespace that may be reserved at once for pods that do not exist yet; 0: unlimited, as without a "
+        "cluster if not set, and if callers of /mutate have to prove who they are",
     )
-    pending_share: int = field(
-        default=50,
-        metadata=declared(
-            PERCENT,
-            SERVE,
-            "percentage of the fleet's GPUs that may be reserved for pods that do not exist yet; each "
-            "namespace may have a part of it; 0: unlimited, as without a cluster if not set, and if callers "
-            "of /mutate have to prove who they are",
-        ),
+    pending_share: int = setting(
+        50,
+        kinds.PERCENT,
+        SERVE,
+        "percentage of the fleet's GPUs that may be reserved for pods that do not exist yet; each namespace may have "
+        "a part of it; 0: unlimited, as without a cluster if not set, and if callers of /mutate have to prove who "
+        "they are",
     )
 
-    kubeconfig: Path | None = field(
-        default=None, metadata=declared(FILE, CLUSTER, "kubeconfig of the cluster; replaces the next four settings")
+    kubeconfig: Path | None = setting(
+        None, kinds.FILE, CLUSTER, "kubeconfig of the cluster; replaces the next four settings"
     )
-    kubernetes_url: str | None = field(
-        default=None,
-        metadata=declared(
-            URL, CLUSTER, "URL of the API server; requires --access-token and --ca-certificate", short="k"
-        ),
+    kubernetes_url: str | None = setting(
+        None, kinds.URL, CLUSTER, "URL of the API server; requires --access-token and --ca-certificate", short="k"
     )
-    access_token: Path | None = field(
-        default=None, metadata=declared(FILE, CLUSTER, "file with the bearer token for the API server", short="t")
+    access_token: Path | None = setting(
+        None, kinds.FILE, CLUSTER, "file with the bearer token for the API server", short="t"
     )
-    ca_certificate: Path | None = field(
-        default=None, metadata=declared(FILE, CLUSTER, "CA of the API server (PEM)", short="c")
-    )
-    in_cluster: bool = field(
-        default=False,
-        metadata=declared(
-            BOOLEAN, CLUSTER, "use the cluster of the Pod that this process runs in, with the mounted service account"
-        ),
+    ca_certificate: Path | None = setting(None, kinds.FILE, CLUSTER, "CA of the API server (PEM)", short="c")
+    in_cluster: bool = setting(
+        False,
+        kinds.BOOLEAN,
+        CLUSTER,
+        "use the cluster of the Pod that this process runs in, with the mounted service account",
     )
 
-    inventory: Path | None = field(
-        default=None,
-        metadata=declared(
-            FILE, PROVIDERS, "nodes and devices (YAML or JSON); not set and no cluster: examples/inventory.yaml"
-        ),
+    inventory: Path | None = setting(
+        None, kinds.FILE, PROVIDERS, "nodes and devices (YAML or JSON); not set and no cluster: examples/inventory.yaml"
     )
-    ledger: str = field(
-        default="memory",
-        metadata=declared(
-            LEDGER, FLEET | AUDIT, "where reservations are stored; not set: in the cluster if one is configured"
-        ),
+    ledger: str = setting(
+        "memory",
+        kinds.LEDGER,
+        FLEET | AUDIT,
+        "where reservations are stored; not set: in the cluster if one is configured",
     )
-    lease_namespace: str = field(
-        default="default",
-        metadata=declared(
-            NAMESPACE,
-            SERVE | RECONCILE | AUDIT,
-            "namespace of the Leases that elect one of several reconcilers; not set, with --in-cluster: the Pod's own",
-        ),
+    lease_namespace: str = setting(
+        "default",
+        kinds.NAMESPACE,
+        SERVE | RECONCILE | AUDIT,
+        "namespace of the Leases that elect one of several reconcilers; not set, with --in-cluster: the Pod's own",
     )
-    pending_deadline: timedelta = field(
-        default=timedelta(seconds=90),
-        metadata=declared(
-            INTERVAL,
-            FLEET | RELEASE,
-            "how long a reservation waits for its pod to exist before gpuwarden asks the API server for the "
-            "pod; not set, in a cluster: 15s",
-        ),
+    pending_deadline: timedelta = setting(
+        timedelta(seconds=90),
+        kinds.INTERVAL,
+        FLEET | RELEASE,
+        "how long a reservation waits for its pod to exist before gpuwarden asks the API server for the pod; not set, "
+        "in a cluster: 15s",
     )
-    bind_deadline: timedelta = field(
-        default=timedelta(minutes=5),
-        metadata=declared(
-            INTERVAL, PODS, "how long a pod that exists keeps its GPUs without being bound to their node"
-        ),
+    bind_deadline: timedelta = setting(
+        timedelta(minutes=5),
+        kinds.INTERVAL,
+        PODS,
+        "how long a pod that exists keeps its GPUs without being bound to their node",
     )
-    on_bind_deadline: str = field(
-        default="remove",
-        metadata=declared(
-            ON_BIND_DEADLINE,
-            RECONCILE,
-            "what happens to a pod that is not bound in time: `remove` deletes it if a controller recreates "
-            "it, `keep` keeps it",
-        ),
+    on_bind_deadline: str = setting(
+        "remove",
+        kinds.ON_BIND_DEADLINE,
+        RECONCILE,
+        "what happens to a pod that is not bound in time: `remove` deletes it if a controller recreates it, `keep` "
+        "keeps it",
     )
-    max_grace: timedelta = field(
-        default=timedelta(hours=1),
-        metadata=declared(
-            INTERVAL,
-            PODS,
-            "how long the containers of a pod with GPUs may take to stop; also how long gpuwarden waits for "
-            "the containers of a pod whose end it did not see and whose grace period is not stored",
-        ),
+    max_grace: timedelta = setting(
+        timedelta(hours=1),
+        kinds.INTERVAL,
+        PODS,
+        "how long the containers of a pod with GPUs may take to stop; also how long gpuwarden waits for the "
+        "containers of a pod whose end it did not see and whose grace period is not stored",
     )
-    orphan_margin: timedelta = field(
-        default=timedelta(seconds=90),
-        metadata=declared(
-            INTERVAL,
-            RECONCILE,
-            "how long after its grace period the GPUs of a pod whose end was not seen stay reserved; less "
-            "than the control plane needs to notice a dead kubelet is not safe",
-        ),
+    orphan_margin: timedelta = setting(
+        timedelta(seconds=90),
+        kinds.INTERVAL,
+        RECONCILE,
+        "how long after its grace period the GPUs of a pod whose end was not seen stay reserved; less than the "
+        "control plane needs to notice a dead kubelet is not safe",
     )
-    orphans_per_namespace: int = field(
-        default=1000,
-        metadata=declared(
-            COUNT,
-            SERVE | RECONCILE,
-            "GPUs of a namespace that pods may hold which are gone but may still run, before the namespace "
-            "gets no more; 0: unlimited",
-        ),
+    orphans_per_namespace: int = setting(
+        1000,
+        kinds.COUNT,
+        SERVE | RECONCILE,
+        "GPUs of a namespace that pods may hold which are gone but may still run, before the namespace gets no more; "
+        "0: unlimited",
     )
-    evidence: tuple[str, ...] = field(
-        default=("static",),
-        metadata=declared(EVIDENCE, FLEET, "evidence providers; all of them have to prove a node, with the same hash"),
+    evidence: tuple[str, ...] = setting(
+        ("static",), EVIDENCE, FLEET, "evidence providers; all of them have to prove a node, with the same hash"
     )
-    require_evidence: str = field(
-        default="asked",
-        metadata=declared(
-            REQUIRE_EVIDENCE,
-            FLEET | AUDIT,
-            "which claims need a proven node: `asked`, those that ask for a hash, or `all`; not set: `all` "
-            "in a cluster",
-        ),
+    require_evidence: str = setting(
+        "asked",
+        kinds.REQUIRE_EVIDENCE,
+        FLEET | AUDIT,
+        "which claims need a proven node: `asked`, those that ask for a hash, or `all`; not set: `all` in a cluster",
     )
-    on_evidence_lost: str = field(
-        default="report",
-        metadata=declared(
-            ON_EVIDENCE_LOST,
-            RECONCILE,
-            "what happens when evidence ends under a pod: `report` it, `taint` the node, or `evict` the pod",
-        ),
+    on_evidence_lost: str = setting(
+        "report",
+        kinds.ON_EVIDENCE_LOST,
+        RECONCILE,
+        "what happens when evidence ends under a pod: `report` it, `taint` the node, or `evict` the pod",
     )
-    node_hash_map: Mapping[str, str] = field(
-        default=MappingProxyType({}),
-        metadata=declared(HASHES, FLEET, "static evidence, for development only", older_variable="BGS_NODE_HASH_MAP"),
+    node_hash_map: Mapping[str, str] = setting(
+        MappingProxyType({}),
+        kinds.HASHES,
+        FLEET,
+        "static evidence, for development only",
+        older_variable="BGS_NODE_HASH_MAP",
     )
-    bundle_endpoint: str | None = field(
-        default=None,
-        metadata=declared(
-            HTTPS_URL, SERVE, "SPIFFE bundle endpoint with the trust domain's keys; not set: the Workload API"
-        ),
+    bundle_endpoint: str | None = setting(
+        None, kinds.HTTPS_URL, SERVE, "SPIFFE bundle endpoint with the trust domain's keys; not set: the Workload API"
     )
-    bundle_endpoint_profile: str = field(
-        default="https_web",
-        metadata=declared(
-            BUNDLE_PROFILE,
-            SERVE,
-            "how the bundle endpoint is authenticated: by its host name (https_web) or by its SPIFFE ID (https_spiffe)",
-        ),
+    bundle_endpoint_profile: str = setting(
+        "https_web",
+        kinds.BUNDLE_PROFILE,
+        SERVE,
+        "how the bundle endpoint is authenticated: by its host name (https_web) or by its SPIFFE ID (https_spiffe)",
     )
-    bundle_endpoint_ca: Path | None = field(
-        default=None,
-        metadata=declared(
-            FILE,
-            SERVE,
-            "CAs of the bundle endpoint (PEM); for https_web they replace the system's, for https_spiffe "
-            "they are the initial roots, which the Workload API has too",
-        ),
+    bundle_endpoint_ca: Path | None = setting(
+        None,
+        kinds.FILE,
+        SERVE,
+        "CAs of the bundle endpoint (PEM); for https_web they replace the system's, for https_spiffe they are the "
+        "initial roots, which the Workload API has too",
     )
-    bundle_endpoint_id: str | None = field(
-        default=None,
-        metadata=declared(
-            SPIFFE_ID, SERVE, "SPIFFE ID of the bundle endpoint, for https_spiffe; not set: the ID of a SPIRE Server"
-        ),
+    bundle_endpoint_id: str | None = setting(
+        None,
+        kinds.SPIFFE_ID,
+        SERVE,
+        "SPIFFE ID of the bundle endpoint, for https_spiffe; not set: the ID of a SPIRE Server",
     )
-    max_bundle_age: timedelta = field(
-        default=timedelta(hours=1),
-        metadata=declared(
-            INTERVAL, SERVE, "how long the trust domain's keys are valid while their source does not answer"
-        ),
+    max_bundle_age: timedelta = setting(
+        timedelta(hours=1),
+        kinds.INTERVAL,
+        SERVE,
+        "how long the trust domain's keys are valid while their source does not answer",
     )
-    evidence_id: str = field(
-        default=DEFAULT_TEMPLATE,
-        metadata=declared(
-            EVIDENCE_ID, SERVE | ATTEST, "SPIFFE IDs that name node and hash; a dot stands for each colon of the hash"
-        ),
+    evidence_id: str = setting(
+        DEFAULT_TEMPLATE,
+        kinds.EVIDENCE_ID,
+        SERVE | ATTEST,
+        "SPIFFE IDs that name node and hash; a dot stands for each colon of the hash",
     )
-    nonce_key: Path | None = field(
-        default=None,
-        metadata=declared(
-            FILE,
-            SERVE,
-            "key of the challenges, 32 random bytes or more, the same for all replicas; required for jwt-"
-            "svid in a cluster",
-        ),
+    nonce_key: Path | None = setting(
+        None,
+        kinds.FILE,
+        SERVE,
+        "key of the challenges, 32 random bytes or more, the same for all replicas; required for jwt-svid in a cluster",
     )
-    spire_server: str | None = field(
-        default=None, metadata=declared(SERVER, PROVIDERS, "SPIRE Server that is asked about its agents")
+    spire_server: str | None = setting(None, kinds.SERVER, PROVIDERS, "SPIRE Server that is asked about its agents")
+    spire_trust_domain: str | None = setting(
+        None, kinds.TRUST_DOMAIN_NAME, PROVIDERS | ATTEST, "trust domain whose evidence counts"
     )
-    spire_trust_domain: str | None = field(
-        default=None, metadata=declared(TRUST_DOMAIN_NAME, PROVIDERS | ATTEST, "trust domain whose evidence counts")
+    spire_workload_api: str | None = setting(
+        None,
+        kinds.SOCKET,
+        PROVIDERS | ATTEST,
+        "SPIFFE Workload API, the source of gpuwarden's SVID and of the trust bundle",
     )
-    spire_workload_api: str | None = field(
-        default=None,
-        metadata=declared(
-            SOCKET, PROVIDERS | ATTEST, "SPIFFE Workload API, the source of gpuwarden's SVID and of the trust bundle"
-        ),
+    spire_own_id: str | None = setting(
+        None,
+        kinds.SPIFFE_ID,
+        PROVIDERS,
+        "SPIFFE ID of the SVID that is presented to SPIRE Server; not set: the first one of the Workload API",
     )
-    spire_own_id: str | None = field(
-        default=None,
-        metadata=declared(
-            SPIFFE_ID,
-            PROVIDERS,
-            "SPIFFE ID of the SVID that is presented to SPIRE Server; not set: the first one of the Workload API",
-        ),
+    spire_attestors: tuple[str, ...] = setting(
+        ("x509pop",),
+        kinds.ATTESTORS,
+        PROVIDERS,
+        "node attestors that are trusted; agents of other attestors prove nothing",
     )
-    spire_attestors: tuple[str, ...] = field(
-        default=("x509pop",),
-        metadata=declared(
-            ATTESTORS, PROVIDERS, "node attestors that are trusted; agents of other attestors prove nothing"
-        ),
+    spire_node_selector: str = setting(
+        "x509pop:san:node-name", kinds.NODE_NAMING, PROVIDERS, "where an agent names its node"
     )
-    spire_node_selector: str = field(
-        default="x509pop:san:node-name",
-        metadata=declared(NODE_NAMING, PROVIDERS, "where an agent names its node"),
+    spire_hash_selector: str = setting(
+        "x509pop:san:attestation-hash", kinds.HASH_NAMING, PROVIDERS, "where an agent names its hash"
     )
-    spire_hash_selector: str = field(
-        default="x509pop:san:attestation-hash",
-        metadata=declared(HASH_NAMING, PROVIDERS, "where an agent names its hash"),
+    spire_agent_ttl: timedelta = setting(
+        timedelta(hours=1),
+        kinds.INTERVAL,
+        PROVIDERS,
+        "SPIRE Server's `agent_ttl`, exactly: the age of evidence is computed from it",
     )
-    spire_agent_ttl: timedelta = field(
-        default=timedelta(hours=1),
-        metadata=declared(
-            INTERVAL, PROVIDERS, "SPIRE Server's `agent_ttl`, exactly: the age of evidence is computed from it"
-        ),
+    max_evidence_age: timedelta = setting(
+        timedelta(minutes=40), kinds.INTERVAL, FLEET, "how long evidence is valid after the attestation"
     )
-    max_evidence_age: timedelta = field(
-        default=timedelta(minutes=40),
-        metadata=declared(INTERVAL, FLEET, "how long evidence is valid after the attestation"),
+    evidence_poll: timedelta = setting(
+        timedelta(seconds=5), kinds.INTERVAL, PROVIDERS, "how often evidence providers are polled, at most"
     )
-    evidence_poll: timedelta = field(
-        default=timedelta(seconds=5),
-        metadata=declared(INTERVAL, PROVIDERS, "how often evidence providers are polled, at most"),
+    clock_skew: timedelta = setting(
+        timedelta(seconds=5), kinds.DURATION, FLEET | RELEASE, "how much the clocks of other machines may differ"
     )
-    clock_skew: timedelta = field(
-        default=timedelta(seconds=5),
-        metadata=declared(DURATION, FLEET | RELEASE, "how much the clocks of other machines may differ"),
-    )
-    reload_interval: timedelta = field(
-        default=timedelta(seconds=1),
-        metadata=declared(
-            INTERVAL, SERVE | SCORE, "how often certificates and the inventory file are checked for changes"
-        ),
+    reload_interval: timedelta = setting(
+        timedelta(seconds=1),
+        kinds.INTERVAL,
+        SERVE | SCORE,
+        "how often certificates and the inventory file are checked for changes",
     )
 
-    when_unavailable: str = field(
-        default="deny",
-        metadata=declared(
-            WHEN_UNAVAILABLE,
-            PODS,
-            "what happens to a pod if no GPU is free: `deny` refuses it, `queue` creates it with a "
-            "scheduling gate that `reconcile` removes; in a cluster, pods with a placement map are always "
-            "queued",
-        ),
+    when_unavailable: str = setting(
+        "deny",
+        kinds.WHEN_UNAVAILABLE,
+        PODS,
+        "what happens to a pod if no GPU is free: `deny` refuses it, `queue` creates it with a scheduling gate that "
+        "`reconcile` removes; in a cluster, pods with a placement map are always queued",
     )
-    map_visible: str = field(
-        default="uuid",
-        metadata=declared(
-            MAP_VISIBLE,
-            PODS,
-            "how containers see the GPUs of a placement map: by UUID, or by the index in the map; index "
-            "requires --injection cuda",
-        ),
+    map_visible: str = setting(
+        "uuid",
+        kinds.MAP_VISIBLE,
+        PODS,
+        "how containers see the GPUs of a placement map: by UUID, or by the index in the map; index requires "
+        "--injection cuda",
     )
-    injection: str = field(
-        default="nvidia",
-        metadata=declared(
-            INJECTION,
-            PODS,
-            "variables that give a container its GPUs: NVIDIA_VISIBLE_DEVICES and CUDA_VISIBLE_DEVICES, or only "
-            "the latter",
-        ),
+    injection: str = setting(
+        "nvidia",
+        kinds.INJECTION,
+        PODS,
+        "variables that give a container its GPUs: NVIDIA_VISIBLE_DEVICES and CUDA_VISIBLE_DEVICES, or only the latter",
     )
-    runtime_class: str | None = field(
-        default=None,
-        metadata=declared(NAME, PODS, "RuntimeClass of pods with GPUs that name none; not set: unchanged"),
+    runtime_class: str | None = setting(
+        None, kinds.NAME, PODS, "RuntimeClass of pods with GPUs that name none; not set: unchanged"
     )
-    opt_in_label: str = field(
-        default=keys.OPT_IN.name,
-        metadata=declared(
-            LABEL_KEY,
-            FLEET - EXPLAIN | AUDIT,
-            "label that opts a namespace in, the same as in the webhook configurations; "
-            f"{keys.OPT_IN.aliases[0]} opts in too",
-        ),
+    opt_in_label: str = setting(
+        keys.OPT_IN.name,
+        kinds.LABEL_KEY,
+        FLEET - EXPLAIN | AUDIT,
+        "label that opts a namespace in, the same as in the webhook configurations; "
+        f"{keys.OPT_IN.aliases[0]} opts in too",
     )
-    gpu_resource: str = field(
-        default="nvidia.com/gpu", metadata=declared(RESOURCE, PODS, "resource by which containers ask for GPUs")
+    gpu_resource: str = setting("nvidia.com/gpu", kinds.RESOURCE, PODS, "resource by which containers ask for GPUs")
+    host_paths: tuple[str, ...] = setting(
+        (),
+        kinds.HOST_PATHS,
+        RECONCILE | AUDIT,
+        "directories of nodes that pods of opted-in namespaces may mount read-only; the same as in the policies",
     )
-    host_paths: tuple[str, ...] = field(
-        default=(),
-        metadata=declared(
-            HOST_PATHS,
-            RECONCILE | AUDIT,
-            "directories of nodes that pods of opted-in namespaces may mount read-only; the same as in the policies",
-        ),
-    )
-    write_aliases: bool = field(
-        default=True, metadata=declared(BOOLEAN, PODS, "also write the annotations of the older systems")
-    )
-    required_hash_alias: str = field(
-        default=claim_keys.REQUIRED_HASH.aliases[0],
-        metadata=declared(
-            ANNOTATION_KEY,
-            PODS,
-            f"additional name of the annotation {claim_keys.REQUIRED_HASH.name}",
-            older_variable="BGS_REQUIRED_ANNOTATION",
-        ),
+    write_aliases: bool = setting(True, kinds.BOOLEAN, PODS, "also write the annotations of the older systems")
+    required_hash_alias: str = setting(
+        claim_keys.REQUIRED_HASH.aliases[0],
+        kinds.ANNOTATION_KEY,
+        PODS,
+        f"additional name of the annotation {claim_keys.REQUIRED_HASH.name}",
+        older_variable="BGS_REQUIRED_ANNOTATION",
     )
 
-    scorer: str | None = field(
-        default=None,
-        metadata=declared(
-            URL,
-            SCORING,
-            "scorer that is asked for hints; `/v1/score` is appended; not set: none",
-            older_variable="SCHEDULER_URL",
-        ),
+    scorer: str | None = setting(
+        None,
+        kinds.URL,
+        SCORING,
+        "scorer that is asked for hints; `/v1/score` is appended; not set: none",
+        older_variable="SCHEDULER_URL",
     )
-    scorer_ca: Path | None = field(
-        default=None, metadata=declared(FILE, SCORING, "CAs of an https scorer (PEM), instead of the system's")
+    scorer_ca: Path | None = setting(None, kinds.FILE, SCORING, "CAs of an https scorer (PEM), instead of the system's")
+    scorer_timeout: timedelta = setting(
+        timedelta(seconds=2),
+        kinds.INTERVAL,
+        SCORING,
+        "how long a pod waits for hints, at most half of the time that its review has left",
+        older_variable="TIMEOUT_SECONDS",
+        older_is_lenient=True,
     )
-    scorer_timeout: timedelta = field(
-        default=timedelta(seconds=2),
-        metadata=declared(
-            INTERVAL,
-            SCORING,
-            "how long a pod waits for hints, at most half of the time that its review has left",
-            older_variable="TIMEOUT_SECONDS",
-            older_is_lenient=True,
-        ),
+    hint_pods: bool = setting(
+        True, kinds.BOOLEAN, SCORING, "ask the scorer for hints", older_variable="ENABLE_MUTATION"
     )
-    hint_pods: bool = field(
-        default=True,
-        metadata=declared(BOOLEAN, SCORING, "ask the scorer for hints", older_variable="ENABLE_MUTATION"),
-    )
-    priority_buckets: tuple[Mapping[str, object], ...] = field(
-        default=(
+    priority_buckets: tuple[Mapping[str, object], ...] = setting(
+        (
             {"minScore": 90, "priorityClassName": "gpu-ultra"},
             {"minScore": 70, "priorityClassName": "gpu-high"},
             {"minScore": 50, "priorityClassName": "gpu-medium"},
             {"minScore": 0, "priorityClassName": "gpu-default"},
         ),
-        metadata=declared(BUCKETS, SCORING, "PriorityClass for each minimum score", older_variable="PRIORITY_BUCKETS"),
+        kinds.BUCKETS,
+        SCORING,
+        "PriorityClass for each minimum score",
+        older_variable="PRIORITY_BUCKETS",
     )
-    tenant_priorities: Mapping[str, float] = field(
-        default=MappingProxyType({}),
-        metadata=declared(SCORES, SCORE, "priority scores of tenants; all others have 50"),
-    )
-
-    server: str | None = field(
-        default=None,
-        metadata=declared(HTTPS_URL, ATTEST | EXPLAIN, "TLS listener of `serve`"),
-    )
-    server_ca: Path | None = field(
-        default=None,
-        metadata=declared(FILE, ATTEST | EXPLAIN, "CAs of --server (PEM); not set: the system's"),
-    )
-    node: str | None = field(default=None, metadata=declared(NODE, ATTEST, "name of this node"))
-    runtime_socket: str | None = field(
-        default=None,
-        metadata=declared(
-            SOCKET,
-            ATTEST,
-            "the node's container runtime (CRI), such as `unix:/run/containerd/containerd.sock`; with it "
-            "`attest` reports which orphaned pods have ended",
-        ),
-    )
-    pod_resources_socket: str = field(
-        default="unix:/var/lib/kubelet/pod-resources/kubelet.sock",
-        metadata=declared(SOCKET, ATTEST, "the kubelet's PodResources API, which `attest` asks as well"),
-    )
-    pod_uid: str | None = field(
-        default=None,
-        metadata=declared(
-            AUDIENCE, ATTEST, "UID of the pod that `attest` runs in, which container runtime and kubelet have to know"
-        ),
+    tenant_priorities: Mapping[str, float] = setting(
+        MappingProxyType({}), kinds.SCORES, SCORE, "priority scores of tenants; all others have 50"
     )
 
-    certs_namespace: str = field(
-        default="gpuwarden",
-        metadata=declared(
-            NAMESPACE,
-            CERTS | RECONCILE | AUDIT,
-            "namespace of the Service of `serve` and of the Secret",
-        ),
+    server: str | None = setting(None, kinds.HTTPS_URL, ATTEST | EXPLAIN, "TLS listener of `serve`")
+    server_ca: Path | None = setting(None, kinds.FILE, ATTEST | EXPLAIN, "CAs of --server (PEM); not set: the system's")
+    node: str | None = setting(None, kinds.NODE, ATTEST, "name of this node")
+    runtime_socket: str | None = setting(
+        None,
+        kinds.SOCKET,
+        ATTEST,
+        "the node's container runtime (CRI), such as `unix:/run/containerd/containerd.sock`; with it `attest` reports "
+        "which orphaned pods have ended",
     )
-    certs_service: str = field(
-        default="gpuwarden", metadata=declared(NAMESPACE, CERTS, "Service that the certificate is for")
+    pod_resources_socket: str = setting(
+        "unix:/var/lib/kubelet/pod-resources/kubelet.sock",
+        kinds.SOCKET,
+        ATTEST,
+        "the kubelet's PodResources API, which `attest` asks as well",
     )
-    certs_names: tuple[str, ...] = field(
-        default=(), metadata=declared(HOSTS, CERTS, "additional subject alternative names of the certificate")
-    )
-    certs_secret: str = field(
-        default="gpuwarden-certs", metadata=declared(NAME, CERTS, "Secret with CA and certificate")
-    )
-    certs_configurations: tuple[str, ...] = field(
-        default=("gpuwarden",),
-        metadata=declared(OBJECT_NAMES, CERTS, "mutating and validating webhook configurations that get the CA bundle"),
-    )
-    certs_dir: Path | None = field(
-        default=None,
-        metadata=declared(
-            DIRECTORY, CERTS, "directory in which the certificate is also written as files; not set: none"
-        ),
-    )
-    certs_leaf_life: timedelta = field(
-        default=timedelta(hours=2160), metadata=declared(LIFETIME, CERTS, "lifetime of a certificate")
-    )
-    certs_renew_before: timedelta = field(
-        default=timedelta(hours=360),
-        metadata=declared(LIFETIME, CERTS, "how long before its end a certificate is renewed"),
-    )
-    certs_ca_life: timedelta = field(
-        default=timedelta(hours=8760),
-        metadata=declared(LIFETIME, CERTS, "lifetime of a CA, including the certificates that it signs"),
-    )
-    certs_settle: timedelta = field(
-        default=timedelta(minutes=1),
-        metadata=declared(DURATION, CERTS, "how long a new CA is in the webhook configurations before it signs"),
-    )
-    certs_look_interval: timedelta = field(
-        default=timedelta(seconds=10),
-        metadata=declared(INTERVAL, CERTS_KEEP, "how often Secret and webhook configurations are checked"),
+    pod_uid: str | None = setting(
+        None,
+        kinds.AUDIENCE,
+        ATTEST,
+        "UID of the pod that `attest` runs in, which container runtime and kubelet have to know",
     )
 
-    log_level: str = field(default="info", metadata=declared(LOG_LEVEL, ALL, "minimum log level", short="l"))
+    certs_namespace: str = setting(
+        "gpuwarden", kinds.NAMESPACE, CERTS | RECONCILE | AUDIT, "namespace of the Service of `serve` and of the Secret"
+    )
+    certs_service: str = setting("gpuwarden", kinds.NAMESPACE, CERTS, "Service that the certificate is for")
+    certs_names: tuple[str, ...] = setting(
+        (), kinds.HOSTS, CERTS, "additional subject alternative names of the certificate"
+    )
+    certs_secret: str = setting("gpuwarden-certs", kinds.NAME, CERTS, "Secret with CA and certificate")
+    certs_configurations: tuple[str, ...] = setting(
+        ("gpuwarden",),
+        kinds.OBJECT_NAMES,
+        CERTS,
+        "mutating and validating webhook configurations that get the CA bundle",
+    )
+    certs_dir: Path | None = setting(
+        None, kinds.DIRECTORY, CERTS, "directory in which the certificate is also written as files; not set: none"
+    )
+    certs_leaf_life: timedelta = setting(timedelta(hours=2160), kinds.LIFETIME, CERTS, "lifetime of a certificate")
+    certs_renew_before: timedelta = setting(
+        timedelta(hours=360), kinds.LIFETIME, CERTS, "how long before its end a certificate is renewed"
+    )
+    certs_ca_life: timedelta = setting(
+        timedelta(hours=8760), kinds.LIFETIME, CERTS, "lifetime of a CA, including the certificates that it signs"
+    )
+    certs_settle: timedelta = setting(
+        timedelta(minutes=1),
+        kinds.DURATION,
+        CERTS,
+        "how long a new CA is in the webhook configurations before it signs",
+    )
+    certs_look_interval: timedelta = setting(
+        timedelta(seconds=10), kinds.INTERVAL, CERTS_KEEP, "how often Secret and webhook configurations are checked"
+    )
+
+    log_level: str = setting("info", kinds.LOG_LEVEL, ALL, "minimum log level", short="l")
 
     # By setting: "flag --port", "variable GPUWARDEN_PORT", "key port in FILE" or "default".
     sources: Mapping[str, str] = field(factory=dict, eq=False, repr=False)
@@ -881,7 +719,7 @@ class SettingsReader(TableReader):
         ports: dict[object, list[str]] = {}
         for one in SETTINGS:
             is_bad = one.name in self.given and one.name not in values
-            if one.kind is PORT and self.reads(one.name) and not is_bad:
+            if one.kind is kinds.PORT and self.reads(one.name) and not is_bad:
                 ports.setdefault(values.get(one.name, one.default), []).append(one.name)
         for port, names in ports.items():
             if port != 0 and len(names) > 1:

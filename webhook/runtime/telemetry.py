@@ -8,7 +8,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
-from typing import Final, Generic, Literal, TypeVar
+from typing import Any, Final, Generic, Literal, TypeVar
 
 import msgspec
 import prometheus_client
@@ -16,6 +16,7 @@ import structlog
 from attrs import field, frozen
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.registry import Collector
 from structlog.typing import EventDict, Processor, WrappedLogger
 
@@ -30,7 +31,7 @@ from webhook.runtime.setting_kinds import LOG_LEVELS
 prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]  # no annotations in the library
 
 K = TypeVar("K")
-V = TypeVar("V")
+M = TypeVar("M", bound=MetricWrapperBase)
 
 # At debug level these libraries log headers (with bearer tokens) and bodies.
 SECRET_LOGGERS: Final = ("hpack", "httpcore", "kubernetes", "urllib3")
@@ -142,87 +143,45 @@ class FleetCounts:
 CountsSource = Callable[[], FleetCounts]
 
 
-@frozen
-class EvidenceCounts:
-    """Counts of pods on nodes whose evidence does not satisfy them."""
-
-    pods_without: int = 0
-
-
 # The age in seconds of the oldest evidence, by its state and by the class of its nodes.
 Ages = Mapping[tuple[str, str], float]
 
 
-class EvidenceCollector(Collector):
-    """Counts at each scrape, also in a process that is not the leader."""
+class ScrapedCollector(Collector, Generic[K]):
+    """Counts at each scrape, so that no gauge must be updated with each change. Registering it counts nothing, because
+    `nothing` is enough for the names."""
 
-    def __init__(self, count: Callable[[], EvidenceCounts]) -> None:
+    def __init__(
+        self, families: Callable[[K], Iterable[GaugeMetricFamily]], count: Callable[[], K], nothing: K
+    ) -> None:
+        self.families = families
         self.count = count
+        self.nothing = nothing
 
     def describe(self) -> Iterable[GaugeMetricFamily]:
-        return evidence_families(EvidenceCounts())
+        return self.families(self.nothing)
 
     def collect(self) -> Iterable[GaugeMetricFamily]:
-        return evidence_families(self.count())
+        return self.families(self.count())
 
 
-def evidence_families(counts: EvidenceCounts) -> Iterator[GaugeMetricFamily]:
+def evidence_families(pods_without: int) -> Iterator[GaugeMetricFamily]:
     about = "Running pods whose node's evidence no longer satisfies them"
-    yield GaugeMetricFamily("gpuwarden_pods_without_evidence", about, counts.pods_without)
+    yield GaugeMetricFamily("gpuwarden_pods_without_evidence", about, pods_without)
 
 
-class AuditCollector(Collector):
-    """Counts at each scrape."""
-
-    def __init__(self, count: Callable[[], Mapping[str, int]]) -> None:
-        self.count = count
-
-    def describe(self) -> Iterable[GaugeMetricFamily]:
-        return [audit_family({})]
-
-    def collect(self) -> Iterable[GaugeMetricFamily]:
-        return [audit_family(self.count())]
-
-
-def audit_family(counts: Mapping[str, int]) -> GaugeMetricFamily:
+def audit_families(counts: Mapping[str, int]) -> Iterator[GaugeMetricFamily]:
     about = "Findings of `gpuwarden audit`, by kind"
-    return family("gpuwarden_audit_findings", about, "kind", tuple(counts), counts)
+    yield family("gpuwarden_audit_findings", about, "kind", tuple(counts), counts)
 
 
-class AgesCollector(Collector):
-    """Computes the ages at each scrape."""
-
-    def __init__(self, ages: Callable[[], Ages]) -> None:
-        self.ages = ages
-
-    def describe(self) -> Iterable[GaugeMetricFamily]:
-        return [age_family({})]
-
-    def collect(self) -> Iterable[GaugeMetricFamily]:
-        return [age_family(self.ages())]
-
-
-def age_family(ages: Ages) -> GaugeMetricFamily:
+def age_families(ages: Ages) -> Iterator[GaugeMetricFamily]:
     about = "Age of the oldest evidence, by state and class of nodes; evidence without a start time is not counted"
     gauge = GaugeMetricFamily("gpuwarden_evidence_age_seconds", about, labels=["state", "node_class"])
     for node_class in sorted({one for _, one in ages}) or [""]:
         for state in EvidenceState:
             gauge.add_metric([state, node_class], ages.get((state, node_class), 0))
-    return gauge
-
-
-class FleetCollector(Collector):
-    """Counts at each scrape, so that no gauge must be updated with each change."""
-
-    def __init__(self, count: CountsSource) -> None:
-        self.count = count
-
-    def describe(self) -> Iterable[GaugeMetricFamily]:
-        """The names only: registering does not count."""
-        return fleet_families(FleetCounts())
-
-    def collect(self) -> Iterable[GaugeMetricFamily]:
-        return fleet_families(self.count())
+    yield gauge
 
 
 def fleet_families(counts: FleetCounts) -> Iterator[GaugeMetricFamily]:
@@ -252,15 +211,16 @@ def family(name: str, about: str, label: str, states: Sequence[str], counts: Map
     return gauge
 
 
-class BoundLabels(dict[K, V], Generic[K, V]):
-    """The children of a metric by their label values, each created once: `labels()` costs more than counting."""
+class BoundLabels(dict[Any, M], Generic[M]):
+    """The children of a metric by their label value, or by the tuple of several, each created once: `labels()` costs
+    more than counting."""
 
-    def __init__(self, bind: Callable[[K], V]) -> None:
+    def __init__(self, metric: M) -> None:
         super().__init__()
-        self.bind = bind
+        self.metric = metric
 
-    def __missing__(self, key: K) -> V:
-        self[key] = self.bind(key)
+    def __missing__(self, key: object) -> M:
+        self[key] = self.metric.labels(*key) if isinstance(key, tuple) else self.metric.labels(key)
         return self[key]
 
 
@@ -269,88 +229,76 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        seconds = Histogram(
+        self._seconds = self._histogram(
             "gpuwarden_admission_duration_seconds",
             "Time from the arrival of a review to its answer",
-            ["operation", "verdict"],
-            registry=self.registry,
-            buckets=ADMISSION_BUCKETS,
+            "operation",
+            "verdict",
         )
-        verdicts = self._counter("gpuwarden_verdicts_total", "Answered reviews by reason", "reason")
-        certificates = self._counter(
+        self._verdicts = self._counter("gpuwarden_verdicts_total", "Answered reviews by reason", "reason")
+        self._certificates = self._counter(
             "gpuwarden_certificate_reloads_total", "Reloads of changed certificates", "listener", "outcome"
         )
-        files = self._counter("gpuwarden_file_reloads_total", "Reloads of changed files", "file", "outcome")
-        requests = self._counter("gpuwarden_http_requests_total", "Answered HTTP requests", "route", "status")
-        not_after = Gauge(
+        self._files = self._counter("gpuwarden_file_reloads_total", "Reloads of changed files", "file", "outcome")
+        self._requests = self._counter("gpuwarden_http_requests_total", "Answered HTTP requests", "route", "status")
+        self._not_after = self._gauge(
             "gpuwarden_certificate_not_after_seconds",
             "Unix time at which the certificate in use expires",
-            ["listener"],
-            registry=self.registry,
+            "listener",
         )
-        review_callers = Gauge(
+        self._review_callers = self._gauge(
             "gpuwarden_review_callers",
             "1 for the method that authenticates callers of /mutate and /validate",
-            ["proof"],
+            "proof",
+        )
+        self._extender = self._histogram(
+            "gpuwarden_extender_duration_seconds", "Time from a scheduler's request to its answer", "verb", "outcome"
+        )
+        self._proofs = self._counter("gpuwarden_evidence_proofs_total", "Answers of nodes to challenges", "outcome")
+        self._bundles = self._counter("gpuwarden_trust_bundle_looks_total", "Fetches of the trust bundle", "outcome")
+        self._nodes = self._counter(
+            "gpuwarden_extender_nodes_total", "Nodes offered by the scheduler, by answer", "answer"
+        )
+        self._events = self._counter("gpuwarden_events_total", "Events about pods and nodes", "reason")
+        self._scorings = self._counter("gpuwarden_scoring_total", "Scoring requests for pods, by outcome", "outcome")
+        self._scoring_seconds = self._histogram(
+            "gpuwarden_scoring_duration_seconds", "Time from a request to a scorer to its outcome", "outcome"
+        )
+        self._conflicts = Counter(
+            "gpuwarden_ledger_conflicts_total",
+            "Placements lost to a concurrent reservation",
             registry=self.registry,
         )
-        extender = Histogram(
-            "gpuwarden_extender_duration_seconds",
-            "Time from a scheduler's request to its answer",
-            ["verb", "outcome"],
-            registry=self.registry,
-            buckets=ADMISSION_BUCKETS,
-        )
-        proofs = self._counter("gpuwarden_evidence_proofs_total", "Answers of nodes to challenges", "outcome")
-        bundles = self._counter("gpuwarden_trust_bundle_looks_total", "Fetches of the trust bundle", "outcome")
-        nodes = self._counter("gpuwarden_extender_nodes_total", "Nodes offered by the scheduler, by answer", "answer")
-        events = self._counter("gpuwarden_events_total", "Events about pods and nodes", "reason")
-        scorings = self._counter("gpuwarden_scoring_total", "Scoring requests for pods, by outcome", "outcome")
-        scoring_seconds = Histogram(
-            "gpuwarden_scoring_duration_seconds",
-            "Time from a request to a scorer to its outcome",
-            ["outcome"],
-            registry=self.registry,
-            buckets=ADMISSION_BUCKETS,
-        )
-        self._conflicts = self._counter(
-            "gpuwarden_ledger_conflicts_total", "Placements lost to a concurrent reservation"
-        )
-        self._seconds = BoundLabels[tuple[str, str], Histogram](lambda key: seconds.labels(*key))
-        self._events = BoundLabels[str, Counter](events.labels)
-        self._extender = BoundLabels[tuple[str, str], Histogram](lambda key: extender.labels(*key))
-        self._nodes = BoundLabels[str, Counter](nodes.labels)
-        self._proofs = BoundLabels[str, Counter](proofs.labels)
-        self._scorings = BoundLabels[str, Counter](scorings.labels)
-        self._scoring_seconds = BoundLabels[str, Histogram](scoring_seconds.labels)
-        self._bundles = BoundLabels[str, Counter](bundles.labels)
-        changes = self._counter(
+        self._changes = self._counter(
             "gpuwarden_evidence_changes_total", "Changes of the evidence of nodes, by new state", "state"
         )
-        provider_errors = self._counter(
+        self._provider_errors = self._counter(
             "gpuwarden_evidence_provider_errors_total", "Failed requests to evidence providers", "provider"
         )
-        self._changes = BoundLabels[str, Counter](changes.labels)
-        self._provider_errors = BoundLabels[str, Counter](provider_errors.labels)
-        for outcome in ("accepted", "replayed"):  # alerts need these series from the start
-            proofs.labels(outcome)
-        for outcome in ("refused", "away"):
-            bundles.labels(outcome)
-        for outcome in SCORING_OUTCOMES:
-            scorings.labels(outcome)
-        for state in EvidenceState:
-            changes.labels(state)
-        self._verdicts = BoundLabels[str, Counter](verdicts.labels)
-        self._certificates = BoundLabels[tuple[str, Outcome], Counter](lambda key: certificates.labels(*key))
-        self._files = BoundLabels[tuple[str, Outcome], Counter](lambda key: files.labels(*key))
-        self._requests = BoundLabels[tuple[str, int], Counter](lambda key: requests.labels(*key))
-        self._not_after = BoundLabels[str, Gauge](not_after.labels)
-        self._review_callers = BoundLabels[str, Gauge](review_callers.labels)
-        for reason in Reason:
-            (events if reason in EVENTS_ONLY else verdicts).labels(reason)
+        self._begin_at_0()
 
-    def _counter(self, name: str, about: str, *labels: str) -> Counter:
-        return Counter(name, about, labels, registry=self.registry)
+    def _begin_at_0(self) -> None:
+        """Creates the series that alerts need from the start."""
+        wanted: list[tuple[BoundLabels[Counter], Iterable[str]]] = [
+            (self._proofs, ("accepted", "replayed")),
+            (self._bundles, ("refused", "away")),
+            (self._scorings, SCORING_OUTCOMES),
+            (self._changes, EvidenceState),
+            (self._events, (reason for reason in Reason if reason in EVENTS_ONLY)),
+            (self._verdicts, (reason for reason in Reason if reason not in EVENTS_ONLY)),
+        ]
+        for metric, values in wanted:
+            for value in values:
+                metric[value]
+
+    def _counter(self, name: str, about: str, *labels: str) -> BoundLabels[Counter]:
+        return BoundLabels(Counter(name, about, labels, registry=self.registry))
+
+    def _gauge(self, name: str, about: str, *labels: str) -> BoundLabels[Gauge]:
+        return BoundLabels(Gauge(name, about, labels, registry=self.registry))
+
+    def _histogram(self, name: str, about: str, *labels: str) -> BoundLabels[Histogram]:
+        return BoundLabels(Histogram(name, about, labels, registry=self.registry, buckets=ADMISSION_BUCKETS))
 
     def show_review_callers(self, proof: str) -> None:
         """Set the authentication of review callers in a cluster: `none`, `token` or `certificate`."""
@@ -409,21 +357,21 @@ class Metrics:
         """`route` is the declared path, or one value for all undeclared paths."""
         self._requests[route, status].inc()
 
-    def watch_fleet(self, count: CountsSource) -> None:
-        """Call `count` at each scrape from now on."""
-        self.registry.register(FleetCollector(count))
+    # From these calls on, `count` is called at each scrape.
 
-    def watch_evidence(self, count: Callable[[], EvidenceCounts]) -> None:
-        """Call `count` at each scrape from now on."""
-        self.registry.register(EvidenceCollector(count))
+    def watch_fleet(self, count: CountsSource) -> None:
+        self.registry.register(ScrapedCollector(fleet_families, count, FleetCounts()))
+
+    def watch_evidence(self, count: Callable[[], int]) -> None:
+        """`count` returns the number of pods on nodes whose evidence does not satisfy them."""
+        self.registry.register(ScrapedCollector(evidence_families, count, 0))
 
     def watch_audit(self, count: Callable[[], Mapping[str, int]]) -> None:
-        """Call `count`, which returns all kinds, at each scrape from now on."""
-        self.registry.register(AuditCollector(count))
+        """`count` returns the findings of all kinds."""
+        self.registry.register(ScrapedCollector[Mapping[str, int]](audit_families, count, {}))
 
     def watch_ages(self, ages: Callable[[], Ages]) -> None:
-        """Call `ages` at each scrape from now on."""
-        self.registry.register(AgesCollector(ages))
+        self.registry.register(ScrapedCollector[Ages](age_families, ages, {}))
 
     def render(self) -> tuple[bytes, str]:
         """The metrics as text, and its content type."""

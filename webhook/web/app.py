@@ -41,7 +41,7 @@ class Endpoints:
         cls,
         parts: Parts,
         health: Health,
-        gate: CallerGate | None = None,
+        gate: CallerGate,
         *,
         facts: PodFacts,
         budgets: Budgets | None = None,

@@ -461,37 +461,32 @@ SUMMARY_HINT = "All GPUs, with the pods that you may list: / and /devices on the
 COMMON_HEADERS = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
 
 
+@define(eq=False, repr=False)
 class Devices:
     """`GET /devices` and `GET /`."""
 
-    def __init__(
-        self,
-        fleet: Fleet,
-        ledger: Ledger,
-        clock: Clock,
-        *,
-        notes: Sequence[str] = (),
-        shows_pending_ids: bool = True,
-        needs_evidence: bool = False,
-        is_starting: Callable[[], bool] = lambda: False,
-        outdated: Callable[[], Staleness | None] = lambda: None,
-        lapses: Lapses | None = None,
-        gate: CallerGate | None = None,
-        count: CountsSource = FleetCounts,
-    ) -> None:
-        """`shows_pending_ids`: if reviewers are not authenticated, a caller that knows the id of a pending reservation
-        can name a pod for it. `needs_evidence`: all claims need a proven node."""
-        self._needs_evidence = needs_evidence
-        self._is_starting = is_starting
-        self._outdated = outdated
-        self._lapses = Lapses() if lapses is None else lapses
-        self._fleet = fleet
-        self._ledger = ledger
-        self._clock = clock
-        self._notes = notes
-        self._shows_pending_ids = shows_pending_ids
-        self._gate = gate or CallerGate(clock)
-        self._count = count
+    _fleet: Fleet
+    _ledger: Ledger
+    _clock: Clock
+    _notes: Sequence[str] = field(default=(), kw_only=True)
+    # If reviewers are not authenticated, a caller that knows the id of a pending reservation can name a pod for it.
+    _shows_pending_ids: bool = field(default=True, kw_only=True)
+    # Whether all claims need a proven node.
+    _needs_evidence: bool = field(default=False, kw_only=True)
+    _is_starting: Callable[[], bool] = field(default=lambda: False, kw_only=True)
+    _outdated: Callable[[], Staleness | None] = field(default=lambda: None, kw_only=True)
+    _lapses: Lapses = field(factory=Lapses, kw_only=True)
+    _gate: CallerGate = field(kw_only=True)
+    _count: CountsSource = field(default=FleetCounts, kw_only=True)
+    _template: jinja2.Template = field(init=False)
+    _css: str = field(init=False)
+    _page_headers: dict[str, str] = field(init=False)
+
+    @_gate.default
+    def _open_gate(self) -> CallerGate:
+        return CallerGate(self._clock)
+
+    def __attrs_post_init__(self) -> None:
         self._template = make_templates().get_template("devices.html")
         self._css = (resources.files("webhook.web") / "ui" / "devices.css").read_text(encoding="utf-8")
         self._page_headers = COMMON_HEADERS | page_headers(self._css)

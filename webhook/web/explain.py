@@ -12,7 +12,6 @@ from webhook.admission.explanation import DEFAULT_NAMESPACE, CannotExplainError,
 from webhook.admission.manifest_pods import namespace_of, pods_in
 from webhook.core.caller import CallersUnavailableError
 from webhook.core.verdict import plain
-from webhook.runtime.clock import utc_now
 from webhook.web.body import RefusedBodyError, error, read_body
 from webhook.web.callers import CALLERS_UNAVAILABLE, CallerGate, caller_of, forbidden, list_pods
 from webhook.web.health import Health
@@ -24,8 +23,8 @@ MAX_MANIFEST = 2**18
 class Explain:
     """The route."""
 
-    def __init__(self, explainer: Explainer, health: Health, gate: CallerGate | None = None) -> None:
-        self._gate = gate or CallerGate(utc_now)
+    def __init__(self, explainer: Explainer, health: Health, gate: CallerGate) -> None:
+        self._gate = gate
         self._explainer = explainer
         self._health = health
         # One request at a time, with reviews between two pods.

@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 import structlog
-from attrs import frozen
+from attrs import define, field, frozen
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -85,24 +85,16 @@ def is_blank(raw: Mapping[str, Any], field: str) -> bool:
     return value is None or (isinstance(value, str) and not value.strip())
 
 
+@define(eq=False, repr=False)
 class Finalize:
     """The route."""
 
-    def __init__(
-        self,
-        ledger: Ledger,
-        fleet: Fleet,
-        pods: PodSource,
-        facts: PodFacts,
-        health: Health,
-        gate: CallerGate | None = None,
-    ) -> None:
-        self._ledger = ledger
-        self._fleet = fleet
-        self._pods = pods
-        self._facts = facts
-        self._health = health
-        self._gate = gate or CallerGate(utc_now)
+    _ledger: Ledger
+    _fleet: Fleet
+    _pods: PodSource
+    _facts: PodFacts
+    _health: Health
+    _gate: CallerGate = field(factory=lambda: CallerGate(utc_now))
 
     async def finalize(self, request: Request) -> Response:
         if not self._health.is_serving:

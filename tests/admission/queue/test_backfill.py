@@ -187,7 +187,7 @@ async def test_claim_that_loses_a_race_does_not_use_the_reserved_node(
         await reserve(ReservationRequest(ReservationId("other"), "ml", "d1"), places, answer_by=answer_by)
         return await reserve(ask, places, answer_by=answer_by)
 
-    monkeypatch.setattr(scene.ledger, "reserve", others_are_faster)
+    monkeypatch.setattr(type(scene.ledger), "reserve", staticmethod(others_are_faster))
     await scene.end("p1")
     await scene.come(1)
     assert scene.running() == {"p2": "a", "p3": "b"}

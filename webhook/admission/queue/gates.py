@@ -1,8 +1,7 @@
 """Opens the scheduling gates of pods whose turn has come. One patch removes the gate and dresses the pod; a failed
 patch is tried again after a pause."""
 
-import asyncio
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -106,14 +105,3 @@ def opening_patch(raw: RawPod, outfit: Allocation, rules: DressRules) -> list[Ch
         {"op": "test", "path": f"/spec/schedulingGates/{place}/name", "value": keys.QUEUE_GATE},
         *changes(raw, dressed(raw, evolve(outfit, hides_gpus_everywhere=False), rules)),
     ]
-
-
-async def run_concurrently(actions: Sequence[Action]) -> None:
-    """Runs all actions, AT_ONCE of them concurrently."""
-    waiting = iter(actions)
-
-    async def work() -> None:
-        for action in waiting:
-            await action()
-
-    await asyncio.gather(*(work() for _ in range(min(AT_ONCE, len(actions)))))

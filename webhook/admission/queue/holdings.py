@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from datetime import timedelta
 
 import structlog
+from attrs import define, field
 
 from webhook.admission.queue.gates import GateClient, GateError
 from webhook.admission.queue.waiting_pods import WaitingPods
@@ -25,26 +26,18 @@ log = structlog.get_logger(__name__)
 LONGEST_CREATION = timedelta(seconds=60)
 
 
+@define(eq=False, repr=False)
 class QueueReservations:
     """Works on the ledger's state at the last call of `by_pod`."""
 
-    def __init__(
-        self,
-        pods: WaitingPods,
-        ledger: Ledger,
-        fleet: Fleet,
-        policy: EvidencePolicy,
-        gates: GateClient,
-        clock: Clock,
-    ) -> None:
-        self._pods = pods
-        self._ledger = ledger
-        self._fleet = fleet
-        self._policy = policy
-        self._gates = gates
-        self._clock = clock
-        self._left_over: dict[tuple[str, str], list[Reservation]] = {}
-        """Reservations without a pod, by namespace and claim digest."""
+    _pods: WaitingPods
+    _ledger: Ledger
+    _fleet: Fleet
+    _policy: EvidencePolicy
+    _gates: GateClient
+    _clock: Clock
+    _left_over: dict[tuple[str, str], list[Reservation]] = field(factory=dict, init=False)
+    """Reservations without a pod, by namespace and claim digest."""
 
     def by_pod(self) -> Mapping[str, list[Reservation]]:
         """The reservations of each waiting pod by uid; the one to keep comes first."""

@@ -13,10 +13,10 @@ from enum import Enum, auto
 from functools import partial
 
 import structlog
-from attrs import define, frozen
+from attrs import define, field, frozen
 
 from webhook.admission.namespaces import ClaimReader, NamespacesUnavailableError
-from webhook.admission.queue.gates import Action, GateClient, GateOpener, run_concurrently
+from webhook.admission.queue.gates import AT_ONCE, Action, GateClient, GateOpener
 from webhook.admission.queue.holdings import QueueReservations
 from webhook.admission.queue.reports import QueueReporter
 from webhook.admission.queue.waiting_pods import WaitingPods, identity_in
@@ -43,6 +43,7 @@ from webhook.ledger import Ledger
 from webhook.ledger.end_of_use import longest_grace_in
 from webhook.ledger.pending import too_many_orphans
 from webhook.runtime.clock import Clock
+from webhook.runtime.process import run_concurrently
 
 log = structlog.get_logger(__name__)
 
@@ -99,49 +100,39 @@ async def nothing_to_read() -> bool:
     return True
 
 
+@define(eq=False, repr=False)
 class Queue:
     """Serves the pods in `pods`, one pass for each call of `step`."""
 
-    def __init__(
-        self,
-        pods: WaitingPods,
-        ledger: Ledger,
-        fleet: Fleet,
-        policy: EvidencePolicy,
-        claims: ClaimReader,
-        rules: DressRules,
-        gates: GateClient,
-        events: Events,
-        clock: Clock,
-        *,
-        bind_deadline: timedelta = timedelta(minutes=5),
-        is_current: Callable[[], bool] = lambda: True,
-        list_again: Callable[[], Awaitable[bool]] = nothing_to_read,
-        timer: Callable[[], float] = time.monotonic,
-        orphans_per_namespace: int = 0,
-    ) -> None:
-        """`list_again` reads pods and reservations from the API server and returns whether it could."""
-        self._pods = pods
-        self._ledger = ledger
-        self._fleet = fleet
-        self._policy = policy
-        self._claims = claims
-        self._rules = rules
-        self._events = events
-        self._clock = clock
-        self._bind_deadline = bind_deadline
-        self._is_current = is_current
-        self._list_again = list_again
-        self._timer = timer
-        self._orphans_per_namespace = orphans_per_namespace
-        self._is_up_to_date = False
-        self._reservations = QueueReservations(pods, ledger, fleet, policy, gates, clock)
-        self._gate_opener = GateOpener(pods, gates, rules, events, clock)
-        self._reporter = QueueReporter(pods, gates, events)
-        self._denials: dict[ClaimKind, dict[int, Deny]] = {}
-        self._backfill_nodes: dict[ClaimKind, BackfillNode] = {}
-        self._unserved: dict[ClaimKind, UnservedKind] = {}
-        self._next: ClaimKind | None = None
+    _pods: WaitingPods
+    _ledger: Ledger
+    _fleet: Fleet
+    _policy: EvidencePolicy
+    _claims: ClaimReader
+    _rules: DressRules
+    _gates: GateClient
+    _events: Events
+    _clock: Clock
+    _bind_deadline: timedelta = field(default=timedelta(minutes=5), kw_only=True)
+    _is_current: Callable[[], bool] = field(default=lambda: True, kw_only=True)
+    # Reads pods and reservations from the API server and returns whether it could.
+    _list_again: Callable[[], Awaitable[bool]] = field(default=nothing_to_read, kw_only=True)
+    _timer: Callable[[], float] = field(default=time.monotonic, kw_only=True)
+    _orphans_per_namespace: int = field(default=0, kw_only=True)
+    _is_up_to_date: bool = field(default=False, init=False)
+    _denials: dict[ClaimKind, dict[int, Deny]] = field(factory=dict, init=False)
+    _backfill_nodes: dict[ClaimKind, BackfillNode] = field(factory=dict, init=False)
+    _unserved: dict[ClaimKind, UnservedKind] = field(factory=dict, init=False)
+    _next: ClaimKind | None = field(default=None, init=False)
+    _reservations: QueueReservations = field(init=False)
+    _gate_opener: GateOpener = field(init=False)
+    _reporter: QueueReporter = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        pods, gates, clock = self._pods, self._gates, self._clock
+        self._reservations = QueueReservations(pods, self._ledger, self._fleet, self._policy, gates, clock)
+        self._gate_opener = GateOpener(pods, gates, self._rules, self._events, clock)
+        self._reporter = QueueReporter(pods, gates, self._events)
 
     def begin(self) -> None:
         """Called when this process is elected: the watches may lag behind."""
@@ -165,7 +156,7 @@ class Queue:
         await self._process_reserved(now)
         now.until = self._timer() + BUDGET
         await self._serve_all(now)
-        await run_concurrently(now.opening)
+        await run_concurrently((open_gate() for open_gate in now.opening), AT_ONCE)
         await self._reporter.report(self._denials, now.served)
 
     def _is_pass_over(self, now: QueuePass) -> bool:

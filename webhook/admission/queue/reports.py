@@ -3,18 +3,18 @@
 import asyncio
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
-from functools import partial
-from itertools import islice
+from itertools import chain, islice
 
 import structlog
 
-from webhook.admission.queue.gates import GateClient, GateError, run_concurrently
+from webhook.admission.queue.gates import AT_ONCE, GateClient, GateError
 from webhook.admission.queue.waiting_pods import WaitingPods
 from webhook.core.queue_order import ClaimKind
 from webhook.core.reasons import Reason
 from webhook.core.reservation import PodIdentity
 from webhook.core.verdict import Deny, plain
 from webhook.kube.events import Events, Subject
+from webhook.runtime.process import run_concurrently
 
 log = structlog.get_logger(__name__)
 
@@ -54,10 +54,9 @@ class QueueReporter:
         unwritten = list(islice(self._still_unwritten({pod.uid for pod, _ in unreported}, served), RETRIED_AT_A_TIME))
         with suppress(TimeoutError):
             async with asyncio.timeout(REPORT_BUDGET):
-                await run_concurrently(
-                    [partial(self._report_one, *one) for one in unreported]
-                    + [partial(self._write_reason, *one) for one in unwritten]
-                )
+                reports = (self._report_one(*one) for one in unreported)
+                retries = (self._write_reason(*one) for one in unwritten)
+                await run_concurrently(chain(reports, retries), AT_ONCE)
 
     def _unreported_rejections(self) -> Iterator[tuple[str, tuple[PodIdentity, Deny]]]:
         return ((uid, one) for uid, one in self._pods.rejected.items() if self._reported.get(uid) is not one[1].reason)

@@ -4,6 +4,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import islice
 from typing import Any
 
+from attrs import define, field
+
 from webhook.admission.namespaces import ClaimReader, hash_policy_of
 from webhook.core import check, keys
 from webhook.core.claim import recorded_claim
@@ -23,26 +25,19 @@ def ignore_new_pod(uid: str) -> None:
     return None
 
 
+@define(eq=False, repr=False)
 class WaitingPods:
     """Listener of the watch of pods. A pod whose gate was not set by us is never queued: anyone could have added it."""
 
-    def __init__(
-        self,
-        claims: ClaimReader,
-        rules: DressRules,
-        *,
-        queue_order: QueueOrder | None = None,
-        on_new_pod: Callable[[str], None] = ignore_new_pod,
-    ) -> None:
-        self.queue_order = QueueOrder() if queue_order is None else queue_order
-        self.raws: dict[str, Raw] = {}
-        """All waiting pods: queued and rejected ones."""
-        self.rejected: dict[str, tuple[PodIdentity, Deny]] = {}
-        self._claims = claims
-        self._rules = rules
-        self._on_new_pod = on_new_pod
-        # Uids of pods to check again because the rules of their namespace have changed.
-        self._to_recheck: dict[str, None] = {}
+    _claims: ClaimReader
+    _rules: DressRules
+    queue_order: QueueOrder = field(factory=QueueOrder, kw_only=True)
+    _on_new_pod: Callable[[str], None] = field(default=ignore_new_pod, kw_only=True)
+    raws: dict[str, Raw] = field(factory=dict, init=False)
+    """All waiting pods: queued and rejected ones."""
+    rejected: dict[str, tuple[PodIdentity, Deny]] = field(factory=dict, init=False)
+    # Uids of pods to check again because the rules of their namespace have changed.
+    _to_recheck: dict[str, None] = field(factory=dict, init=False)
 
     # The listener of the watch of pods.
 

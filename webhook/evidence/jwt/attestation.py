@@ -17,7 +17,7 @@ from webhook.evidence.jwt.jwt_svid import SOURCE, BadTokenError, TokenVerifier, 
 from webhook.evidence.jwt.jwt_workload_api import JwtWorkloadApi, WorkloadBundles
 from webhook.evidence.jwt.nonce import BadKeyError, KeyFile, Nonce, Nonces, digest, process_key
 from webhook.evidence.jwt.proofs import ProofStore, ReplayedProofError, UnknownNodeError
-from webhook.evidence.jwt.trust_bundle import BundleSource, BundleVersions, TrustBundle
+from webhook.evidence.jwt.trust_bundle import BundleSource, BundleVersions, MemoryBundleVersions, TrustBundle
 from webhook.runtime.clock import Clock
 from webhook.runtime.settings import Settings
 from webhook.runtime.telemetry import Metrics
@@ -130,7 +130,7 @@ def attestation_of(
     nonces = Nonces(process_key() if key_file is None else key_file.keys, settings.clock_skew)
     evidence_id = EvidenceId(settings.evidence_id, settings.spire_trust_domain)
     source = source_of(settings, settings.spire_trust_domain)
-    bundle = TrustBundle(source, clock, settings.max_bundle_age, metrics.count_bundle, marks)
+    bundle = TrustBundle(source, clock, settings.max_bundle_age, metrics.count_bundle, marks or MemoryBundleVersions())
     return Attestation(
         nonces=nonces,
         verifier=TokenVerifier(evidence_id, nonces, settings.clock_skew),

@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Mapping
 from datetime import datetime, timedelta
 from typing import Protocol
 
-from attrs import evolve
+from attrs import define, evolve, field
 
 from webhook.core.errors import GpuwardenError
 from webhook.core.evidence import Evidence
@@ -51,26 +51,20 @@ def check_created_before(proof: Evidence, born: datetime | None, skew: timedelta
         raise UnknownNodeError("the proof was issued before the Node was created")
 
 
+@define(eq=False, repr=False)
 class MemoryProofs:
     """Proofs that end with the process, and the provider that reports them."""
 
     name = SOURCE
-    is_for_development = False
 
-    def __init__(
-        self,
-        present: Callable[[], Collection[str]],
-        clock: Clock,
-        skew: timedelta,
-    ) -> None:
-        self._listeners: list[Callable[[str, Mapping[str, Evidence]], None]] = []
-        self._present = present
-        self._clock = clock
-        self._skew = skew
-        self._last: dict[str, Evidence] = {}
-        self._evidence: Mapping[str, Evidence] = {}
-        self._known_nodes: frozenset[str] | None = None
-        self._created_at: dict[str, datetime] = {}
+    _present: Callable[[], Collection[str]]
+    _clock: Clock
+    _skew: timedelta
+    _listeners: list[Callable[[str, Mapping[str, Evidence]], None]] = field(factory=list, init=False)
+    _last: dict[str, Evidence] = field(factory=dict, init=False)
+    _evidence: Mapping[str, Evidence] = field(factory=dict, init=False)
+    _known_nodes: frozenset[str] | None = field(default=None, init=False)
+    _created_at: dict[str, datetime] = field(factory=dict, init=False)
 
     def notify(self, listener: Callable[[str, Mapping[str, Evidence]], None]) -> None:
         """Calls `listener` with the node of each accepted proof, and with what `poll` would return."""

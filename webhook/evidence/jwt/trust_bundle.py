@@ -8,6 +8,7 @@ from typing import Final, Protocol
 
 import jwt
 import structlog
+from attrs import define, field
 
 from webhook.evidence import EvidenceUnavailableError
 from webhook.evidence.jwt.jwt_bundle import BadBundleError, BundleVersion, JwtBundle, check_succession
@@ -59,26 +60,19 @@ class MemoryBundleVersions:
         self._last = bundle.version
 
 
+@define(eq=False, repr=False)
 class TrustBundle:
     """The newest bundle. An invalid successor leaves it in place; without confirmation it expires after `max_age`."""
 
-    def __init__(
-        self,
-        source: BundleSource,
-        clock: Clock,
-        max_age: timedelta,
-        count: Callable[[str], None],
-        versions: BundleVersions | None = None,
-    ) -> None:
-        self._source = source
-        self._versions = versions or MemoryBundleVersions()
-        self._clock = clock
-        self._max_age = max_age
-        self._count = count
-        self._bundle: JwtBundle | None = None
-        self._confirmed_at: datetime | None = None
-        self._attempted_at: datetime | None = None
-        self._lock = asyncio.Lock()
+    _source: BundleSource
+    _clock: Clock
+    _max_age: timedelta
+    _count: Callable[[str], None]
+    _versions: BundleVersions = field(factory=MemoryBundleVersions)
+    _bundle: JwtBundle | None = field(default=None, init=False)
+    _confirmed_at: datetime | None = field(default=None, init=False)
+    _attempted_at: datetime | None = field(default=None, init=False)
+    _lock: asyncio.Lock = field(factory=asyncio.Lock, init=False)
 
     async def key(self, key_id: str) -> jwt.PyJWK | None:
         """The key with that ID; an unknown one causes a fetch, at most one per MIN_PAUSE. Raises

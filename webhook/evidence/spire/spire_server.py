@@ -8,6 +8,7 @@ from datetime import datetime, timedelta
 from typing import Protocol
 
 import structlog
+from attrs import define, field
 from grpclib.client import Channel
 
 from webhook.core.evidence import Evidence
@@ -82,40 +83,31 @@ class SocketServer:
             yield channel
 
 
+@define(eq=False, repr=False)
 class SpireServer:
     """Requests the agents from SPIRE at most once in `every`, and returns the same answer until then."""
 
     name = SOURCE
-    is_for_development = False
 
-    def __init__(
-        self,
-        server: SpireConnection,
-        rules: AgentRules,
-        clock: Clock,
-        every: timedelta,
-        *,
-        page_size: int = PAGE_SIZE,
-        deadline: timedelta = DEADLINE,
-        poll_timeout: timedelta = POLL_TIMEOUT,
-        random_fraction: Callable[[], float] = random.random,
-    ) -> None:
-        self._server = server
-        self._rules = rules
-        self._clock = clock
-        self._every = every
-        self._page_size = page_size
-        self._deadline = deadline
-        self._poll_timeout = poll_timeout
-        self._random_fraction = random_fraction
-        self._history = AgentHistory(rules)
-        self._logged = DistrustedAgents()
-        self._problem = ""
-        self._parsed: Mapping[bytes, AgentRow | None] = {}
-        self._due: datetime | None = None
-        self._request: asyncio.Task[None] | None = None
-        self._evidence: Mapping[str, Evidence] | None = None
-        self._has_answered = False  # never reset, while `begin` resets `_evidence`
+    _server: SpireConnection
+    _rules: AgentRules
+    _clock: Clock
+    _every: timedelta
+    _page_size: int = field(default=PAGE_SIZE, kw_only=True)
+    _deadline: timedelta = field(default=DEADLINE, kw_only=True)
+    _poll_timeout: timedelta = field(default=POLL_TIMEOUT, kw_only=True)
+    _random_fraction: Callable[[], float] = field(default=random.random, kw_only=True)
+    _logged: DistrustedAgents = field(factory=DistrustedAgents, init=False)
+    _problem: str = field(default="", init=False)
+    _parsed: Mapping[bytes, AgentRow | None] = field(factory=dict, init=False)
+    _due: datetime | None = field(default=None, init=False)
+    _request: asyncio.Task[None] | None = field(default=None, init=False)
+    _evidence: Mapping[str, Evidence] | None = field(default=None, init=False)
+    _has_answered: bool = field(default=False, init=False)  # never reset, while `begin` resets `_evidence`
+    _history: AgentHistory = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._history = AgentHistory(self._rules)
 
     def begin(self) -> None:
         """Only a request that starts after this one is new enough."""

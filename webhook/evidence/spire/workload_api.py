@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from datetime import timedelta
 
 import structlog
+from attrs import define, field
 from grpclib.client import Channel
 
 from webhook.evidence.protobuf import as_bytes, fields_of
@@ -34,32 +35,23 @@ async def x509_svids(path: str) -> AsyncIterator[tuple[X509Svid, ...]]:
                 yield tuple(map(X509Svid.parse, entries))
 
 
+@define(eq=False, repr=False)
 class OwnIdentity:
     """The SVID to present, kept current by a task that the first call starts.
 
     The last received SVID stays in use while the Workload API is unavailable, until its own expiry.
     """
 
-    def __init__(
-        self,
-        path: str,
-        trust_domain: str,
-        clock: Clock,
-        *,
-        own_id: str | None = None,
-        first_answer: timedelta = FIRST_ANSWER,
-        retry: timedelta = RETRY,
-    ) -> None:
-        self._path = path
-        self._trust_domain = trust_domain
-        self._clock = clock
-        self._own_id = own_id
-        self._first_answer = first_answer
-        self._retry = retry
-        self._svid: X509Svid | None = None
-        self._has_answer = asyncio.Event()
-        self._problem = "the Workload API: no answer in time"
-        self._task: asyncio.Task[None] | None = None
+    _path: str
+    _trust_domain: str
+    _clock: Clock
+    _own_id: str | None = field(default=None, kw_only=True)
+    _first_answer: timedelta = field(default=FIRST_ANSWER, kw_only=True)
+    _retry: timedelta = field(default=RETRY, kw_only=True)
+    _svid: X509Svid | None = field(default=None, init=False)
+    _has_answer: asyncio.Event = field(factory=asyncio.Event, init=False)
+    _problem: str = field(default="the Workload API: no answer in time", init=False)
+    _task: asyncio.Task[None] | None = field(default=None, init=False)
 
     async def current(self) -> X509Svid:
         if self._task is None or self._task.done():

@@ -25,10 +25,6 @@ WEBHOOKS = ("mutating.yaml", "validating.yaml")
 POLICIES = ("protect.yaml", "own.yaml", "grace.yaml", "strip.yaml", "blind.yaml", "isolation.yaml")
 BLIND = "blind.yaml"
 WHILE_DOWN = ("binding.yaml",)
-RBAC = ("rbac.yaml",)
-CERTS = ("certs.yaml",)
-EXPORT = ("export.yaml",)
-SCORE = ("score.yaml",)
 
 # The names that stand in a list for a placeholder in the files.
 CLAIM_NAMES: Mapping[str, tuple[str, ...]] = {
@@ -176,25 +172,14 @@ def policies(installation: Installation) -> list[Manifest]:
     return [filled(one, installation) for one in manifests(*files)]
 
 
-def rbac(installation: Installation) -> list[Manifest]:
-    """Our service accounts and their roles."""
-    return [filled(one, installation) for one in manifests(*RBAC)]
+def shipped(file: str) -> Callable[[Installation], list[Manifest]]:
+    """The objects of a shipped file, with an installation's names."""
+    return lambda installation: [filled(one, installation) for one in manifests(file)]
 
 
-def export(installation: Installation) -> list[Manifest]:
-    """The service account of `gpuwarden export` and its roles."""
-    return [filled(one, installation) for one in manifests(*EXPORT)]
-
-
-def certs(installation: Installation) -> list[Manifest]:
-    """The service account that issues our certificates, if cert-manager does not."""
-    return [filled(one, installation) for one in manifests(*CERTS)]
-
-
-def score(installation: Installation) -> list[Manifest]:
-    """The service account of `gpuwarden score`, which only reads."""
-    return [filled(one, installation) for one in manifests(*SCORE)]
-
+# The service accounts of gpuwarden and their roles: of `serve` and `reconcile`, of `export`, of the one that issues
+# certificates if cert-manager does not, and of `score`.
+rbac, export, certs, score = map(shipped, ("rbac.yaml", "export.yaml", "certs.yaml", "score.yaml"))
 
 # In the order to apply them. The webhooks come last: from then on pods wait for the server.
 PRINTED: Mapping[str, Callable[[Installation], list[Manifest]]] = {
