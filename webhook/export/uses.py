@@ -204,6 +204,7 @@ class UseRecorder:
         clock: Clock,
         is_current: Callable[[], bool],
         stored_open_uses: Callable[[], AsyncIterator[Use]] | None = None,
+        max_ended: int = MAX_ENDED_PER_NODE,
     ) -> None:
         """`stored_open_uses` reads the stores' uses without an end. It raises ExportError if a store cannot be read."""
         self._cluster = cluster
@@ -213,6 +214,7 @@ class UseRecorder:
         self._clock = clock
         self._is_current = is_current
         self._stored_open_uses = stored_open_uses
+        self._max_ended = max_ended
         self.gpu_nodes: ObjectView[HeldDevices] = ObjectView(HeldDevices.parse)
         # Nodes to compare with their GPUNode, and nodes with uses to export.
         self._changed_nodes: dict[str, None] = {}
@@ -317,7 +319,7 @@ class UseRecorder:
         over = sorted(
             (one for one in new.values() if one.use.until is not None), key=lambda one: one.use.until or NEVER
         )
-        if lost := over[:-MAX_ENDED_PER_NODE]:
+        if lost := over[: -self._max_ended]:
             log.error("ended uses dropped: the outboxes are full", node=name, uses=len(lost))
             new = {key: one for key, one in new.items() if one not in lost}
         await asyncio.to_thread(self._open.save, name, new)

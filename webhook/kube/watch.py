@@ -74,11 +74,13 @@ class Watch:
         trimmed: Trimmed | None = None,
         silence: float = SILENCE,
         backoff: Backoff = BACKOFF,
+        max_line: int = MAX_LINE,
     ) -> None:
         """`only`: query parameters such as selectors. `trimmed`: reduces each object of a list to what the listener
         reads; a list may have many thousands of objects."""
         self._silence = silence
         self._backoff = backoff
+        self._max_line = max_line
         self._api = api
         self.path = path
         self._only = dict(only or {})
@@ -164,7 +166,7 @@ class Watch:
         """The next line; empty at the end. Raises TimeoutError after `silence` seconds without data."""
         async with asyncio.timeout(self._silence):
             try:
-                return await response.content.readuntil(b"\n", max_size=MAX_LINE)
+                return await response.content.readuntil(b"\n", max_size=self._max_line)
             except LineTooLong as exc:
                 raise StartOverError(self.path) from exc
 

@@ -88,6 +88,7 @@ class Reconciler:
         bind_deadline: BindDeadline | None = None,
         orphan_times: OrphanTimes | None = None,
         is_closed: Callable[[str], bool] = lambda _: True,
+        max_deletions: int = MAX_DELETIONS,
     ) -> None:
         """`is_closed`: whether the pod with that uid can no longer be bound, even without a review."""
         self._ledger = ledger
@@ -102,7 +103,8 @@ class Reconciler:
         self._histories = PodHistories()
         self._deleted: dict[str, PodEnd] = {}  # by uid, until their reservations are gone
         self._failed: dict[str, datetime] = {}  # by uid, when pods that were alive reached a terminal phase
-        self._prune_above = MAX_DELETIONS  # how many deletions trigger the next pruning
+        self._max_deletions = max_deletions
+        self._prune_above = max_deletions  # how many deletions trigger the next pruning
         self._recheck_pods: dict[str, datetime] = {}  # pods without their reservation, by uid
         # Reservations whose pods exist and differ from what the watch has shown.
         self._recheck_reservations: dict[ReservationKey, datetime] = {}
@@ -163,7 +165,7 @@ class Reconciler:
         self._deleted = {
             uid: one for uid, one in self._deleted.items() if one.at > recent or self._ledger.of_pod(uid) is not None
         }
-        self._prune_above = MAX_DELETIONS + 2 * len(self._deleted)
+        self._prune_above = self._max_deletions + 2 * len(self._deleted)
 
     def _forget(self, raw: Raw) -> None:
         uid = str(raw["metadata"].get("uid"))
