@@ -76,9 +76,10 @@ class NoLookup:
 class Scene:
     """Two nodes with evidence for an hour, and an elected reconciler."""
 
-    def __init__(self, *, needs_all: bool = True) -> None:
+    def __init__(self, *, needs_all: bool = True, max_bytes: int = MAX_BYTES) -> None:
         self.now = NOW
         self.is_current = True
+        self.max_bytes = max_bytes
         self.held: dict[str, Reservation] = {}
         self.objects = FakeObjects()
         self.fleet = Fleet()
@@ -99,6 +100,7 @@ class Scene:
             DEADLINE,
             lambda: self.now,
             is_current=lambda: self.is_current,
+            max_bytes=self.max_bytes,
         )
 
     def proves(self, name: str, lasts: timedelta | None, digest: str = HASH) -> None:
@@ -368,13 +370,13 @@ async def test_twenty_thousand_pods_of_one_namespace_close_only_that_namespace()
 @pytest.mark.parametrize("is_crowded_first", [True, False], ids=["from the beginning", "later"])
 async def test_truncated_list_is_withdrawn_and_logged_once(is_crowded_first: bool) -> None:
     """The CRD of an older version: the API server drops unknown fields silently."""
-    scene = Scene()
+    scene = Scene(max_bytes=7_000)
     scene.objects.pruned = {"namespaces"}
     await ensure_binding_ends(scene.objects)
     if not is_crowded_first:
         assert (await scene.after())[A] == at(HOUR)
     with structlog.testing.capture_logs() as logs:
-        scene.add_pods("crowd", 24_000)
+        scene.add_pods("crowd", 120)
         await scene.after(ROUTINE)
         assert not scene.ends.is_closed(f"uid-crowd-{7:032}")
         before, kept = len(scene.objects.done), [scene.is_kept]
@@ -391,9 +393,9 @@ async def test_truncated_list_is_withdrawn_and_logged_once(is_crowded_first: boo
 
 
 async def test_withdrawn_list_takes_effect_only_when_stored_whole() -> None:
-    scene = Scene()
+    scene = Scene(max_bytes=7_000)
     scene.objects.pruned = {"namespaces"}
-    scene.add_pods("crowd", 24_000)
+    scene.add_pods("crowd", 120)
     scene.objects.listener = listener = Recorded()
     for _ in range(30):
         await scene.after()
@@ -405,9 +407,9 @@ async def test_withdrawn_list_takes_effect_only_when_stored_whole() -> None:
 
 async def test_pods_of_namespaces_that_have_not_opted_in_take_no_room() -> None:
     """The policy does not judge their Bindings."""
-    scene = Scene()
+    scene = Scene(max_bytes=7_000)
     scene.opts("crowd", "false")
-    scene.add_pods("crowd", 24_000)
+    scene.add_pods("crowd", 120)
     assert await scene.after() == {A: at(HOUR), B: at(HOUR)}
     assert not scene.ends.is_closed(f"uid-crowd-{7:032}")
     scene.opts("crowd", "true")
@@ -443,12 +445,9 @@ async def test_pod_of_a_namespace_that_opts_out_counts_as_bindable() -> None:
     ],
     ids=["all have room", "the largest", "none is above its share by much", "each alone is too large"],
 )
-def test_namespace_within_its_share_is_never_closed(
-    sizes: dict[str, int], closed: set[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_namespace_within_its_share_is_never_closed(sizes: dict[str, int], closed: set[str]) -> None:
     pods = {name: {(POD, f"{name}-{n:034}"): NOW for n in range(size)} for name, size in sizes.items()}
-    monkeypatch.setattr("webhook.admission.binding_ends.MAX_BYTES", 3_000)
-    found = within_the_limit({(NODE, A): NOW}, pods)
+    found = within_the_limit({(NODE, A): NOW}, pods, 3_000)
     assert {name for kind, name in found if kind == NAMESPACE} == closed
     assert len(msgspec.json.encode(raw_of(found, NOW))) <= 3_000
     assert sum(kind == POD for kind, _ in found) == sum(n for name, n in sizes.items() if name not in closed)

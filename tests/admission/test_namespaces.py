@@ -7,8 +7,8 @@ import pytest
 from kubernetes.aio import client
 
 from tests.builders import HASH, OTHER_HASH, Raw
-from tests.test_api_pods import ApiServer
-from tests.test_api_pods import api_server as api_server  # a fixture
+from tests.ledger.test_api_pods import ApiServer
+from tests.ledger.test_api_pods import api_server as api_server  # a fixture
 from webhook.admission.api_namespaces import ApiNamespaces
 from webhook.admission.namespaces import ClaimReader, NamespacesUnavailableError, NoDemands, WatchedNamespaces
 from webhook.core.claim import ClaimRules

@@ -67,7 +67,7 @@ class Fleet:
         if "watch" in request.query:
             response = web.StreamResponse()
             await response.prepare(request)
-            await asyncio.sleep(PATIENCE)
+            await asyncio.Event().wait()
             return response
         made = {"nodes": self.node, "pods": self.plugin, "gpunodes": self.gpu_node}.get(name)
         first = int(request.query.get("continue", 0))

@@ -16,6 +16,7 @@ from tests.export.records import NOW, batch, later, use
 from webhook.export import ExportError
 from webhook.export.outbox import (
     MAX_BYTES_IN_MEMORY,
+    MAX_REFUSED,
     Backlog,
     BatchStore,
     DirectoryBatchStore,
@@ -264,13 +265,12 @@ class TestOnDisk:
         assert batches(Outbox(DirectoryBatchStore(tmp_path))) == []
         assert list(tmp_path.glob("*.new")) == []
 
-    def test_refused_files_are_kept_up_to_a_limit(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("webhook.export.outbox.MAX_REFUSED", 2)
-        outbox = Outbox(DirectoryBatchStore(tmp_path))
-        for number in range(3):
+    def test_refused_files_are_kept_up_to_a_limit(self, tmp_path: Path) -> None:
+        outbox = Outbox(DirectoryBatchStore(tmp_path, lambda _: None))
+        for number in range(MAX_REFUSED + 1):
             outbox.put(batch(f"{number}"), NOW)
             outbox.refuse(outbox.first(0)[0][0])
-        assert len(list(tmp_path.glob("*.refused"))) == 2
+        assert len(list(tmp_path.glob("*.refused"))) == MAX_REFUSED
         assert batches(reopened(outbox, tmp_path)) == []
 
     def test_two_processes_do_not_share_an_outbox(self, tmp_path: Path) -> None:

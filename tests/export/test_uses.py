@@ -12,6 +12,7 @@ from attrs import define, evolve, field
 from structlog.testing import capture_logs
 
 from tests.export.doubles import WatchedDisk
+from tests.simulated_time import in_simulated_time
 from webhook.core.errors import GpuwardenError
 from webhook.export import ExportError, uses
 from webhook.export.records import Batch, Use
@@ -60,6 +61,7 @@ class Harness:
     # Whether the store answers queries for open uses.
     answers: bool = True
     may_answer: asyncio.Event = field(factory=asyncio.Event)
+    max_ended: int = uses.MAX_ENDED_PER_NODE
     uses: UseRecorder = field(init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -69,7 +71,14 @@ class Harness:
     def start(self) -> None:
         """As after a restart: only saved uses are known."""
         self.uses = UseRecorder(
-            "prod", self, OpenUses(self.directory), self._take, lambda: self.now, lambda: self.is_current, self._open
+            "prod",
+            self,
+            OpenUses(self.directory),
+            self._take,
+            lambda: self.now,
+            lambda: self.is_current,
+            self._open,
+            self.max_ended,
         )
 
     async def _open(self) -> AsyncIterator[Use]:
@@ -217,10 +226,11 @@ async def test_end_keeps_its_time_while_the_outbox_is_full(harness: Harness) -> 
     assert harness.exported == [EXPECTED, evolve(EXPECTED, until=NOW)]
 
 
-async def test_number_of_unexported_uses_is_bounded(harness: Harness) -> None:
+async def test_number_of_unexported_uses_is_bounded(tmp_path: Path) -> None:
+    harness = Harness(tmp_path / "uses", max_ended=20)
     harness.refuses = True
     with capture_logs() as logs:
-        for number in range(uses.MAX_ENDED_PER_NODE + 5):
+        for number in range(25):
             harness.now += timedelta(seconds=1)
             harness.holds({"GPU-1/0": entry(f"r-{number}", f"u-{number}")})
             with pytest.raises(ExportError):
@@ -228,8 +238,7 @@ async def test_number_of_unexported_uses_is_bounded(harness: Harness) -> None:
     harness.refuses = False
     harness.holds({})
     await harness.uses.step()
-    assert len(harness.exported) == uses.MAX_ENDED_PER_NODE
-    assert harness.exported[-1].reservation == f"r-{uses.MAX_ENDED_PER_NODE + 4}"
+    assert [one.reservation for one in harness.exported] == [f"r-{number}" for number in range(5, 25)]
     assert {line["event"] for line in logs} == {"ended uses dropped: the outboxes are full"}
 
 
@@ -381,16 +390,13 @@ class TestNextLeader:
         await next_leader.uses.step()
         assert {key for key, one in next_leader.rows.items() if one.until is None} == {("r-3", "GPU-1")}
 
-    async def test_store_that_hangs_during_the_query_delays_nothing(
-        self, next_leader: Harness, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(uses, "LOAD_TIMEOUT", timedelta(milliseconds=10))
+    @in_simulated_time
+    async def test_store_that_hangs_during_the_query_delays_nothing(self, next_leader: Harness) -> None:
         next_leader.may_answer.clear()
         restarted(next_leader, {"GPU-1/0": entry("r-3", "u-3")})
         with pytest.raises(ExportError, match="could not be read in time"):
             await next_leader.uses.step()
         assert next_leader.rows["r-3", "GPU-1"].until is None
-        monkeypatch.setattr(uses, "LOAD_TIMEOUT", timedelta(minutes=1))
         next_leader.may_answer.set()
         await next_leader.uses.step()
         assert {key for key, one in next_leader.rows.items() if one.until is None} == {("r-3", "GPU-1")}

@@ -11,6 +11,7 @@ import pytest
 from kubernetes.aio import client
 
 from tests.kube.test_lease import Leases
+from tests.simulated_time import in_simulated_time
 from webhook.kube.client import token_reader
 from webhook.kube.election import CANCEL_INTERVAL, RELEASE_TIMEOUT, TERMS, lead_once
 from webhook.kube.lease import Candidate, LeaseTerms
@@ -61,6 +62,7 @@ class Acting:
                     raise
 
 
+@in_simulated_time
 async def test_leader_without_answers_stops_before_another_can_lead() -> None:
     leases, acting = Silent(), Acting()
     leases.put({})
@@ -74,6 +76,7 @@ async def test_leader_without_answers_stops_before_another_can_lead() -> None:
     assert acting.last == stopped
 
 
+@in_simulated_time
 async def test_leader_stops_when_another_process_takes_the_lease() -> None:
     leases, acting = Leases(), Acting()
     one = candidate(leases)
@@ -84,6 +87,7 @@ async def test_leader_stops_when_another_process_takes_the_lease() -> None:
     assert one.left == timedelta(0)
 
 
+@in_simulated_time
 async def test_task_that_ignores_cancellation_is_cancelled_again() -> None:
     leases, acting = Leases(), Acting(ignores=1)
     one = candidate(leases)
@@ -93,6 +97,7 @@ async def test_task_that_ignores_cancellation_is_cancelled_again() -> None:
         await lead_once(one, acting.lead, at_once)
 
 
+@in_simulated_time
 async def test_lease_is_left_to_others_when_lead_ends_by_a_bug() -> None:
     async def lead() -> None:
         raise RuntimeError("a bug")
@@ -108,6 +113,7 @@ async def test_lease_is_left_to_others_when_lead_ends_by_a_bug() -> None:
     assert leases.holder == other.identity
 
 
+@in_simulated_time
 async def test_lead_has_stopped_when_cancellation_returns() -> None:
     leases, acting = Leases(), Acting()
     one = candidate(leases)
@@ -141,6 +147,7 @@ async def told_to_stop(task: "asyncio.Future[None]") -> None:
             await task
 
 
+@in_simulated_time
 async def test_stopped_leader_releases_the_lease_after_its_last_write() -> None:
     leases, acting, under_way = Watched(), Acting(ignores=1), asyncio.Event()
     rested_at = 0.0
@@ -163,8 +170,8 @@ async def test_stopped_leader_releases_the_lease_after_its_last_write() -> None:
     assert leases.lease["spec"]["leaseTransitions"] == 2
 
 
-async def test_lease_is_not_released_while_a_write_is_in_progress(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("webhook.kube.election.RELEASE_TIMEOUT", 0.05)
+@in_simulated_time
+async def test_lease_is_not_released_while_a_write_is_in_progress() -> None:
     leases, acting = Watched(), Acting()
     one = candidate(leases)
     await one.win()
@@ -175,6 +182,7 @@ async def test_lease_is_not_released_while_a_write_is_in_progress(monkeypatch: p
     assert not leases.given_back_at
 
 
+@in_simulated_time
 async def test_lost_lease_is_not_released() -> None:
     leases, acting = Watched(), Acting()
     one = candidate(leases)
@@ -188,6 +196,7 @@ async def test_lost_lease_is_not_released() -> None:
     assert leases.holder == "a thief"
 
 
+@in_simulated_time
 async def test_silent_api_server_does_not_delay_the_stop() -> None:
     leases, acting = Silent(), Acting()
     leases.put({})
@@ -203,6 +212,7 @@ def test_stop_takes_less_than_the_termination_grace_period() -> None:
     assert kubernetes_waits / 2 > 2 * CANCEL_INTERVAL + RELEASE_TIMEOUT
 
 
+@in_simulated_time
 async def test_unreadable_token_counts_as_unavailable_api_server(tmp_path: Path) -> None:
     configuration = client.Configuration()
     configuration.host = "http://127.0.0.1:1"

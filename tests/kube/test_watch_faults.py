@@ -12,8 +12,8 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from tests.builders import Raw
 from tests.kube.test_watch import PATH, Listening, answering, client_of, config_map
 from webhook.assembly.cluster import first_list
-from webhook.kube import watch as watches
-from webhook.kube.watch import Watch
+from webhook.kube.watch import BACKOFF, MAX_LINE, Watch
+from webhook.runtime.backoff import Backoff
 
 Events = Callable[[int], AsyncIterator[bytes]]
 EMPTY = {"kind": "ConfigMapList", "apiVersion": "v1", "metadata": {"resourceVersion": "5"}}
@@ -43,11 +43,13 @@ class Server:
 
 
 @asynccontextmanager
-async def watching(server: Server) -> AsyncIterator[tuple[Watch, Listening]]:
+async def watching(
+    server: Server, max_line: int = MAX_LINE, backoff: Backoff = BACKOFF
+) -> AsyncIterator[tuple[Watch, Listening]]:
     """Runs until the end of the test, and raises what ended it earlier."""
     listening = Listening()
     async with answering(server.answer) as port, client_of(port) as api:
-        watch = Watch(api, PATH, listening)
+        watch = Watch(api, PATH, listening, backoff=backoff, max_line=max_line)
         running = asyncio.create_task(watch.run())
         try:
             async with asyncio.timeout(20):
@@ -83,16 +85,14 @@ async def test_object_of_many_megabytes_is_received() -> None:
         await until(lambda: listening.received == ["large", "next"])
 
 
-async def test_line_above_the_limit_leads_to_a_new_list(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watches, "MAX_LINE", 1_000)
-
+async def test_line_above_the_limit_leads_to_a_new_list() -> None:
     async def events(number: int) -> AsyncIterator[bytes]:
         if number == 1:
             yield line("ADDED", {**config_map("large", 6), "data": {"x": "y" * 2_000_000}})
         await for_ever()
 
     server = Server(events)
-    async with watching(server):
+    async with watching(server, max_line=1_000):
         await until(lambda: server.lists == 2)
 
 
@@ -124,11 +124,16 @@ async def test_watches_that_end_at_once_are_retried_with_backoff() -> None:
     async def events(_number: int) -> AsyncIterator[bytes]:
         yield b""
 
-    server = Server(events)
-    async with watching(server):
-        await until(lambda: server.watches > 0)
-        await asyncio.sleep(1)
-    assert server.watches < 12
+    pauses: list[int] = []
+
+    class Counting(Backoff):
+        def seconds(self, failures: int) -> float:
+            pauses.append(failures)
+            return 0.0
+
+    async with watching(Server(events), backoff=Counting(BACKOFF.first, BACKOFF.longest)):
+        await until(lambda: len(pauses) >= 4)
+    assert pauses[:4] == [1, 2, 3, 4]
 
 
 async def test_waiting_for_the_first_list_fails_if_the_watch_ends() -> None:

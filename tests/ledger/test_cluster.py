@@ -13,6 +13,7 @@ from tests import builders
 from tests.builders import Raw
 from tests.ledger.contract import CLOCK_SKEW, PENDING_DEADLINE, SECOND, Bench, LedgerContract, ask, on, pod
 from tests.ledger.fake_store import FakeStore, Fault, Watch, check_rules, gpu_node
+from tests.simulated_time import in_simulated_time
 from webhook.admission.reserving import Reserver
 from webhook.core.claim import Claim
 from webhook.core.claim_keys import ClaimRecord
@@ -571,6 +572,7 @@ async def test_failed_write_is_retried_without_a_second_reservation(
     assert bench.store.writes == 1
 
 
+@in_simulated_time
 async def test_unavailable_store_is_reported_at_the_deadline(bench: ClusterBench) -> None:
     async def time_passes() -> None:
         await asyncio.sleep(0.05)
@@ -790,6 +792,7 @@ class SlowStore(FakeStore):
         return await super().put_status(raw)
 
 
+@in_simulated_time
 async def test_rest_waits_for_writes_in_progress_and_starts_none_without_a_caller(bench: ClusterBench) -> None:
     store = bench.store = SlowStore()
     store.apply({**NODE_A, **KNOWN})
@@ -968,18 +971,19 @@ async def test_failed_pod_list_is_requested_again(bench: ClusterBench) -> None:
     assert (lists, len(bench.held())) == (2, 1)
 
 
-async def test_overloaded_store_is_retried_with_increasing_pauses(
-    bench: ClusterBench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@in_simulated_time
+async def test_overloaded_store_is_retried_with_increasing_pauses(bench: ClusterBench) -> None:
     tries = 0
 
-    async def busy(_raw: Raw) -> Raw:
-        nonlocal tries
-        tries += 1
-        raise StoreUnavailableError("the API server answered 429")
+    class Overloaded(FakeStore):
+        async def put_status(self, raw: Raw) -> Raw:
+            nonlocal tries
+            tries += 1
+            raise StoreUnavailableError("the API server answered 429")
 
-    monkeypatch.setattr(bench.store, "put_status", busy)
-    taking = asyncio.create_task(bench.reserve(ask(1), on("node-a", "GPU-a0")))
+    store = bench.store = Overloaded()
+    store.apply({**NODE_A, **KNOWN})
+    taking = asyncio.create_task(bench.reserve(ask(1), on("node-a", "GPU-a0"), by=bench.another()))
     await asyncio.sleep(1.5)
     taking.cancel()
     await asyncio.gather(taking, return_exceptions=True)

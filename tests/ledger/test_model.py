@@ -4,7 +4,6 @@ The replicas run the real ledger. The model plays the API server: which pods exi
 one. The invariants are checked against the pods, not against any ledger.
 """
 
-import asyncio
 import contextlib
 from collections.abc import Coroutine
 from datetime import UTC, datetime, timedelta
@@ -20,6 +19,7 @@ from tests.builders import Raw
 from tests.ledger.contract import CLOCK_SKEW, PENDING_DEADLINE, on
 from tests.ledger.fake_store import FakeStore, Fault, gpu_node
 from tests.ledger.test_cluster import Pods, Replica
+from tests.simulated_time import SimulatedTimeLoop
 from webhook.core.claim_keys import ClaimRecord
 from webhook.core.device import Slot
 from webhook.core.errors import LedgerError
@@ -82,7 +82,7 @@ class Protocol(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.loop = asyncio.new_event_loop()
+        self.loop = SimulatedTimeLoop()
         self.true_now = datetime(2026, 1, 1, tzinfo=UTC)
         self.store = FakeStore()
         self.store.apply({**gpu_node("node-a", "GPU-a0", "GPU-a1"), "status": {"held": {}}})

@@ -17,7 +17,14 @@ from webhook.core.reasons import Reason
 from webhook.core.reservation import Phase, PodIdentity, PodProof, ReservationId, ReservationRequest
 from webhook.ledger.cluster import ClusterLedger
 from webhook.ledger.end_of_use import OrphanTimes
-from webhook.ledger.reconcile import MAX_BINDING_DURATION, RECHECK_DELAY, BindDeadline, OnBindDeadline, Reconciler
+from webhook.ledger.reconcile import (
+    MAX_BINDING_DURATION,
+    MAX_DELETIONS,
+    RECHECK_DELAY,
+    BindDeadline,
+    OnBindDeadline,
+    Reconciler,
+)
 from webhook.ledger.reserved_pod import PodSnapshot
 
 BIND_DEADLINE = timedelta(minutes=5)
@@ -43,11 +50,23 @@ class Scene:
         self.reconciler = self.another(self.bench.ledger)
         self.reconciler.replaced({})
 
-    def another(self, ledger: ClusterLedger, afterwards: OnBindDeadline = OnBindDeadline.REMOVE) -> Reconciler:
+    def another(
+        self,
+        ledger: ClusterLedger,
+        afterwards: OnBindDeadline = OnBindDeadline.REMOVE,
+        max_deletions: int = MAX_DELETIONS,
+    ) -> Reconciler:
         waiting = BindDeadline(BIND_DEADLINE, afterwards, CLOCK_SKEW)
         patience, now = OrphanTimes(MAX_GRACE, MARGIN), lambda: self.bench.now
         return Reconciler(
-            ledger, self.bench.pods, self.heard, now, waiting, patience, is_closed=lambda uid: uid not in self.open
+            ledger,
+            self.bench.pods,
+            self.heard,
+            now,
+            waiting,
+            patience,
+            is_closed=lambda uid: uid not in self.open,
+            max_deletions=max_deletions,
         )
 
     def show(self, raw: Raw) -> None:
@@ -759,11 +778,10 @@ async def test_reservation_of_a_deleted_object_is_forgotten_with_its_pod(scene: 
     assert scene.bench.ledger._writers.keys() == {"node-b"}
 
 
-async def test_standby_reconciler_keeps_bounded_memory(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_standby_reconciler_keeps_bounded_memory(scene: Scene) -> None:
     """Another replica leads: this one observes its releases and the ends of its pods."""
-    monkeypatch.setattr("webhook.ledger.reconcile.MAX_DELETIONS", 100)
     standby = scene.bench.another()
-    idle = scene.another(standby.ledger)
+    idle = scene.another(standby.ledger, max_deletions=100)
     idle.replaced({})
     for number in range(500):
         pod = PodIdentity("ml", f"pod-{number}", f"uid-{number}")

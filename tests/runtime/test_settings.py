@@ -893,21 +893,17 @@ def test_an_id_of_evidence_that_could_be_read_two_ways_is_refused() -> None:
         pytest.param({"kubernetes_url": "https://a"}, "default", id="no Pod"),
     ],
 )
-def test_the_lease_is_in_a_pods_own_namespace(
-    flags: dict[str, str], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_lease_is_in_a_pods_own_namespace(flags: dict[str, str], expected: str, tmp_path: Path) -> None:
     (tmp_path / "namespace").write_text("wardens")
-    monkeypatch.setattr(settings, "SERVICE_ACCOUNT", tmp_path)
     if "kubernetes_url" in flags:
         for name in ("access_token", "ca_certificate"):
             (tmp_path / name).write_text("")
             flags = {**flags, name: str(tmp_path / name)}
-    assert settings.load(flags, {}).lease_namespace == expected
+    assert settings.load(flags, {}, service_account=tmp_path).lease_namespace == expected
 
 
-def test_where_no_namespace_is_mounted_it_is_the_default_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(settings, "SERVICE_ACCOUNT", tmp_path)
-    assert settings.load({"in_cluster": "true"}, {}).lease_namespace == "default"
+def test_where_no_namespace_is_mounted_it_is_the_default_one(tmp_path: Path) -> None:
+    assert settings.load({"in_cluster": "true"}, {}, service_account=tmp_path).lease_namespace == "default"
 
 
 @pytest.mark.parametrize(
@@ -921,7 +917,6 @@ def test_where_no_namespace_is_mounted_it_is_the_default_one(tmp_path: Path, mon
     ids=["outside", "in-a-pod", "outside-and-named", "in-a-pod-and-named"],
 )
 def test_own_namespace_is_that_of_the_leases_where_it_is_known(
-    flags: dict[str, str], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    flags: dict[str, str], expected: str, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(settings, "SERVICE_ACCOUNT", tmp_path)
-    assert settings.load(flags, {}).own_namespace == expected
+    assert settings.load(flags, {}, service_account=tmp_path).own_namespace == expected

@@ -1,7 +1,6 @@
 import json
 import logging
 import warnings
-from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any
 
@@ -11,21 +10,7 @@ import structlog
 from webhook.runtime.telemetry import FleetCounts, Metrics, configure_logging
 
 NOON = datetime(2026, 3, 1, 12, 0, 0, 250_000, tzinfo=UTC)
-LIBRARIES = ("hpack", "httpcore", "kubernetes", "urllib3")
-
-
-@pytest.fixture(autouse=True)
-def _restore_logging() -> Iterator[None]:
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    levels = {name: logging.getLogger(name).level for name in LIBRARIES}
-    yield
-    root.handlers[:] = handlers
-    root.setLevel(level)
-    for name, was in levels.items():
-        logging.getLogger(name).setLevel(was)
-    logging.captureWarnings(capture=False)
-    structlog.reset_defaults()
+pytestmark = pytest.mark.usefixtures("restored_logging")
 
 
 def noon() -> datetime:

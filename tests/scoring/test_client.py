@@ -135,16 +135,20 @@ async def test_advice_is_abandoned_when_the_reviews_time_is_over() -> None:
 
 
 async def test_short_deadline_of_one_review_does_not_cancel_the_call_for_others() -> None:
-    async with scoring(delay=0.5) as scorer, calling(scorer) as caller:
+    async with scoring(crowd=2) as scorer, calling(scorer) as caller:
         patient = asyncio.create_task(caller.ask())
         assert await caller.outcome(patience=0.01) == "timeout"
+        scorer.crowded.set()
         assert (await patient).score == 85
     assert len(scorer.asked) == 1
 
 
 async def test_equal_questions_share_one_call_and_its_cached_answer() -> None:
-    async with scoring(delay=0.1) as scorer, calling(scorer) as caller:
-        await asyncio.gather(*(caller.ask() for _ in range(20)))
+    async with scoring(crowd=2) as scorer, calling(scorer) as caller:
+        asking = asyncio.gather(*(caller.ask() for _ in range(20)))
+        await asyncio.sleep(0)  # all have begun
+        scorer.crowded.set()
+        await asking
         await caller.ask()
         assert (len(scorer.asked), caller.count("shared"), caller.count("cached")) == (1, 19, 1)
         caller.clock.now += FRESH_SECONDS

@@ -3,7 +3,6 @@
 import asyncio
 import ssl
 import time
-from asyncio import FIRST_COMPLETED
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from datetime import timedelta
@@ -456,8 +455,9 @@ async def test_malformed_review_is_answered_400_without_a_uid(build: Build) -> N
 
 @pytest.mark.defect("scoring-7")
 async def test_fifty_concurrent_pods_wait_for_a_slow_scorer_in_parallel(tmp_path: Path) -> None:
+    """The scorer answers none of them before it has all requests."""
     inventory = {"nodes": [node(f"n-{k}", "A100-80GB", 8) for k in range(8)]}
-    async with scoring(delay=2.0, crowd=50) as double:
+    async with scoring(crowd=50) as double:
         flags = ("--scorer", double.url, "--scorer-timeout", "14s", "--log-level", "warn")
         with serving(tmp_path, inventory, flags) as server:
             async with server.client(timeout=60.0, trust_env=False) as client:
@@ -468,13 +468,6 @@ async def test_fifty_concurrent_pods_wait_for_a_slow_scorer_in_parallel(tmp_path
                     )
                     for k in range(50)
                 ]
-                answering = asyncio.gather(*asked)
-                crowded = asyncio.ensure_future(double.crowded.wait())
-                futures: list[asyncio.Future[Any]] = [answering, crowded]
-                await asyncio.wait(futures, return_when=FIRST_COMPLETED)
-                started = time.monotonic()
-                answers = [reply.json()["response"] for reply in await answering]
-                took = time.monotonic() - started
+                answers = [reply.json()["response"] for reply in await asyncio.gather(*asked)]
     assert all(one["allowed"] and not one.get("warnings") for one in answers)
     assert len(double.asked) == 50
-    assert 1.5 <= took < 8.0, took

@@ -120,6 +120,7 @@ class BindingEnds:
     _clock: Clock
     _is_current: Callable[[], bool]
     _opt_in: str = keys.OPT_IN.name
+    _max_bytes: int = MAX_BYTES
     _unbound: dict[str, Unbound] = field(factory=dict, init=False)
     _parsed_claims: dict[str, tuple[ClaimRules, Claim | InvalidPodError | None]] = field(factory=dict, init=False)
     _raw: Raw | None = field(default=None, init=False)
@@ -196,7 +197,7 @@ class BindingEnds:
         written = self._written or {}
         self._fleet.advance(now)
         judged = [one for one in self._unbound.values() if self._is_judged(one)]
-        wanted = within_the_limit(self._nodes(written, now, judged), self._pods(judged))
+        wanted = within_the_limit(self._nodes(written, now, judged), self._pods(judged), self._max_bytes)
         is_due = now - self._wrote_at >= ROUTINE and (wanted != written or not self._is_in_force)
         if is_due or any(self._is_urgent(written, wanted, now)):
             await self._write(wanted, now)
@@ -215,7 +216,7 @@ class BindingEnds:
         self._wrote_at = now
         raw = raw_of(wanted, now)
         not_in_force = {**raw, "spec": {part: text for part, text in raw["spec"].items() if part != "kept"}}
-        if len(msgspec.json.encode(raw)) > MAX_BYTES:
+        if len(msgspec.json.encode(raw)) > self._max_bytes:
             log.error("BindingEnds too large: no pod is bound while no replica answers", entries=len(wanted))
             await self._store(raw_of({}, None))
             is_in_force = False
@@ -336,12 +337,12 @@ def uid_of(raw: Raw) -> str:
     return str(raw["metadata"].get("uid"))
 
 
-def within_the_limit(nodes: Ends, pods: Mapping[str, Ends]) -> Ends:
+def within_the_limit(nodes: Ends, pods: Mapping[str, Ends], max_bytes: int) -> Ends:
     """The ends that fit into the object. A pod that is not listed may be bound, so a namespace whose pods do not all
     fit is closed as a whole. Namespaces with the fewest pods come first: with N namespaces, none that needs at most an
     Nth of the room is closed."""
     found = dict(nodes)
-    room = MAX_BYTES - len(msgspec.json.encode(raw_of(nodes, LONG_AGO))) - sum(map(size_of, pods))
+    room = max_bytes - len(msgspec.json.encode(raw_of(nodes, LONG_AGO))) - sum(map(size_of, pods))
     for namespace, ends in sorted(pods.items(), key=lambda one: (len(one[1]), one[0])):
         room -= sum(size_of(uid) for _, uid in ends)
         found |= ends if room >= 0 else {(NAMESPACE, namespace): LONG_AGO}

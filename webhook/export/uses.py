@@ -204,6 +204,7 @@ class UseRecorder:
     _is_current: Callable[[], bool]
     # Reads the stores' uses without an end. Raises ExportError if a store cannot be read.
     _stored_open_uses: Callable[[], AsyncIterator[Use]] | None = None
+    _max_ended: int = MAX_ENDED_PER_NODE
     gpu_nodes: ObjectView[HeldDevices] = field(factory=lambda: ObjectView(HeldDevices.parse), init=False)
     # Nodes to compare with their GPUNode, and nodes with uses to export.
     _changed_nodes: dict[str, None] = field(factory=dict, init=False)
@@ -308,7 +309,7 @@ class UseRecorder:
         over = sorted(
             (one for one in new.values() if one.use.until is not None), key=lambda one: one.use.until or NEVER
         )
-        if lost := over[:-MAX_ENDED_PER_NODE]:
+        if lost := over[: -self._max_ended]:
             log.error("ended uses dropped: the outboxes are full", node=name, uses=len(lost))
             new = {key: one for key, one in new.items() if one not in lost}
         await asyncio.to_thread(self._open.save, name, new)

@@ -76,6 +76,7 @@ class Watch:
     _trimmed: Trimmed | None = None
     _silence: float = SILENCE
     _backoff: Backoff = BACKOFF
+    _max_line: int = MAX_LINE
     _version: str = field(default="", init=False)
     is_current: bool = field(default=False, init=False)
     """Whether a list is complete and nothing has failed since."""
@@ -156,7 +157,7 @@ class Watch:
         """The next line; empty at the end. Raises TimeoutError after `silence` seconds without data."""
         async with asyncio.timeout(self._silence):
             try:
-                return await response.content.readuntil(b"\n", max_size=MAX_LINE)
+                return await response.content.readuntil(b"\n", max_size=self._max_line)
             except LineTooLong as exc:
                 raise StartOverError(self.path) from exc
 

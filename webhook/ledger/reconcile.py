@@ -84,6 +84,7 @@ class Reconciler:
     _orphan_times: OrphanTimes = field(factory=OrphanTimes)
     # Whether the pod with that uid can no longer be bound, even without a review.
     _is_closed: Callable[[str], bool] = lambda _: True
+    _max_deletions: int = MAX_DELETIONS
     _pods: dict[str, ReservedPod] = field(factory=dict, init=False)
     _histories: PodHistories = field(factory=PodHistories, init=False)
     _deleted: dict[str, DeletedPod] = field(factory=dict, init=False)  # by uid, until their reservations are gone
@@ -99,7 +100,7 @@ class Reconciler:
     _orphans: Orphans = field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        self._prune_above = MAX_DELETIONS
+        self._prune_above = self._max_deletions
         self._orphans = Orphans(self._ledger, self._api, self._events, self._clock, self._orphan_times)
 
     # Input from the watch.
@@ -150,7 +151,7 @@ class Reconciler:
         self._deleted = {
             uid: one for uid, one in self._deleted.items() if one.at > recent or self._ledger.of_pod(uid) is not None
         }
-        self._prune_above = MAX_DELETIONS + 2 * len(self._deleted)
+        self._prune_above = self._max_deletions + 2 * len(self._deleted)
 
     def _forget(self, raw: Raw) -> None:
         uid = str(raw["metadata"].get("uid"))

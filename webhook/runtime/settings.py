@@ -681,13 +681,15 @@ def load(
     environ: Mapping[str, str] | None = None,
     also: Iterable[str] = (),
     command: Command | None = None,
+    service_account: Path = SERVICE_ACCOUNT,
 ) -> Settings:
     """The settings, or `SettingsError` with every mistake; `also` are mistakes that the caller has found.
 
     `flags` are argparse's values by setting name. An empty variable and an empty key count as not set. Values are
     checked whichever command reads them; rules between settings only as far as `command` can meet them.
     """
-    return SettingsReader(flags, process_environment() if environ is None else environ, also, command).read()
+    environ = process_environment() if environ is None else environ
+    return SettingsReader(flags, environ, also, command).read(service_account)
 
 
 class SettingsReader(TableReader):
@@ -697,10 +699,10 @@ class SettingsReader(TableReader):
     replaced = REPLACED
     other_prefixes = (EXPORT_PREFIX,)
 
-    def read(self) -> Settings:
+    def read(self, service_account: Path) -> Settings:
         values = self.read_values()
         if values.get("in_cluster"):
-            values.setdefault("lease_namespace", namespace_of_pod())
+            values.setdefault("lease_namespace", namespace_of_pod(service_account))
         chosen = Settings(**values, sources=self.sources(), api_server_of_pod=api_server_of_pod(self.environ))
         return evolve(chosen, notes=(*self.ignored, *self._notes(), *notes_on_times(chosen), *notes_on_queue(chosen)))
 
@@ -817,10 +819,10 @@ def notes_on_times(chosen: Settings) -> Iterator[str]:
         yield "--pending-deadline is not more than twice --clock-skew: reservations may expire before their pods exist"
 
 
-def namespace_of_pod() -> str:
+def namespace_of_pod(service_account: Path) -> str:
     """The namespace of this Pod, from its service account."""
     try:
-        return (SERVICE_ACCOUNT / "namespace").read_text().strip() or "default"
+        return (service_account / "namespace").read_text().strip() or "default"
     except (OSError, ValueError):
         return "default"
 

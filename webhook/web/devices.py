@@ -10,7 +10,7 @@ import hashlib
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
-from functools import partial
+from functools import cache, partial
 from importlib import resources
 from itertools import islice
 from typing import NamedTuple, TypeVar
@@ -426,7 +426,9 @@ def short_label(label: str) -> str:
     return label.removeprefix(f"{ASSIGNER_DOMAIN}/")
 
 
-def make_templates() -> jinja2.Environment:
+@cache
+def page_template() -> jinja2.Template:
+    """The page. To compile it takes 20 ms."""
     templates = jinja2.Environment(
         loader=jinja2.PackageLoader("webhook.web", "ui"),
         autoescape=True,
@@ -436,7 +438,7 @@ def make_templates() -> jinja2.Environment:
     )
     templates.filters |= {"pod_of": pod_of, "short_label": short_label}
     templates.globals |= {"DeviceState": DeviceState, "reservation_state": reservation_state}
-    return templates
+    return templates.get_template("devices.html")
 
 
 def page_headers(css: str) -> dict[str, str]:
@@ -487,7 +489,7 @@ class Devices:
         return CallerGate(self._clock)
 
     def __attrs_post_init__(self) -> None:
-        self._template = make_templates().get_template("devices.html")
+        self._template = page_template()
         self._css = (resources.files("webhook.web") / "ui" / "devices.css").read_text(encoding="utf-8")
         self._page_headers = COMMON_HEADERS | page_headers(self._css)
 

@@ -14,6 +14,7 @@ from tests import builders
 from tests.builders import HASH, NOW, Raw, device, node, raw_container
 from tests.ledger.test_cluster import ClusterBench
 from tests.recorded_events import RecordedEvents
+from tests.simulated_time import in_simulated_time
 from webhook.admission.namespaces import ClaimReader, WatchedNamespaces
 from webhook.admission.queue.gates import GateError
 from webhook.admission.queue.queue import Queue, QueuePass
@@ -895,10 +896,10 @@ async def test_oversized_claims_are_examined_after_those_that_fit(scene: Scene) 
     assert scene.opened().keys() == {"small"}
 
 
+@in_simulated_time
 async def test_reasons_are_written_concurrently_and_a_hanging_write_blocks_none(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
+    scene: Scene,
 ) -> None:
-    monkeypatch.setattr("webhook.admission.queue.reports.REPORT_BUDGET", 0.05)
     many_kinds(scene, 40)
     scene.gates.hangs = {"p0"}
     async with asyncio.timeout(10):

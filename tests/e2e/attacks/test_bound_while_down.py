@@ -49,9 +49,10 @@ GATE = "example.test/wait"
 # Its list has room for about forty pods. A real list has room for about twenty thousand, which take minutes to create
 # on the test's machine.
 WITH_A_SMALL_LIST = """
-import webhook.admission.binding_ends
+from functools import partial
+from webhook.assembly import reconciler
 from webhook.cli import main
-webhook.admission.binding_ends.MAX_BYTES = 3_000
+reconciler.BindingEnds = partial(reconciler.BindingEnds, max_bytes=3_000)
 raise SystemExit(main())
 """
 MANY_PODS = 60

@@ -233,3 +233,47 @@ async def test_a_pod_is_removed_by_its_uid_and_as_it_was_seen(api_server: ApiSer
     await pods.remove(THE_POD, "7")
     only = {"preconditions": {"uid": builders.POD_UID, "resourceVersion": "7"}}
     assert [json.loads(one) for one in api_server.bodies] == [only]
+
+
+@pytest.mark.parametrize("code", [404, 409], ids=["gone", "changed-since"])
+async def test_pod_that_is_gone_or_changed_is_not_removed_and_no_error(
+    api_server: ApiServer, pods: ApiPods, code: int
+) -> None:
+    api_server.says(code, {"kind": "Status"})
+    await pods.remove(THE_POD, "7")
+
+
+@pytest.mark.parametrize("code", [403, 500])
+async def test_refused_removal_is_an_error(api_server: ApiServer, pods: ApiPods, code: int) -> None:
+    api_server.says(code, {"kind": "Status"})
+    with pytest.raises(PodReaderUnavailableError, match="cannot be deleted"):
+        await pods.remove(THE_POD, "7")
+
+
+async def test_node_is_read_with_its_boot_id(api_server: ApiServer, pods: ApiPods) -> None:
+    status = {"nodeInfo": {"bootID": "boot-1"}, "conditions": [{"type": "Ready", "status": "True"}]}
+    api_server.says(200, {"kind": "Node", "metadata": {"name": "node-a"}, "status": status})
+    found = await pods.read_node("node-a")
+    assert found is not None
+    assert (found.boot_id, found.is_ready) == ("boot-1", True)
+    api_server.says(404, {"kind": "Status"})
+    assert await pods.read_node("node-a") is None
+
+
+@pytest.mark.parametrize(
+    ("code", "raw"),
+    [
+        (500, {"kind": "Status"}),
+        (200, {"kind": "Pod", "metadata": {"name": "node-a"}}),
+        (200, {"kind": "Node", "metadata": {"name": "node-b"}}),
+        (200, b"<html>"),
+        (200, {"kind": "Node", "metadata": {"name": "node-a"}, "status": 7}),
+    ],
+    ids=["error", "another-kind", "another-node", "no-json", "malformed-status"],
+)
+async def test_answer_that_is_not_the_node_is_no_answer(
+    api_server: ApiServer, pods: ApiPods, code: int, raw: Any
+) -> None:
+    api_server.says(code, raw)
+    with pytest.raises(PodReaderUnavailableError):
+        await pods.read_node("node-a")
