@@ -33,8 +33,12 @@ demo: $(VENV)/dev.stamp ## show the life of a pod in the terminal
 # Parallel processes. Tests wait more than they compute, so use more processes than cores.
 TEST_PROCESSES ?= 4
 
-test: $(VENV)/dev.stamp ## run the tests (Python only)
-	$(BIN)/python -m pytest tests --ignore=tests/e2e -n $(TEST_PROCESSES) --dist worksteal $(PYTEST_ARGS)
+# PYTEST_ARGS usually selects some tests, which say nothing about coverage. Without cached bytecode each process would
+# compile all tests.
+test: $(VENV)/dev.stamp ## run the tests (Python only), and check the branch coverage of three packages
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest tests --ignore=tests/e2e -n $(TEST_PROCESSES) --dist worksteal \
+	  $(or $(PYTEST_ARGS),--cov --cov-report=)
+	$(if $(PYTEST_ARGS),,@$(BIN)/python -m scripts.branch_coverage)
 
 check: $(VENV)/dev.stamp ## check format, lint, types and import rules
 	$(BIN)/ruff format --check .
