@@ -36,8 +36,9 @@ TEST_PROCESSES ?= 4
 # PYTEST_ARGS usually selects some tests, which say nothing about coverage. Without cached bytecode each process would
 # compile all tests.
 test: $(VENV)/dev.stamp ## run the tests (Python only), and check the branch coverage of three packages
+	@rm -f .coverage.*
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest tests --ignore=tests/e2e -n $(TEST_PROCESSES) --dist worksteal \
-	  $(or $(PYTEST_ARGS),--cov --cov-report=)
+	  $(or $(PYTEST_ARGS),-p tests.branch_coverage)
 	$(if $(PYTEST_ARGS),,@$(BIN)/python -m scripts.branch_coverage)
 
 check: $(VENV)/dev.stamp ## check format, lint, types and import rules

@@ -13,7 +13,7 @@ PACKAGES = ("core", "admission", "ledger")
 
 def main() -> int:
     measured = Coverage()
-    measured.load()
+    measured.combine()
     with TemporaryDirectory() as directory:
         report = Path(directory) / "coverage.json"
         measured.json_report(outfile=str(report))

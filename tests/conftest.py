@@ -14,8 +14,6 @@ from tests.web.harness import INVENTORY, Harness
 from webhook.ledger.pods import PodFacts
 
 Build = Callable[..., Awaitable[Harness]]
-TESTS = Path(__file__).parent
-MEASURED = ("core", "admission", "ledger", "web")
 LIBRARIES = ("hpack", "httpcore", "kubernetes", "urllib3")
 
 
@@ -23,16 +21,6 @@ def pytest_configure() -> None:
     """Rendering a traceback with rich takes a second."""
     plain = structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
     structlog.configure(processors=[*structlog.get_config()["processors"][:-1], plain])
-
-
-@pytest.hookimpl(trylast=True)  # the plugin of hypothesis marks its tests first
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Coverage doubles the time of a test, so it is measured only where the tests reach the packages in question.
-    Random inputs do not count: the result would differ between runs."""
-    for item in items:
-        is_random = item.get_closest_marker("hypothesis") is not None
-        if is_random or item.path.relative_to(TESTS).parts[0] not in MEASURED:
-            item.add_marker("no_cover")
 
 
 def pytest_collection_finish() -> None:
