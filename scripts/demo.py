@@ -1,4 +1,4 @@
-"""One pod's whole story against a real server of its own: reserve, finalize, the next pod, a denial, the end."""
+"""The life of a pod against a server of its own: reserve, finalize, the next pod, a denial, the end."""
 
 import base64
 import json
@@ -105,31 +105,31 @@ class Cluster:
 
 def required(pod: dict[str, Any] | None) -> dict[str, Any]:
     if pod is None:
-        raise SystemExit("the story went wrong: a pod that should have been admitted was denied")
+        raise SystemExit("the demo failed: a pod that should have been admitted was denied")
     return pod
 
 
 def main() -> None:
     with server() as urls:
         cluster = Cluster(urls)
-        print(f"Three GPUs; node-a has proven to be {HASH}, node-b has proven nothing:")
+        print(f"Three GPUs. node-a has proven {HASH}, node-b has no evidence:")
         cluster.show()
         print("\n1. A pod asks for one GPU on a node with that hash:")
         first = required(cluster.create("first"))
         cluster.show()
-        print("\n2. Its existence is told to /finalize:")
+        print("\n2. /finalize confirms that the pod exists:")
         cluster.finalize(first)
         cluster.show()
         print("\n3. A second pod gets another GPU:")
         second = required(cluster.create("second"))
         cluster.finalize(second)
-        print("\n4. For a third nothing is left; node-b's GPU is free, but nobody has proven what node-b is:")
+        print("\n4. No GPU is left for a third pod: the GPU of node-b is free, but node-b has no evidence:")
         if cluster.create("third") is not None:
-            raise SystemExit("the story went wrong: the third pod was admitted")
+            raise SystemExit("the demo failed: the third pod was admitted")
         print("\n5. The first pod ends, and its GPU is free:")
         cluster.delete(first)
         cluster.show()
-        print("\n6. The third tries again:")
+        print("\n6. The third pod is created again:")
         required(cluster.create("third"))
 
 
