@@ -232,7 +232,6 @@ def crds_template() -> str:
 # Roles that only some installations need: their shipped name, their name in the chart and the condition.
 EXTRA_ROLES: Final = {
     "gpuwarden-extender-bind": ("extender-bind", "serve", ".Values.extender.bind"),
-    "gpuwarden-wake": ("wake", "reconcile", "(or .Values.extender.enabled .Values.scheduler.enabled)"),
     # For other clients: not bound to any account.
     "gpuwarden-finalize": ("finalize", "serve", ".Values.serve.enabled"),
 }

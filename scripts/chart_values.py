@@ -91,7 +91,7 @@ def component(
     """The values that every process has."""
     found = [Value(f"{name}.enabled", on, BOOL, about)]
     if replicas is not None:
-        only = "one is active" if name in ("reconcile", "bind", "export", "certs") else "all are active"
+        only = "one is active" if name in ("reconcile", "export") else "all are active"
         found.append(Value(f"{name}.replicas", replicas, COUNTED, f"Number of Pods; {only}."))
     return [
         *found,

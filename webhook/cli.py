@@ -143,7 +143,9 @@ def make_parser() -> Parser:
     with_settings(one, serve)
 
     one = added(
-        commands, "reconcile", "keep reservations, pods and evidence of a cluster in step; one replica is the leader"
+        commands,
+        "reconcile",
+        "confirm, release and expire reservations, and write GPUs and evidence; one replica is the leader",
     )
     with_settings(one, reconcile)
 

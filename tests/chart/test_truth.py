@@ -247,11 +247,11 @@ def test_every_bound_account_is_created_and_used() -> None:
 def test_scheduler_permissions_equal_the_example() -> None:
     found = rendered({"extender.enabled": True, "extender.bind": True})
     example = list(yaml.safe_load_all((ROOT / "examples/scheduler/rbac.yaml").read_text()))
-    for called in ("gpuwarden-extender-bind", "gpuwarden-wake"):
-        assert one(found, "ClusterRole", called)["rules"] == one(example, "ClusterRole", called)["rules"]
-        binding = one(found, "ClusterRoleBinding", called)
-        assert binding["subjects"] == one(example, "ClusterRoleBinding", called)["subjects"]
-        assert binding["roleRef"]["name"] == called
+    called = "gpuwarden-extender-bind"
+    assert one(found, "ClusterRole", called)["rules"] == one(example, "ClusterRole", called)["rules"]
+    binding = one(found, "ClusterRoleBinding", called)
+    assert binding["subjects"] == one(example, "ClusterRoleBinding", called)["subjects"]
+    assert binding["roleRef"]["name"] == called
 
 
 def test_cert_manager_certificate_equals_that_of_certs() -> None:

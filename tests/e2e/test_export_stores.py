@@ -206,7 +206,7 @@ class TestPostgres:
         assert (
             rows(postgres, table, "string_agg(uuid, ',' ORDER BY uuid)") == "GPU-0,GPU-3,GPU-4,GPU-5,GPU-6,GPU-7,GPU-8"
         )
-        refused = [line["row"]["uuid"] for line in logs if line["event"] == "row refused"]
+        refused = [line["row"]["uuid"] for line in logs if line["event"] == "row refused by the database"]
         assert sorted(refused) == ["GPU-1", "GPU-2"]
 
     @pytest.mark.defect("gpuid-9")

@@ -96,10 +96,10 @@ class Reviewer:
             found = exc.mistakes[:MOST_MISTAKES]
             return Deny(Reason.INVALID_POD, "; ".join(found), causes=found)
         except (LedgerError, PodsUnavailableError) as exc:
-            log.warning("ledger away", uid=review.uid, exc_info=exc)
+            log.warning("reservations cannot be read or written", uid=review.uid, exc_info=exc)
             return Deny(Reason.LEDGER_AWAY, "reservations cannot be looked up at this moment", hint="try again")
         except NamespacesUnavailableError as exc:
-            log.warning("namespace away", uid=review.uid, namespace=review.namespace, exc_info=exc)
+            log.warning("namespace cannot be read", uid=review.uid, namespace=review.namespace, exc_info=exc)
             return Deny(
                 Reason.LEDGER_AWAY,
                 f"the requirements of namespace {review.namespace} cannot be looked up at this moment",

@@ -63,7 +63,7 @@ async def assembled(settings: Settings) -> AsyncIterator[Assembly]:
         if settings.keeps_in_cluster:
             parts = clustered(settings, utc_now, api, pods)
         else:
-            log.warning("reservations are kept in memory, and reviews are trusted: for development only")
+            log.warning("reservations are in memory and lost at the end of the process: for development only")
             parts = embedded(settings, utc_now)
         if not settings.keeps_in_cluster:
             yield Assembly(parts, pods, callers, scheduler=lease)

@@ -31,7 +31,7 @@ from webhook.web.health import Health, SchedulerHealth, Stage
 log = structlog.get_logger(__name__)
 
 DEV_CERTIFICATES = Path("certs/dev")
-# How long the start waits for what hints are made of: without it pods go on without some of them.
+# How long the start waits for the watches that hints need. Without them some pods get fewer hints.
 HINTS_PATIENCE = 3.0
 # How often expired reservations are collected where nobody needs their devices.
 COLLECT_INTERVAL = 1.0

@@ -96,7 +96,7 @@ class ClaimRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     # The number of GPUs by container that requests them. If none does, `containers` are all: each sees the GPUs.
     asked: dict[str, int] = {}
     containers: tuple[str, ...] = ()
-    # Whether the pod's own affinity names one node. Our pin to a node cannot be told from it.
+    # Whether the pod's own affinity names one node. It cannot be distinguished from gpuwarden's own pin.
     named: bool = False
 
     @classmethod

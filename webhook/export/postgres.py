@@ -209,7 +209,12 @@ class PostgresExporter:
             await self._insert(session.connection, to, rows)
         except (psycopg.DataError, psycopg.IntegrityError) as exc:
             if len(rows) == 1:
-                log.warning("row refused", table=to.table.as_string(), row=dict(rows[0]), problem=error_message(exc))
+                log.warning(
+                    "row refused by the database",
+                    table=to.table.as_string(),
+                    row=dict(rows[0]),
+                    problem=error_message(exc),
+                )
                 return
             half = len(rows) // 2
             await self._store(session, to, rows[:half])

@@ -280,9 +280,8 @@ class Discovery:
             if desired.devices:
                 self.gpu_nodes.changed(await self._objects.create(new_gpu_node(name, desired.devices.values())))
                 log.info("GPUNode created", node=name, devices=len(desired.devices))
-        elif (
-            known is not None and not known.is_being_deleted
-        ):  # an object that is being deleted is replaced by being deleted one
+        # An object that is being deleted is not written. It is created again when it is gone.
+        elif known is not None and not known.is_being_deleted:
             await self._write(raw, known, desired)
 
     async def _write(self, raw: Raw, known: GpuNode, desired: WantedDevices) -> None:

@@ -168,7 +168,7 @@ class Candidate:
         is_same = holder == self.identity
         return {
             "holderIdentity": self.identity,
-            # Whole seconds, rounded up: others must not wait less than we count on.
+            # Whole seconds, rounded up: other processes must not wait for less time than this one assumes.
             "leaseDurationSeconds": max(1, math.ceil(self.terms.duration.total_seconds())),
             "renewTime": time,
             "acquireTime": (old.get("acquireTime") if is_same else None) or time,

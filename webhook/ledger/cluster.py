@@ -326,7 +326,7 @@ class ClusterLedger(Ledger):
             if not self.release_reason(one, await self._pod_reader.read_pod(pod)):
                 await self.bind_to_pod(PodProof.CONFIRMED, one.id, pod, node=one.node)
         except (PodReaderUnavailableError, LedgerError) as exc:
-            log.info("early confirmation failed", reservation=one.id, error=type(exc).__name__)
+            log.info("pod of a reservation cannot be checked yet", reservation=one.id, error=type(exc).__name__)
 
     async def _is_given_up(
         self, one: Reservation, now: datetime, was_never_created: Callable[[Reservation], bool]

@@ -1,4 +1,4 @@
-"""Recently expired reservations, so that users who look for one can be told what happened to it."""
+"""Recently expired reservations, so that a message can say why a reservation is gone."""
 
 from collections import deque
 from collections.abc import Sequence

@@ -361,7 +361,7 @@ class Reconciler:
         return one is not None and one.carries(held)
 
     def _is_orphan_mark_stale(self, held: Reservation) -> bool:
-        """Whether the orphan mark does not tell when the pod went, because the pod has been alive since."""
+        """Whether the orphan mark is out of date: the pod was observed alive after the mark was written."""
         one = None if held.uid is None else self._pods.get(held.uid)
         return one is not None and one.carries(held) and self._is_out_of_date(one, held)
 

@@ -143,7 +143,7 @@ class ScorerClient:
             done.exception()  # marks the exception as retrieved if no review waits any more
 
     async def _wait_for(self, task: asyncio.Task[Advice], patience: float) -> Advice:
-        """A review with little time goes on without advice. The call continues for the others."""
+        """A review that has little time left does not wait for the answer. The call continues for the other reviews."""
         done, _ = await asyncio.wait([task], timeout=patience)
         if not done:
             if patience < self._timeout:

@@ -27,7 +27,7 @@ TIMEOUT = re.compile(rb"(?:^|&)timeout=(?:(\d{1,4})m)?(?:(\d{1,6}(?:\.\d{1,9})?)
 # The parsed size of a light review. A typical review of a pod needs about half of it.
 LIGHT = 128 * 1024
 
-# Concurrent reviews that reviews of pods never use.
+# Places for concurrent reviews that are reserved for reviews of Bindings.
 RESERVED_FOR_BINDINGS = 64
 
 TOO_MANY_REVIEWS = "the limit of concurrent reviews is reached"

@@ -324,12 +324,12 @@ class Queue:
             outfit = await self._allocate(waiter, held, places, ahead)
         except (ReservationConflictError, PlacementRefusedError) as exc:
             name = f"{waiter.pod.namespace}/{waiter.pod.name}"
-            log.warning("nothing can be reserved for it", pod=name, error=type(exc).__name__)
+            log.warning("no GPUs can be reserved for the queued pod", pod=name, error=type(exc).__name__)
             self._gate_opener.try_later(waiter.pod.uid)
             return QueueTurn.PASSED_OVER
         except (LedgerError, NamespacesUnavailableError) as exc:
             name = f"{waiter.pod.namespace}/{waiter.pod.name}"
-            log.warning("left for the next pass", pod=name, error=type(exc).__name__)
+            log.warning("queued pod is tried again in the next pass", pod=name, error=type(exc).__name__)
             return QueueTurn.UNDECIDED
         if isinstance(outfit, Deny):
             return outfit

@@ -405,7 +405,7 @@ class Connection:
         return ProtocolWrapper(
             self._app,
             self._settings,
-            WorkerContext(max_requests=None),  # it does not know of the drain: it would refuse requests
+            WorkerContext(max_requests=None),  # no limit: Hypercorn does not know of the drain
             requests,
             ConnectionState({}),
             self._tls is not None,
