@@ -186,7 +186,7 @@ class Settings:
         None,
         kinds.FILE,
         SERVE,
-        "CAs of the client certificates that /mutate and /validate require (PEM); they must sign only the API "
+        "CAs of the client certificates that the review routes require (PEM); they must sign only the API "
         "server's certificates",
     )
     extender_client_ca: Path | None = setting(
@@ -213,13 +213,13 @@ class Settings:
         None,
         kinds.AUDIENCE,
         SERVE,
-        "audience of the bearer token that /mutate and /validate require; not set: they require no token",
+        "audience of the bearer token that the review routes require; not set: they require no token",
     )
     review_callers: tuple[str, ...] = setting(
         (),
         kinds.USERS,
         SERVE,
-        "users whose tokens /mutate and /validate accept; not set: all users; requires --review-token-audience",
+        "users whose tokens the review routes accept; not set: all users; requires --review-token-audience",
     )
     pending_per_namespace: int = setting(
         1000,

@@ -248,7 +248,7 @@ class Metrics:
         )
         self._review_callers = self._gauge(
             "gpuwarden_review_callers",
-            "1 for the method that authenticates callers of /mutate and /validate",
+            "1 for the method that authenticates callers of the review routes",
             "proof",
         )
         self._extender = self._histogram(
