@@ -28,6 +28,7 @@ from webhook.kube.install.policies import (
     manifests,
     policies,
     rbac,
+    text,
     webhooks,
     while_down,
 )
@@ -149,6 +150,11 @@ def test_hook_matches_the_keys_that_make_a_claim(hook: str, sample: Sample) -> N
     annotations, labels = condition((MUTATING | VALIDATING)[hook]).split("object.metadata.?labels")
     assert [f"'{name}'" in annotations for name in sample.names] == [sample.makes_claim] * len(sample.names)
     assert (f"'{sample.names[0]}'" in labels) == (sample.makes_claim and sample.is_label)
+
+
+@pytest.mark.parametrize("file", [*WEBHOOKS, *POLICIES])
+def test_no_placeholder_of_claim_keys_is_left(file: str) -> None:
+    assert "CLAIM_" not in text(file)
 
 
 @pytest.mark.parametrize("word", sorted(keys.OUTPUT_NAMES))

@@ -19,6 +19,7 @@ from webhook.core.reservation import Orphan
 from webhook.kube.gpu_node import MOST_SECONDS
 from webhook.runtime.clock import is_plausible
 
+# The kubelet starts no more containers in these phases. Those that it has started may still run.
 TERMINAL_PHASES = frozenset({"Succeeded", "Failed"})
 # The limit in the GPUNode CRD.
 MAX_BOOT_ID = 128

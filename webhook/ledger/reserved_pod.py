@@ -18,8 +18,6 @@ from webhook.core.reservation import PodIdentity, Reservation, ReservationId
 from webhook.ledger.end_of_use import TERMINAL_PHASES, has_ended
 from webhook.runtime.clock import LONG_AGO
 
-# The kubelet starts no more containers in these phases. Whether they have ended is another question: `end_of_use`.
-
 
 class ReservedPodStatusWire(WireStruct, frozen=True):
     phase: str | None = None

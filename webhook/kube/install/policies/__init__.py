@@ -1,7 +1,8 @@
 """The webhook configurations, admission policies and roles.
 
-In the shipped files, `'claim-annotations'` and `'claim-labels'` stand for the keys that make a claim. All other names
-are those of an installation in the namespace `gpuwarden`.
+In the files, `CLAIM_ANNOTATIONS` and `CLAIM_LABELS` stand for the keys that make a claim. CEL does not know these
+names, so the API server refuses a file as it is. All other names are those of an installation in the namespace
+`gpuwarden`.
 """
 
 import base64
@@ -28,8 +29,8 @@ WHILE_DOWN = ("binding.yaml",)
 
 # The names that stand in a list for a placeholder in the files.
 CLAIM_NAMES: Mapping[str, tuple[str, ...]] = {
-    "claim-annotations": tuple(name for key in claim_keys.CLAIM_KEYS if key.makes_claim for name in key.names),
-    "claim-labels": tuple(key.name for key in claim_keys.CLAIM_KEYS if key.makes_claim and key.is_label),
+    "CLAIM_ANNOTATIONS": tuple(name for key in claim_keys.CLAIM_KEYS if key.makes_claim for name in key.names),
+    "CLAIM_LABELS": tuple(key.name for key in claim_keys.CLAIM_KEYS if key.makes_claim and key.is_label),
 }
 
 # Debug containers are added through a subresource.
@@ -211,7 +212,7 @@ def manifests(*files: str) -> list[Manifest]:
 def text(name: str) -> str:
     found = (resources.files("webhook.kube.install") / "policies" / name).read_text()
     for placeholder, names in CLAIM_NAMES.items():
-        found = found.replace(f"'{placeholder}'", quoted(names))
+        found = found.replace(placeholder, quoted(names))
     return found
 
 
