@@ -16,10 +16,10 @@ from typing import Any, TypeVar
 
 import msgspec
 from attrs import define, field, frozen
-from starlette.requests import Request
 
 from bench.figures import Target, percentile, typical
 from bench.pods import RARE, WAYS, Asker, Way, create_review, stream
+from bench.requests import post
 from bench.servers import write_inventory
 from webhook.admission.reserving import Reserver
 from webhook.admission.reviewer import Reviewer
@@ -30,6 +30,7 @@ from webhook.core.pod import Pod
 from webhook.core.reservation import PodIdentity, ReservationId
 from webhook.runtime import settings
 from webhook.runtime.clock import utc_now
+from webhook.runtime.http.budgets import Budgets
 from webhook.runtime.telemetry import configure_logging
 from webhook.web.admission import Admission
 from webhook.web.health import Health, Stage
@@ -76,6 +77,7 @@ class Site:
     admission: Admission
     asker: Asker
     rng: random.Random
+    budgets: Budgets = field(factory=Budgets)
     held: list[tuple[ReservationId, PodIdentity]] = field(factory=list)
     numbers: "itertools.count[int]" = field(factory=itertools.count)
     last_id: ReservationId | None = None
@@ -116,8 +118,11 @@ class Site:
 
     async def reviewed(self, body: bytes) -> bool:
         """Processes a review from its body to its answer, without the network. Returns whether it reserved."""
-        await self.admission.mutate(request(body))
+        await self.answer(body)
         return await self.note_last()
+
+    async def answer(self, body: bytes) -> None:
+        await post(self.admission.mutate, self.budgets, body)
 
     async def note_last(self) -> bool:
         """Whether the last review made a reservation; records it for release."""
@@ -131,7 +136,7 @@ class Site:
         claim = claim_of(Pod.parse(raw), CLAIMS)
         decided = None if claim is None else best_of(2, lambda: self.decided(claim))
         started = time.thread_time()
-        await self.admission.mutate(request(body))
+        await self.answer(body)
         whole = time.thread_time() - started
         await self.note_last()
         while len(self.fleet.held_devices) > KEPT * self.gpus and self.held:
@@ -147,15 +152,6 @@ class Site:
 
     def decided(self, claim: Claim) -> object:
         return self.reserver.placements(claim, most=1)
-
-
-def request(body: bytes) -> Request:
-    async def receive() -> Raw:
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-    scope = {"type": "http", "method": "POST", "path": "/mutate", "query_string": b"timeout=10s", "headers": headers}
-    return Request(scope, receive)
 
 
 def best_of(times: int, step: Callable[[], object]) -> float:

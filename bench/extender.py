@@ -13,15 +13,16 @@ from typing import Any
 
 import msgspec
 from attrs import frozen
-from starlette.requests import Request
 
 from bench.figures import Target, percentile, typical
+from bench.requests import post
 from webhook.admission.parts import Parts
 from webhook.assembly.parts import embedded
 from webhook.core.device import Device, DeviceUuid, Node, Slot
 from webhook.core.evidence import Evidence
 from webhook.core.reservation import Reservation, ReservationId
 from webhook.runtime.clock import utc_now
+from webhook.runtime.http.budgets import Budgets
 from webhook.runtime.settings import Settings
 from webhook.runtime.telemetry import configure_logging
 from webhook.scheduler.extender import Extender
@@ -95,17 +96,10 @@ def body_of_objects() -> bytes:
     return msgspec.json.encode({"Pod": asking(2), "Nodes": {"metadata": {}, "items": items}, "NodeNames": None})
 
 
-def request(body: bytes) -> Request:
-    async def receive() -> Raw:
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    return Request({"type": "http", "method": "POST", "path": "/filter", "query_string": b"", "headers": []}, receive)
-
-
-async def timed(routes: ExtenderRoutes, body: bytes) -> float:
+async def timed(routes: ExtenderRoutes, budgets: Budgets, body: bytes) -> float:
     """In milliseconds."""
     started = time.thread_time()
-    reply = await routes.filter(request(body))
+    reply = await post(routes.filter, budgets, body)
     taken = 1e3 * (time.thread_time() - started)
     assert reply.status_code == 200
     return taken
@@ -116,13 +110,13 @@ async def measured(plan: Plan) -> Raw:
     parts, health = filled(rng), Health()
     health.stage = Stage.SERVING
     routes = ExtenderRoutes(Extender(parts, None), parts.metrics, health)
-    by_kind = bodies(rng)
+    by_kind, budgets = bodies(rng), Budgets()
     found: dict[str, list[list[float]]] = {kind: [] for kind in by_kind}
     for _ in range(plan.rounds):
         for kind, body in by_kind.items():
-            found[kind].append([await timed(routes, body) for _ in range(plan.pods)])
+            found[kind].append([await timed(routes, budgets, body) for _ in range(plan.pods)])
     whole = body_of_objects()
-    objects = [[await timed(routes, whole) for _ in range(plan.objects)] for _ in range(plan.rounds)]
+    objects = [[await timed(routes, budgets, whole) for _ in range(plan.objects)] for _ in range(plan.rounds)]
     return {
         "nodes": NODES,
         "filter_ms": {kind: spread(rounds) for kind, rounds in found.items()},
