@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
+PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .PHONY: help run demo test check fmt fuzz mutants cluster cluster-down node node-down parts e2e chaos docker-build promtool chart bench bench-check lock clean
@@ -16,12 +16,14 @@ $(BIN)/python:
 
 # The stamps record which lock file the environment was created from.
 $(VENV)/run.stamp: requirements/run.lock pyproject.toml | $(BIN)/python
-	$(PIP) install --require-hashes -r requirements/run.lock
-	$(PIP) install --no-deps --no-build-isolation --editable .
+	@echo "Installing the requirements into $(VENV): once, in about half a minute"
+	@$(PIP) install --require-hashes -r requirements/run.lock
+	@$(PIP) install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 
 $(VENV)/dev.stamp: requirements/dev.lock $(VENV)/run.stamp
-	$(PIP) install --require-hashes -r requirements/dev.lock
+	@echo "Installing the requirements of the tests into $(VENV): once, in about a minute"
+	@$(PIP) install --require-hashes -r requirements/dev.lock
 	@touch $@
 
 run: $(VENV)/run.stamp ## start the server on the embedded default, no cluster needed
