@@ -53,7 +53,7 @@ from webhook.kube.watch import Watch
 from webhook.runtime.backoff import Backoff
 from webhook.runtime.clock import utc_now
 from webhook.runtime.http.listener import Listener
-from webhook.runtime.process import stop_signal
+from webhook.runtime.process import cancel_and_wait, stop_signal
 from webhook.runtime.telemetry import configure_logging
 from webhook.web.callers import Guard
 from webhook.web.health import Health, Stage
@@ -341,7 +341,7 @@ class ExportProcess:
             return await self._lead(stopping, holding, watching, elects=elects)
         finally:
             self._health.stage = Stage.DRAINING
-            await cancelled(stopping, *watching)
+            await cancel_and_wait([stopping, *watching])
 
     async def _all_watches(self) -> list[Watch]:
         if not self._settings.history:
@@ -370,7 +370,7 @@ class ExportProcess:
             self._delivery = opening.result()
             return await self._work(self._delivery, stopping, holding, watching, elects=elects)
         is_lost = holding.done() and not stopping.done()
-        await cancelled(opening, holding)
+        await cancel_and_wait([opening, holding])
         if elects and not is_lost:
             await self._candidate.release()
         all_tasks: list[asyncio.Future[Any]] = [opening, *watching]
@@ -410,12 +410,12 @@ class ExportProcess:
         done, _ = await asyncio.wait(all_tasks, return_when=asyncio.FIRST_COMPLETED)
         is_lost = holding in done and stopping not in done
         # Workers stop first: their records are stored afterwards, and before another leader is elected.
-        await cancelled(*working)
+        await cancel_and_wait(working)
         if elects and not is_lost:
             left = await drained_while(holding, delivery)
         else:
             left = await delivery.drain(time_to_drain(self._candidate.left) if elects else DRAIN)
-        await cancelled(delivering, holding)
+        await cancel_and_wait([delivering, holding])
         log.info("drained", batches_left=left)
         if elects and not is_lost:
             await self._candidate.release()
@@ -495,7 +495,7 @@ async def drained_while(holding: "asyncio.Future[Any]", delivery: Delivery) -> i
     draining = asyncio.ensure_future(delivery.drain(DRAIN))
     await asyncio.wait([draining, holding], return_when=asyncio.FIRST_COMPLETED)
     if not draining.done():
-        await cancelled(draining)
+        await cancel_and_wait([draining])
         return await delivery.drain(timedelta(0))
     return draining.result()
 
@@ -507,11 +507,5 @@ async def until(work: Awaitable[None], stopping: "asyncio.Future[Any]") -> bool:
     if task.done():
         task.result()
         return not stopping.done()
-    await cancelled(task)
+    await cancel_and_wait([task])
     return False
-
-
-async def cancelled(*tasks: "asyncio.Future[Any]") -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

@@ -3,7 +3,7 @@
 import asyncio
 import gc
 import sys
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from webhook.assembly.serving import Assembly, assembled
 from webhook.runtime.clock import utc_now
 from webhook.runtime.http.budgets import Budgets, RequestLimits
 from webhook.runtime.http.listener import Listener
-from webhook.runtime.process import return_freed_memory, stop_signal
+from webhook.runtime.process import cancel_and_wait, return_freed_memory, stop_signal
 from webhook.runtime.setting_kinds import is_loopback
 from webhook.runtime.settings import Settings
 from webhook.runtime.telemetry import configure_logging
@@ -65,7 +65,7 @@ async def started(server: "Server", stop: asyncio.Event) -> bool:
     if starting.done():
         await starting
         return True
-    await cancelled([starting])
+    await cancel_and_wait([starting])
     log.info("stopped while starting")
     return False
 
@@ -202,7 +202,7 @@ class Server:
         waiting = asyncio.ensure_future(stop.wait())
         done, _ = await asyncio.wait({waiting, *background}, return_when=asyncio.FIRST_COMPLETED)
         await self._drain()
-        await cancelled([waiting, *background])
+        await cancel_and_wait([waiting, *background])
         if self._parts.hinting is not None:
             await self._parts.hinting.close()
         for task in done - {waiting}:
@@ -291,10 +291,3 @@ async def every(interval: float, step: Callable[[], Awaitable[None]]) -> None:
     while True:
         await asyncio.sleep(interval)
         await step()
-
-
-async def cancelled(tasks: Iterable[asyncio.Future[Any]]) -> None:
-    pending = [task for task in tasks if not task.done()]
-    for task in pending:
-        task.cancel()
-    await asyncio.gather(*pending, return_exceptions=True)

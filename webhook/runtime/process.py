@@ -47,11 +47,17 @@ async def run_until(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> Non
     """Run the work until it ends or `stop` is set. Raises the exceptions of the work."""
     working, stopping = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
     done, pending = await asyncio.wait((working, stopping), return_when=asyncio.FIRST_COMPLETED)
+    await cancel_and_wait(pending)
+    for task in done:
+        task.result()
+
+
+async def cancel_and_wait(tasks: Iterable[asyncio.Future[Any]]) -> None:
+    """Cancel the tasks that are not done, and wait until they have ended."""
+    pending = [task for task in tasks if not task.done()]
     for task in pending:
         task.cancel()
     await asyncio.gather(*pending, return_exceptions=True)
-    for task in done:
-        task.result()
 
 
 async def run_concurrently(actions: Iterable[Awaitable[None]], at_once: int = AT_ONCE) -> None:
