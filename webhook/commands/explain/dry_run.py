@@ -15,7 +15,7 @@ from attrs import frozen
 
 from webhook.admission.explanation import DEFAULT_NAMESPACE, sentence_of
 from webhook.admission.manifest_pods import mapping, namespace_of
-from webhook.commands.explain.sources import NoAnswerError, Source
+from webhook.commands.explain.sources import SET_BY_SERVER, NoAnswerError, Source
 from webhook.core import keys
 from webhook.core.claim import Claim, ClaimRules, claim_of, recorded_claim_or_none
 from webhook.core.difference import difference
@@ -46,7 +46,7 @@ TIMEOUT: Final = 60.0
 DENIED: Final = re.compile(r'admission webhook "[^"]*" denied the request: ')
 WARNING: Final = re.compile(r'299 \S+ "((?:[^"\\]|\\.)*)"')
 # Fields of metadata that the API server sets.
-WRITTEN: Final = ("creationTimestamp", "generation", "managedFields", "resourceVersion", "selfLink", "uid")
+WRITTEN: Final = SET_BY_SERVER | {"uid"}
 # Reasons of temporary denials, because a part of gpuwarden is unavailable.
 TEMPORARY: Final = {reason for reason, code in STATUS_CODES.items() if code == 503}
 EXISTS: Final = "AlreadyExists"
