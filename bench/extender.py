@@ -26,6 +26,7 @@ from webhook.runtime.http.budgets import Budgets
 from webhook.runtime.settings import Settings
 from webhook.runtime.telemetry import configure_logging
 from webhook.scheduler.extender import Extender
+from webhook.web.callers import CallerGate
 from webhook.web.extender import ExtenderRoutes
 from webhook.web.health import Health, Stage
 
@@ -109,7 +110,7 @@ async def measured(plan: Plan) -> Raw:
     rng = random.Random(7)  # noqa: S311 - the same fleet each time, not a secret
     parts, health = filled(rng), Health()
     health.stage = Stage.SERVING
-    routes = ExtenderRoutes(Extender(parts, None), parts.metrics, health)
+    routes = ExtenderRoutes(Extender(parts, None), parts.metrics, health, CallerGate(utc_now))
     by_kind, budgets = bodies(rng), Budgets()
     found: dict[str, list[list[float]]] = {kind: [] for kind in by_kind}
     for _ in range(plan.rounds):

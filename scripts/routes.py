@@ -18,6 +18,8 @@ LISTENERS: Final[Mapping[str, str]] = {
     "scorer_app": "`score`",
     "probes_app": "the other commands",
 }
+# Their gate admits every caller.
+OPEN: Final = {"plain_extender_app"}
 GUARDS: Final[Mapping[Guard, str]] = {
     Guard.OPEN: "everyone",
     Guard.REVIEWER: "everyone, or the API server only if you require it",
@@ -41,13 +43,12 @@ def reference() -> str:
     for name, listener in LISTENERS.items():
         make = applications()[name]
         parameters = inspect.signature(make).parameters
-        # The routes in a cluster have a gate. A listener without one checks no caller.
-        asked = [one.name for one in parameters.values() if one.default is one.empty or one.name == "gate"]
+        asked = [one.name for one in parameters.values() if one.default is one.empty]
         made = make(**{name: Unused() for name in asked})
         if not isinstance(made, CountMiddleware):
             raise TypeError(f"{name} declares no routes")
         for route in made.declared:
-            caller = GUARDS[route.guard if "gate" in parameters else Guard.OPEN]
+            caller = GUARDS[Guard.OPEN if name in OPEN else route.guard]
             listeners.setdefault((route.path, route.method, caller), []).append(listener)
     return HEAD + "".join(
         f"| `{method} {path}` | {', '.join(found)} | {caller} |\n"

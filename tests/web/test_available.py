@@ -21,6 +21,7 @@ from webhook.core.offer import count_devices
 from webhook.core.reservation import Phase, Reservation, ReservationId
 from webhook.ledger.memory import MemoryLedger
 from webhook.ledger.moves import Times
+from webhook.web.callers import CallerGate
 from webhook.web.devices import Devices, device_views, take_snapshot
 from webhook.web.health import Stage
 
@@ -182,7 +183,7 @@ async def test_devices_answer_503_while_starting(harness: Harness) -> None:
 async def test_stale_view_answers_json_with_503_and_shows_a_banner(harness: Harness) -> None:
     staleness: list[Staleness | None] = [Staleness("no events of /api/v1/nodes for 90 s", is_blind=True)]
     parts = harness.parts
-    view = Devices(parts.fleet, parts.ledger, parts.clock, outdated=lambda: staleness[0])
+    view = Devices(parts.fleet, parts.ledger, parts.clock, outdated=lambda: staleness[0], gate=CallerGate(parts.clock))
     answer = await harness.through(view, "/devices")
     assert (answer.status_code, answer.json()) == (503, {"error": "no events of /api/v1/nodes for 90 s"})
     page = await harness.through(view, "/", **BROWSER)

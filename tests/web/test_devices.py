@@ -27,7 +27,7 @@ from webhook.core.reservation import (
 from webhook.ledger.memory import MemoryLedger
 from webhook.ledger.moves import Times
 from webhook.runtime.telemetry import Metrics
-from webhook.web.callers import Guard
+from webhook.web.callers import CallerGate, Guard
 from webhook.web.devices import Devices, device_views, prefers_html, take_snapshot
 from webhook.web.routes import application, get
 
@@ -68,10 +68,12 @@ class Harness:
         self.ledger = SlowLedger(self.fleet, self.clock, Times(PATIENCE, timedelta(seconds=2)))
         for node in nodes:
             self.put(node)
-        devices = Devices(self.fleet, self.ledger, self.clock, notes=notes, shows_pending_ids=shows_pending_ids)
-        self.app = application(
-            Metrics(), get("/", devices.page, Guard.PERSON), get("/devices", devices.listing, Guard.PERSON)
+        gate = CallerGate(self.clock)
+        devices = Devices(
+            self.fleet, self.ledger, self.clock, notes=notes, shows_pending_ids=shows_pending_ids, gate=gate
         )
+        page, listing = get("/", devices.page, Guard.PERSON), get("/devices", devices.listing, Guard.PERSON)
+        self.app = application(Metrics(), page, listing, gate=gate)
 
     def put(self, node: Node) -> None:
         self.fleet.put(node, self.clock.now)

@@ -35,7 +35,7 @@ def of_house(harness: Harness, *, plain: bool = False, authority: Authority | No
     if plain:
         app = plain_extender_app(routes, harness.health, parts.metrics)
     else:
-        app = extender_app(routes, harness.health, parts.metrics, gate=gate)
+        app = extender_app(routes, harness.health, parts.metrics, gate)
     return httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="https://extender")
 
 

@@ -51,9 +51,9 @@ def apps(harness: Harness) -> dict[str, ASGIApp]:
     endpoints = Endpoints.of(parts, health, gate, facts=parts.pods)
     extender = ExtenderRoutes(Extender(parts, None), parts.metrics, health, gate)
     return {
-        "tls": tls_app(endpoints, gate=gate),
-        "plain": plain_app(endpoints, gate=gate),
-        "extender": extender_app(extender, health, parts.metrics, gate=gate),
+        "tls": tls_app(endpoints),
+        "plain": plain_app(endpoints),
+        "extender": extender_app(extender, health, parts.metrics, gate),
     }
 
 
@@ -69,6 +69,11 @@ async def endpoint(request: Request) -> Response:
 def test_route_without_a_guard_prevents_the_start(route: Any) -> None:
     with pytest.raises(UnguardedRouteError, match="/new"):
         application(Metrics(), get("/old", endpoint, Guard.OPEN), route)
+
+
+def test_guard_without_a_gate_prevents_the_start() -> None:
+    with pytest.raises(UnguardedRouteError, match="/new"):
+        application(Metrics(), get("/old", endpoint, Guard.OPEN), get("/new", endpoint, Guard.CALLER))
 
 
 @pytest.mark.parametrize("listener", ["tls", "plain", "extender"])

@@ -100,14 +100,14 @@ class Server:
         scheduler = None if self._scheduler is None else SchedulerHealth(self._scheduler)
         host, tls = settings.host, self._certificates["tls"].context
         self._tls = Listener(
-            tls_app(endpoints, budgets, gate),
+            tls_app(endpoints),
             host=host,
             port=settings.port,
             ssl_context=tls,
             budgets=budgets,
         )
         self._plain = Listener(
-            plain_app(endpoints, budgets, gate, scheduler),
+            plain_app(endpoints, scheduler),
             host=host,
             port=settings.ui_port,
             budgets=budgets,
@@ -115,7 +115,7 @@ class Server:
         )
         routes = ExtenderRoutes(Extender(parts, assembly.bindings), metrics, health, gate)
         self._extender = Listener(
-            extender_app(routes, health, metrics, budgets, gate),
+            extender_app(routes, health, metrics, gate, budgets),
             host=host,
             port=settings.extender_port,
             ssl_context=self._certificates["extender"].context,
@@ -127,7 +127,7 @@ class Server:
             if self._scheduler is None
             else Listener(
                 extender_app(
-                    routes, health, metrics, budgets, CallerGate(parts.clock, schedulers_use_certificates=True)
+                    routes, health, metrics, CallerGate(parts.clock, schedulers_use_certificates=True), budgets
                 ),
                 host=HOST,
                 port=settings.scheduler_port,

@@ -11,6 +11,7 @@ from webhook.admission.explanation import Explainer
 from webhook.admission.parts import Parts
 from webhook.admission.reviewer import Reviewer
 from webhook.ledger.pods import PodFacts
+from webhook.runtime.clock import utc_now
 from webhook.runtime.http.budgets import Budgets
 from webhook.runtime.telemetry import CountsSource, FleetCounts, Metrics
 from webhook.web.admission import Admission
@@ -35,6 +36,8 @@ class Endpoints:
     evidence: EvidenceRoutes | None
     health: Health
     metrics: Metrics
+    gate: CallerGate
+    budgets: Budgets | None
 
     @classmethod
     def of(
@@ -69,10 +72,12 @@ class Endpoints:
             evidence=None if parts.attestation is None else EvidenceRoutes(parts.attestation, health),
             health=health,
             metrics=parts.metrics,
+            gate=gate,
+            budgets=budgets,
         )
 
 
-def tls_app(endpoints: Endpoints, budgets: Budgets | None = None, gate: CallerGate | None = None) -> ASGIApp:
+def tls_app(endpoints: Endpoints) -> ASGIApp:
     """The TLS listener. In a cluster all routes that take a token are only here."""
     evidence = endpoints.evidence
     proofs = (
@@ -95,25 +100,20 @@ def tls_app(endpoints: Endpoints, budgets: Budgets | None = None, gate: CallerGa
         *proofs,
         get("/healthz", endpoints.health.live, Guard.OPEN),
         get("/readyz", endpoints.health.ready, Guard.OPEN),
-        budgets=budgets,
-        gate=gate,
+        budgets=endpoints.budgets,
+        gate=endpoints.gate,
     )
 
 
-def plain_app(
-    endpoints: Endpoints,
-    budgets: Budgets | None = None,
-    gate: CallerGate | None = None,
-    scheduler: SchedulerHealth | None = None,
-) -> ASGIApp:
+def plain_app(endpoints: Endpoints, scheduler: SchedulerHealth | None = None) -> ASGIApp:
     """The plain HTTP listener. If callers are authenticated it has open routes only: plain HTTP would reveal tokens."""
     finalize, devices = endpoints.finalize, endpoints.devices
     return application(
         endpoints.metrics,
-        *(summary(devices) if gate is not None and gate.checks_callers else without_tokens(finalize, devices)),
+        *(summary(devices) if endpoints.gate.checks_callers else without_tokens(finalize, devices)),
         *probes(endpoints.health, endpoints.metrics, scheduler),
-        budgets=budgets,
-        gate=gate,
+        budgets=endpoints.budgets,
+        gate=endpoints.gate,
     )
 
 
@@ -157,8 +157,8 @@ def extender_app(
     extender: ExtenderRoutes,
     health: Health,
     metrics: Metrics,
+    gate: CallerGate,
     budgets: Budgets | None = None,
-    gate: CallerGate | None = None,
 ) -> ASGIApp:
     return application(
         metrics,
@@ -182,4 +182,5 @@ def plain_extender_app(
         post("/filter", extender.filter, Guard.SCHEDULER),
         get("/healthz", health.live, Guard.OPEN),
         budgets=budgets,
+        gate=CallerGate(utc_now),
     )

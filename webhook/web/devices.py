@@ -484,10 +484,6 @@ class Devices:
     _css: str = field(init=False)
     _page_headers: dict[str, str] = field(init=False)
 
-    @_gate.default
-    def _open_gate(self) -> CallerGate:
-        return CallerGate(self._clock)
-
     def __attrs_post_init__(self) -> None:
         self._template = page_template()
         self._css = (resources.files("webhook.web") / "ui" / "devices.css").read_text(encoding="utf-8")

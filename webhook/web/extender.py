@@ -21,7 +21,6 @@ from webhook.core.extender_wire import (
     preempt_result,
     priorities,
 )
-from webhook.runtime.clock import utc_now
 from webhook.runtime.http.budgets import SMALL_BODY
 from webhook.runtime.telemetry import Metrics
 from webhook.scheduler.extender import LEDGER_AWAY, NAMESPACE_AWAY, Extender, count_rejections
@@ -47,12 +46,12 @@ class NotAllowedError(GpuwardenError):
 class ExtenderRoutes:
     """`POST /filter`, `/prioritize`, `/preempt` and `/bind`."""
 
-    def __init__(self, extender: Extender, metrics: Metrics, health: Health, gate: CallerGate | None = None) -> None:
+    def __init__(self, extender: Extender, metrics: Metrics, health: Health, gate: CallerGate) -> None:
         """Callers with tokens get answers only about pods that they may bind themselves."""
         self._extender = extender
         self._metrics = metrics
         self._health = health
-        self._gate = gate or CallerGate(utc_now)
+        self._gate = gate
 
     async def filter(self, request: Request) -> Response:
         return await self._handle(request, "filter", self._filter)

@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 import structlog
-from attrs import define, field, frozen
+from attrs import define, frozen
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -22,7 +22,6 @@ from webhook.core.fleet import Fleet
 from webhook.core.reservation import PodIdentity, PodProof, Reservation, ReservationId
 from webhook.ledger import Ledger
 from webhook.ledger.pods import PodFacts, PodSource, PodsUnavailableError
-from webhook.runtime.clock import utc_now
 from webhook.web.body import RefusedBodyError, error, read_body
 from webhook.web.callers import CALLERS_UNAVAILABLE, CallerGate, caller_of, finalize_reservations, forbidden
 from webhook.web.health import Health
@@ -94,7 +93,7 @@ class Finalize:
     _pods: PodSource
     _facts: PodFacts
     _health: Health
-    _gate: CallerGate = field(factory=lambda: CallerGate(utc_now))
+    _gate: CallerGate
 
     async def finalize(self, request: Request) -> Response:
         if not self._health.is_serving:

@@ -41,7 +41,11 @@ def application(
     if unguarded:
         paths = ", ".join(str(getattr(route, "path", route)) for route in unguarded)
         raise UnguardedRouteError(f"no guard declared for {paths}")
-    gate = gate or CallerGate(utc_now)
+    if gate is None:
+        closed = [route.path for route in routes if route.guard is not Guard.OPEN]
+        if closed:
+            raise UnguardedRouteError(f"no gate checks the callers of {', '.join(closed)}")
+        gate = CallerGate(utc_now)
     app = Starlette(
         routes=[Route(one.path, guarded(gate, one), methods=[one.method]) for one in routes],
         exception_handlers={HTTPException: http_error, Exception: internal_error},
