@@ -124,7 +124,7 @@ class FakeProvider:
         self.polls = 0
 
     def begin(self) -> None:
-        raise AssertionError("nobody is elected")
+        raise AssertionError("no replica is elected")
 
     async def poll(self) -> Mapping[str, Evidence]:
         self.polls += 1
@@ -152,17 +152,20 @@ async def test_node_needs_evidence_of_all_configured_providers(tmp_path: Path) -
     spire = FakeProvider(None)
     fleet, fleet_source = updater_of(tmp_path, spire)
     await fleet_source.load()
-    nobody = dict.fromkeys(("node-a", "node-b", "node-c"), EvidenceState.ABSENT)
-    assert await states(fleet_source, fleet) == nobody  # not polled yet
+    absent = dict.fromkeys(("node-a", "node-b", "node-c"), EvidenceState.ABSENT)
+    assert await states(fleet_source, fleet) == absent  # not polled yet
     word = evidence_of("node-a")
     spire.said = {"node-a": word}
-    assert await states(fleet_source, fleet) == {**nobody, "node-a": EvidenceState.FRESH}  # node-b is in one list only
+    assert await states(fleet_source, fleet) == {
+        **absent,
+        "node-a": EvidenceState.FRESH,
+    }  # node-b is in one list only
     spire.said = {"node-a": evidence_of("node-a", OTHER_HASH)}
-    assert await states(fleet_source, fleet) == {**nobody, "node-a": EvidenceState.CONFLICT}
+    assert await states(fleet_source, fleet) == {**absent, "node-a": EvidenceState.CONFLICT}
     spire.said = {"node-a": Evidence("node-a", "", "spire-server", is_banned=True)}
-    assert await states(fleet_source, fleet) == {**nobody, "node-a": EvidenceState.BANNED}
+    assert await states(fleet_source, fleet) == {**absent, "node-a": EvidenceState.BANNED}
     spire.said = {}  # evicted
-    assert await states(fleet_source, fleet) == nobody
+    assert await states(fleet_source, fleet) == absent
 
 
 async def test_start_waits_for_the_first_answer_of_every_provider(tmp_path: Path) -> None:
