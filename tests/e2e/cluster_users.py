@@ -21,6 +21,7 @@ from tests.e2e.kube import (
     Kube,
     Raw,
     Resource,
+    access_granted,
     pod,
     wait_until,
 )
@@ -152,6 +153,7 @@ async def grant(admin: Kube, stack: AsyncExitStack, name: str, rules: list[Raw],
     await admin.create(CLUSTER_ROLES, {"metadata": {"name": name}, "rules": rules})
     stack.push_async_callback(admin.delete, CLUSTER_ROLES, name)
     await bind(admin, stack, name, name, subject)
+    await access_granted(admin, subject, rules)
 
 
 async def bind(admin: Kube, stack: AsyncExitStack, name: str, role: str, subject: Raw) -> None:

@@ -58,6 +58,7 @@ CLUSTER_ROLES = Resource("apis/rbac.authorization.k8s.io/v1", "clusterroles", is
 CLUSTER_ROLE_BINDINGS = Resource("apis/rbac.authorization.k8s.io/v1", "clusterrolebindings", is_namespaced=False)
 MUTATING = Resource("apis/admissionregistration.k8s.io/v1", "mutatingwebhookconfigurations", is_namespaced=False)
 VALIDATING = Resource("apis/admissionregistration.k8s.io/v1", "validatingwebhookconfigurations", is_namespaced=False)
+SUBJECT_REVIEWS = Resource("apis/authorization.k8s.io/v1", "subjectaccessreviews", is_namespaced=False)
 
 
 class ApiError(Exception):
@@ -194,6 +195,19 @@ async def wait_until(
             raise NotInTimeError(f"not within {seconds} s; last seen: {json.dumps(seen, default=str)[:3000]}")
         await asyncio.sleep(0.05)
     return seen
+
+
+async def access_granted(kube: Kube, subject: Raw, rules: list[Raw], namespace: str | None = None) -> None:
+    """Waits until new permissions apply: the API server reads roles by watch."""
+    user = subject["name"]
+    if subject["kind"] == "ServiceAccount":
+        user = f"system:serviceaccount:{subject['namespace']}:{user}"
+    for rule in rules:
+        resource, _, subresource = rule["resources"][0].partition("/")
+        asked = {"group": rule["apiGroups"][0], "verb": rule["verbs"][0], "resource": resource}
+        asked |= {"subresource": subresource, "namespace": namespace or ""}
+        review = {"spec": {"user": user, "resourceAttributes": asked}}
+        await wait_until(lambda: kube.create(SUBJECT_REVIEWS, review), lambda said: said["status"]["allowed"])  # noqa: B023
 
 
 async def pod_in_phase(kube: Kube, namespace: str, name: str, phase: str, seconds: float = PATIENCE) -> Raw:

@@ -29,6 +29,7 @@ from tests.e2e.kube import (
     Kube,
     Raw,
     Resource,
+    access_granted,
     gone,
     wait_until,
 )
@@ -312,6 +313,7 @@ async def test_exec_is_allowed_in_the_watched_namespace_only(
     to = {"roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": "reads-only"}}
     subject = {"kind": "ServiceAccount", "name": "reads-only", "namespace": OURS}
     await kube.create(CLUSTER_ROLE_BINDINGS, {**name, **to, "subjects": [subject]})
+    await access_granted(kube, subject, rules)
     reads_only = cluster.service_account_kubeconfig(OURS, "reads-only")
     with exporting(reads_only, tmp_path / "export", "--history", "false") as running:
         await kube.create(PODS, plugin_pod("plugin-a"), PLUGINS)

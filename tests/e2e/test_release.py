@@ -9,7 +9,8 @@ import pytest
 
 from scripts.controlplane.cluster import Cluster
 from tests.e2e.attacks.test_force_delete import delete, run_victim
-from tests.e2e.kube import CLUSTER_ROLE_BINDINGS, CLUSTER_ROLES, EVENTS, PODS, ApiError, Kube, Raw, pod, wait_until
+from tests.e2e.cluster_users import grant
+from tests.e2e.kube import EVENTS, PODS, ApiError, Kube, Raw, pod, wait_until
 from tests.e2e.processes import Site, site, with_policies
 from tests.running import GPUWARDEN
 
@@ -100,12 +101,7 @@ async def granted(kube: Kube, rights: Mapping[str, Sequence[Raw]]) -> AsyncItera
     """Grants a user cluster-wide rights."""
     async with AsyncExitStack() as stack:
         for name, rules in rights.items():
-            ref = {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": name}
-            bound = {"metadata": {"name": name}, "roleRef": ref, "subjects": [{"kind": "User", "name": name}]}
-            await kube.create(CLUSTER_ROLES, {"metadata": {"name": name}, "rules": list(rules)})
-            stack.push_async_callback(kube.delete, CLUSTER_ROLES, name)
-            await kube.create(CLUSTER_ROLE_BINDINGS, bound)
-            stack.push_async_callback(kube.delete, CLUSTER_ROLE_BINDINGS, name)
+            await grant(kube, stack, name, list(rules), {"kind": "User", "name": name})
         yield
 
 

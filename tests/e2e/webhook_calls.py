@@ -20,6 +20,7 @@ from tests.e2e.kube import (
     ApiError,
     Kube,
     Raw,
+    access_granted,
     pod,
     wait_until,
 )
@@ -148,6 +149,8 @@ async def granted(kube: Kube, name: str, rules: list[Raw], accounts: list[tuple[
     subjects = [{"kind": "ServiceAccount", "namespace": ns, "name": account} for ns, account in accounts]
     await kube.create(CLUSTER_ROLE_BINDINGS, {"metadata": {"name": name}, "roleRef": ref, "subjects": subjects})
     try:
+        for subject in subjects:
+            await access_granted(kube, subject, rules)
         yield
     finally:
         await kube.delete(CLUSTER_ROLE_BINDINGS, name)

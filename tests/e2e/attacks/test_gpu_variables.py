@@ -13,7 +13,7 @@ from attrs import frozen
 from scripts.controlplane.cluster import Cluster
 from tests.e2e.cluster_users import resource_of
 from tests.e2e.conftest import new_namespace
-from tests.e2e.kube import PODS, ROLE_BINDINGS, ApiError, Kube, Raw, pod, wait_until
+from tests.e2e.kube import PODS, ROLE_BINDINGS, ApiError, Kube, Raw, access_granted, pod, wait_until
 from tests.e2e.webhook_calls import QUIET, UNREACHABLE_URL, ca_of, registered
 from tests.e2e.webhook_configurations import another_webhook
 from tests.running import Running, serving
@@ -22,6 +22,7 @@ from webhook.kube.install.policies import Blinds, Installation, policies
 # One label for the policies, one for each webhook configuration: the labels of a namespace select what acts there.
 GUARDED, OLDER = {"gpuwarden.io/enabled": "true"}, {"scheduler.radix.ai/enabled": "true"}
 ALONE, SERVED, SENT = ({f"example.test/{name}": "true"} for name in ("alone", "served", "sent"))
+MAKES_PODS: Raw = {"apiGroups": [""], "resources": ["pods"], "verbs": ["create"]}
 NVD = "NVIDIA_VISIBLE_DEVICES"
 CUDA = {"name": "CUDA_VERSION", "value": "12.4"}
 INVENTORY = {"nodes": [{"name": "node-1", "devices": [{"uuid": f"GPU-{n}"} for n in range(64)]}]}
@@ -86,10 +87,11 @@ async def tenant_of(cluster: Cluster, kube: Kube, labels: dict[str, str]) -> Asy
     async with new_namespace(kube, labels) as namespace:
         user = f"tenant-{namespace}"
         ref = {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": "edit"}
-        subjects = [{"kind": "User", "name": user}]
+        subject = {"kind": "User", "name": user}
         await kube.create(
-            ROLE_BINDINGS, {"metadata": {"name": "edit"}, "roleRef": ref, "subjects": subjects}, namespace
+            ROLE_BINDINGS, {"metadata": {"name": "edit"}, "roleRef": ref, "subjects": [subject]}, namespace
         )
+        await access_granted(kube, subject, [MAKES_PODS], namespace)
         async with Kube(cluster.as_user(user)) as tenant:
             yield tenant, namespace
 

@@ -14,11 +14,9 @@ from attrs import frozen
 
 from scripts.controlplane.cluster import Cluster
 from tests.e2e.attacks.test_gpu_variables import GUARDED, OLDER, Harness, container, new_harness
-from tests.e2e.cluster_users import resource_of
+from tests.e2e.cluster_users import grant, resource_of
 from tests.e2e.kube import (
     CLAIMS,
-    CLUSTER_ROLE_BINDINGS,
-    CLUSTER_ROLES,
     NAMESPACES,
     PODS,
     VOLUMES,
@@ -59,16 +57,8 @@ async def kube(cluster: Cluster) -> AsyncIterator[Kube]:
         for manifest in policies(Installation(host_paths=ALLOWED)):
             await kube.create(resource_of(manifest), manifest)
             stack.push_async_callback(kube.delete, resource_of(manifest), manifest["metadata"]["name"])
-        rules: list[Raw] = [
-            {"apiGroups": [""], "resources": ["persistentvolumes"], "verbs": ["*"]},
-        ]
-        await kube.create(CLUSTER_ROLES, {"metadata": {"name": "provisioner"}, "rules": rules})
-        stack.push_async_callback(kube.delete, CLUSTER_ROLES, "provisioner")
-        ref = {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": "provisioner"}
-        subjects = [{"kind": "User", "name": "provisioner"}]
-        bound = {"metadata": {"name": "provisioner"}, "roleRef": ref, "subjects": subjects}
-        await kube.create(CLUSTER_ROLE_BINDINGS, bound)
-        stack.push_async_callback(kube.delete, CLUSTER_ROLE_BINDINGS, "provisioner")
+        rule: Raw = {"apiGroups": [""], "resources": ["persistentvolumes"], "verbs": ["*"]}
+        await grant(kube, stack, "provisioner", [rule], {"kind": "User", "name": "provisioner"})
         async with new_harness(cluster, kube, GUARDED) as harness, Kube(cluster.as_user("provisioner")) as provisioner:
             await wait_until(lambda: acts(harness, provisioner), seconds=20)
         yield kube

@@ -19,6 +19,7 @@ from tests.e2e.kube import (
     ROLES,
     Kube,
     Raw,
+    access_granted,
     pod,
     pod_in_phase,
     wait_until,
@@ -102,6 +103,7 @@ async def allowed(kube: Kube, namespace: str, rule: Raw, name: str, account: str
     subject = {"kind": "ServiceAccount", "name": "default", "namespace": account or namespace}
     role = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": name}
     await kube.create(ROLE_BINDINGS, {"metadata": {"name": name}, "roleRef": role, "subjects": [subject]}, namespace)
+    await access_granted(kube, subject, [rule], namespace)
 
 
 async def assignments(client: httpx.AsyncClient) -> list[dict[str, Any]]:
