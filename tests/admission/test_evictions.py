@@ -6,18 +6,14 @@ from typing import Any
 
 import pytest
 from attrs import define, field
-from kubernetes.aio import client
-from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from tests import builders
+from tests.api_client import answering, client_of
 from tests.builders import Raw
-from tests.kube.test_watch import client_of
 from webhook.admission.evictions import ApiEvictor
 from webhook.admission.evidence_loss import EvictionError
-from webhook.runtime.http.listener import Listener
 
 THE_POD = builders.identity()
 OURS = {"key": "gpuwarden.io/evidence-lost", "effect": "NoSchedule"}
@@ -46,12 +42,8 @@ def api_server() -> ApiServer:
 
 @pytest.fixture
 async def evictor(api_server: ApiServer) -> AsyncIterator[ApiEvictor]:
-    app = Starlette(routes=[Route("/{path:path}", api_server.answer, methods=["GET", "PATCH", "POST"])])
-    listener = Listener(app, host="127.0.0.1", port=0)
-    await listener.start()
-    async with client_of(listener.port) as api:
+    async with answering(api_server.answer, "GET", "PATCH", "POST") as port, client_of(port) as api:
         yield ApiEvictor(api)
-    await listener.stop(0)
 
 
 def node_with(*taints: Raw) -> Raw:
@@ -125,8 +117,6 @@ async def test_refused_eviction_is_an_error_with_the_message(
 
 
 async def test_api_server_that_cannot_be_reached_is_an_error() -> None:
-    configuration = client.Configuration()
-    configuration.host = "http://127.0.0.1:1"
-    async with client.ApiClient(configuration) as api:
+    async with client_of(1) as api:
         with pytest.raises(EvictionError, match="cannot be reached"):
             await ApiEvictor(api).taint("node-a", wanted=True)

@@ -4,8 +4,8 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from kubernetes.aio import client
 
+from tests.api_client import client_of
 from tests.builders import HASH, OTHER_HASH, Raw
 from tests.ledger.test_api_pods import ApiServer
 from tests.ledger.test_api_pods import api_server as api_server  # a fixture
@@ -96,9 +96,7 @@ async def test_claims_are_read_by_their_namespaces_policy() -> None:
 
 @pytest.fixture
 async def lookup(api_server: ApiServer) -> AsyncIterator[ApiNamespaces]:
-    configuration = client.Configuration()
-    configuration.host = f"http://127.0.0.1:{api_server.port}"
-    async with client.ApiClient(configuration) as api:
+    async with client_of(api_server.port) as api:
         yield ApiNamespaces(api)
 
 
@@ -134,8 +132,6 @@ async def test_malformed_answer_does_not_waive_a_namespaces_policy(
 
 
 async def test_unreachable_api_server_raises_namespaces_unavailable() -> None:
-    configuration = client.Configuration()
-    configuration.host = "http://127.0.0.1:1"
-    async with client.ApiClient(configuration) as api:
+    async with client_of(1) as api:
         with pytest.raises(NamespacesUnavailableError):
             await ApiNamespaces(api).get("ml")

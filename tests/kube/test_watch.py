@@ -2,27 +2,22 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Mapping
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, cast
 
 import pytest
-from kubernetes.aio import client
-from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.routing import Route
 
+from tests.api_client import answering, client_of
 from tests.builders import Raw
 from webhook.assembly.cluster import outdated_by
 from webhook.kube.watch import Trimmed, Watch, WatchGroup
 from webhook.runtime.backoff import Backoff
-from webhook.runtime.http.listener import Listener
 
 PATH = "/api/v1/configmaps"
-
-Answer = Callable[[Request], Awaitable[Response]]
 
 
 def config_map(name: str, version: int) -> Raw:
@@ -52,22 +47,6 @@ class ApiServer:
         event = {"type": "ADDED", "object": config_map(f"map-{number}", 5 + number)}
         yield json.dumps(event).encode() + b"\n"
         await self.is_over.wait()
-
-
-@asynccontextmanager
-async def answering(answer: Answer) -> AsyncIterator[int]:
-    """The port of a server that answers so."""
-    listener = Listener(Starlette(routes=[Route("/{path:path}", answer)]), host="127.0.0.1", port=0)
-    await listener.start()
-    yield listener.port
-    await listener.stop(0)
-
-
-def client_of(port: int) -> AbstractAsyncContextManager[client.ApiClient]:
-    configuration = client.Configuration()
-    configuration.host = f"http://127.0.0.1:{port}"
-    found: AbstractAsyncContextManager[client.ApiClient] = client.ApiClient(configuration)
-    return found
 
 
 @pytest.fixture

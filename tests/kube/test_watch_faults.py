@@ -9,8 +9,9 @@ import pytest
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
+from tests.api_client import answering, client_of
 from tests.builders import Raw
-from tests.kube.test_watch import PATH, Listening, answering, client_of, config_map
+from tests.kube.test_watch import PATH, Listening, config_map
 from webhook.assembly.cluster import first_list
 from webhook.kube.watch import BACKOFF, MAX_LINE, Watch
 from webhook.runtime.backoff import Backoff

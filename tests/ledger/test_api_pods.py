@@ -6,13 +6,11 @@ from typing import Any
 
 import pytest
 from attrs import define, evolve, field
-from kubernetes.aio import client
-from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from tests import builders
+from tests.api_client import answering, client_of
 from tests.builders import Raw
 from webhook.core import keys
 from webhook.core.errors import LedgerError
@@ -24,7 +22,6 @@ from webhook.ledger.api_pods import ApiPods
 from webhook.ledger.cluster import PodReaderUnavailableError
 from webhook.ledger.pods import PodsUnavailableError
 from webhook.ledger.reserved_pod import PodSnapshot
-from webhook.runtime.http.listener import Listener
 
 POD = builders.created(builders.raw_pod())
 DRESSED = builders.created(
@@ -62,19 +59,13 @@ class ApiServer:
 @pytest.fixture
 async def api_server() -> AsyncIterator[ApiServer]:
     server = ApiServer()
-    app = Starlette(routes=[Route("/{path:path}", server.answer, methods=["GET", "PUT", "DELETE"])])
-    listener = Listener(app, host="127.0.0.1", port=0)
-    await listener.start()
-    server.port = listener.port
-    yield server
-    await listener.stop(0)
+    async with answering(server.answer, "GET", "PUT", "DELETE") as server.port:
+        yield server
 
 
 @pytest.fixture
 async def pods(api_server: ApiServer) -> AsyncIterator[ApiPods]:
-    configuration = client.Configuration()
-    configuration.host = f"http://127.0.0.1:{api_server.port}"
-    async with client.ApiClient(configuration) as api:
+    async with client_of(api_server.port) as api:
         yield ApiPods(api)
 
 
@@ -160,9 +151,7 @@ async def test_a_pod_whose_name_nobody_knows_is_looked_for_in_the_whole_list(
 
 
 async def test_nobody_there_proves_no_absence() -> None:
-    configuration = client.Configuration()
-    configuration.host = "http://127.0.0.1:9"  # the discard port, where nobody listens
-    async with client.ApiClient(configuration) as api:
+    async with client_of(9) as api:  # the discard port, where nothing listens
         with pytest.raises(PodsUnavailableError):
             await ApiPods(api).find("ml", "train-0")
 
@@ -184,9 +173,7 @@ async def test_a_name_that_no_pod_can_have_leads_nowhere_and_its_pod_is_gone(
 async def test_a_node_whose_name_is_the_path_of_something_else_has_no_object(api_server: ApiServer) -> None:
     """It stands in an annotation of a pod that anybody may have made."""
     api_server.says(200, {"kind": "APIResourceList", "groupVersion": "gpuwarden.io/v1alpha1", "resources": []})
-    configuration = client.Configuration()
-    configuration.host = f"http://127.0.0.1:{api_server.port}"
-    async with client.ApiClient(configuration) as api:
+    async with client_of(api_server.port) as api:
         assert await ApiGpuNodes(api).get("..") is None
         assert api_server.asked == []
         with pytest.raises(StoreUnavailableError):
@@ -219,9 +206,7 @@ async def test_what_would_be_refused_again_is_not_an_answer_that_was_lost(
     api_server: ApiServer, code: int, raw: Raw, error: type[LedgerError]
 ) -> None:
     api_server.says(code, raw)
-    configuration = client.Configuration()
-    configuration.host = f"http://127.0.0.1:{api_server.port}"
-    async with client.ApiClient(configuration) as api:
+    async with client_of(api_server.port) as api:
         nodes = ApiGpuNodes(api)
         for write in (nodes.put, nodes.put_status):
             with pytest.raises(error):

@@ -17,7 +17,7 @@ class ApiServer:
     asked: list[str] = field(factory=list)
     sent: list[tuple[str, Raw]] = field(factory=list)
     """Path and body of the writes."""
-    host: str = ""
+    port: int = 0
 
     async def answer(self, request: Request) -> Response:
         path = request.scope["raw_path"].decode()

@@ -4,29 +4,19 @@ from collections.abc import AsyncIterator
 
 import pytest
 from kubernetes.aio import client
-from starlette.applications import Starlette
-from starlette.routing import Route
 
+from tests.api_client import answering, client_of
 from tests.scheduler.api_server import ApiServer
-from webhook.runtime.http.listener import Listener
 
 
 @pytest.fixture
 async def api_server() -> AsyncIterator[ApiServer]:
     server = ApiServer()
-    methods = ["GET", "PATCH"]
-    listener = Listener(
-        Starlette(routes=[Route("/{path:path}", server.answer, methods=methods)]), host="127.0.0.1", port=0
-    )
-    await listener.start()
-    server.host = f"http://127.0.0.1:{listener.port}"
-    yield server
-    await listener.stop(0)
+    async with answering(server.answer, "GET", "PATCH") as server.port:
+        yield server
 
 
 @pytest.fixture
 async def api(api_server: ApiServer) -> AsyncIterator[client.ApiClient]:
-    configuration = client.Configuration()
-    configuration.host = api_server.host
-    async with client.ApiClient(configuration) as api:
+    async with client_of(api_server.port) as api:
         yield api

@@ -6,17 +6,14 @@ from typing import Any
 
 import pytest
 from attrs import define, field
-from kubernetes.aio import client
-from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from tests import builders
+from tests.api_client import answering, client_of
 from webhook.admission.queue.api_gates import ApiGates
 from webhook.admission.queue.gates import GateError
 from webhook.core.dress import DressRules, waiting
-from webhook.runtime.http.listener import Listener
 
 THE_POD = builders.identity()
 WISH = builders.raw_pod(builders.raw_container(gpus=1))
@@ -49,14 +46,8 @@ def api_server() -> ApiServer:
 
 @pytest.fixture
 async def gates(api_server: ApiServer) -> AsyncIterator[ApiGates]:
-    app = Starlette(routes=[Route("/{path:path}", api_server.answer, methods=["GET", "PATCH"])])
-    listener = Listener(app, host="127.0.0.1", port=0)
-    await listener.start()
-    configuration = client.Configuration()
-    configuration.host = f"http://127.0.0.1:{listener.port}"
-    async with client.ApiClient(configuration) as api:
+    async with answering(api_server.answer, "GET", "PATCH") as port, client_of(port) as api:
         yield ApiGates(api)
-    await listener.stop(0)
 
 
 async def test_gate_is_opened_with_one_patch(api_server: ApiServer, gates: ApiGates) -> None:
