@@ -149,16 +149,18 @@ async def own_account(cluster: Cluster, admin: Kube, stack: AsyncExitStack, name
     return await stack.enter_async_context(Kube(cluster.as_user(user)))
 
 
-async def grant(admin: Kube, stack: AsyncExitStack, name: str, rules: list[Raw], subject: Raw) -> None:
+async def grant(admin: Kube, stack: AsyncExitStack, name: str, rules: list[Raw], *subjects: Raw) -> None:
+    """Grants cluster-wide permissions until the stack is left, and waits until they apply."""
     await admin.create(CLUSTER_ROLES, {"metadata": {"name": name}, "rules": rules})
     stack.push_async_callback(admin.delete, CLUSTER_ROLES, name)
-    await bind(admin, stack, name, name, subject)
-    await access_granted(admin, subject, rules)
+    await bind(admin, stack, name, name, *subjects)
+    for one in subjects:
+        await access_granted(admin, one, rules)
 
 
-async def bind(admin: Kube, stack: AsyncExitStack, name: str, role: str, subject: Raw) -> None:
+async def bind(admin: Kube, stack: AsyncExitStack, name: str, role: str, *subjects: Raw) -> None:
     ref = {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": role}
-    content = {"metadata": {"name": name}, "roleRef": ref, "subjects": [subject]}
+    content = {"metadata": {"name": name}, "roleRef": ref, "subjects": list(subjects)}
     await admin.create(CLUSTER_ROLE_BINDINGS, content)
     stack.push_async_callback(admin.delete, CLUSTER_ROLE_BINDINGS, name)
 

@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -198,7 +199,8 @@ async def wait_until(
 
 
 async def access_granted(kube: Kube, subject: Raw, rules: list[Raw], namespace: str | None = None) -> None:
-    """Waits until new permissions apply: the API server reads roles by watch."""
+    """Waits until new permissions apply: the API server reads roles by watch. Asks for the first verb and resource of
+    each rule."""
     user = subject["name"]
     if subject["kind"] == "ServiceAccount":
         user = f"system:serviceaccount:{subject['namespace']}:{user}"
@@ -207,7 +209,7 @@ async def access_granted(kube: Kube, subject: Raw, rules: list[Raw], namespace: 
         asked = {"group": rule["apiGroups"][0], "verb": rule["verbs"][0], "resource": resource}
         asked |= {"subresource": subresource, "namespace": namespace or ""}
         review = {"spec": {"user": user, "resourceAttributes": asked}}
-        await wait_until(lambda: kube.create(SUBJECT_REVIEWS, review), lambda said: said["status"]["allowed"])  # noqa: B023
+        await wait_until(partial(kube.create, SUBJECT_REVIEWS, review), lambda said: said["status"]["allowed"])
 
 
 async def pod_in_phase(kube: Kube, namespace: str, name: str, phase: str, seconds: float = PATIENCE) -> Raw:

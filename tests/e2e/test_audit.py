@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import httpx
@@ -12,6 +13,7 @@ from attrs import frozen
 
 from scripts.controlplane.cluster import Cluster
 from tests.builders import HASH, Raw
+from tests.e2e.cluster_users import grant
 from tests.e2e.conftest import new_namespace
 from tests.e2e.kube import (
     NAMESPACES,
@@ -19,7 +21,6 @@ from tests.e2e.kube import (
     SERVICE_ACCOUNTS,
     STATEFUL_SETS,
     Kube,
-    Resource,
     pod,
     stateful_set,
     wait_until,
@@ -28,8 +29,6 @@ from tests.e2e.processes import OPT_IN, Site, site
 from tests.e2e.test_ledger import GPU_NODES
 from tests.running import GPUWARDEN, Running, reconciling
 
-CLUSTER_ROLES = Resource("apis/rbac.authorization.k8s.io/v1", "clusterroles", is_namespaced=False)
-BINDINGS = Resource("apis/rbac.authorization.k8s.io/v1", "clusterrolebindings", is_namespaced=False)
 READS = [
     {"apiGroups": [""], "resources": ["pods", "namespaces"], "verbs": ["list"]},
     {"apiGroups": ["apps"], "resources": ["statefulsets"], "verbs": ["list"]},
@@ -65,21 +64,20 @@ class Auditor:
 @pytest.fixture
 async def auditor(cluster: Cluster, kube: Kube, tmp_path: Path) -> AsyncIterator[Auditor]:
     flags = ("--node-hash-map", json.dumps({"audit-0": HASH}))
-    async with site(cluster, kube, tmp_path, nodes=1, gpus=3, name="audit", replicas=1, flags=flags) as here:
+    async with (
+        site(cluster, kube, tmp_path, nodes=1, gpus=3, name="audit", replicas=1, flags=flags) as here,
+        AsyncExitStack() as stack,
+    ):
         name = f"auditor-{here.own_namespace}"
         await kube.create(SERVICE_ACCOUNTS, {"metadata": {"name": "auditor"}}, here.own_namespace)
-        await kube.create(CLUSTER_ROLES, {"metadata": {"name": name}, "rules": READS})
         subject = {"kind": "ServiceAccount", "name": "auditor", "namespace": here.own_namespace}
-        role = {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": name}
-        await kube.create(BINDINGS, {"metadata": {"name": name}, "subjects": [subject], "roleRef": role})
+        await grant(kube, stack, name, READS, subject)
         content = json.loads(cluster.kubeconfig.read_text())
         token = await asyncio.to_thread(cluster.service_account_token, here.own_namespace, "auditor")
         content["users"][0]["user"] = {"token": token}
         kubeconfig = tmp_path / "auditor.kubeconfig"
         kubeconfig.write_text(json.dumps(content))
         yield Auditor(here, kubeconfig)
-        for of in (BINDINGS, CLUSTER_ROLES):
-            await kube.delete(of, name)
 
 
 def ours(found: list[Raw], *namespaces: str) -> set[tuple[str, str]]:

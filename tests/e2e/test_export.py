@@ -8,7 +8,7 @@ import subprocess
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -20,16 +20,14 @@ from attrs import frozen
 from scripts.controlplane.cluster import Cluster, gpu_node
 from scripts.controlplane.components import API_SERVER, KWOK, free_ports
 from scripts.postgres import Postgres
+from tests.e2e.cluster_users import grant
 from tests.e2e.kube import (
-    CLUSTER_ROLE_BINDINGS,
-    CLUSTER_ROLES,
     NODES,
     PODS,
     SERVICE_ACCOUNTS,
     Kube,
     Raw,
     Resource,
-    access_granted,
     gone,
     wait_until,
 )
@@ -308,14 +306,11 @@ async def test_exec_is_allowed_in_the_watched_namespace_only(
     cluster: Cluster, kube: Kube, account: Path, tmp_path: Path
 ) -> None:
     rules = [{"apiGroups": [""], "resources": ["pods", "nodes"], "verbs": ["get", "list", "watch"]}]
-    name = {"metadata": {"name": "reads-only"}}
-    await kube.create(CLUSTER_ROLES, {**name, "rules": rules})
-    to = {"roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": "reads-only"}}
     subject = {"kind": "ServiceAccount", "name": "reads-only", "namespace": OURS}
-    await kube.create(CLUSTER_ROLE_BINDINGS, {**name, **to, "subjects": [subject]})
-    await access_granted(kube, subject, rules)
     reads_only = cluster.service_account_kubeconfig(OURS, "reads-only")
-    with exporting(reads_only, tmp_path / "export", "--history", "false") as running:
+    async with AsyncExitStack() as stack:
+        await grant(kube, stack, "reads-only", rules, subject)
+        running = stack.enter_context(exporting(reads_only, tmp_path / "export", "--history", "false"))
         await kube.create(PODS, plugin_pod("plugin-a"), PLUGINS)
         entries = await wait_for(lambda: running.logged("node not read"), running)
         assert entries[0]["reason"] == "forbidden"

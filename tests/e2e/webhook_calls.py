@@ -2,17 +2,16 @@
 
 import re
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import httpx
 from attrs import frozen
 
 from scripts.controlplane.cluster import Cluster
+from tests.e2e.cluster_users import grant
 from tests.e2e.conftest import new_namespace
 from tests.e2e.kube import (
-    CLUSTER_ROLE_BINDINGS,
-    CLUSTER_ROLES,
     MUTATING,
     NAMESPACES,
     PODS,
@@ -20,7 +19,6 @@ from tests.e2e.kube import (
     ApiError,
     Kube,
     Raw,
-    access_granted,
     pod,
     wait_until,
 )
@@ -144,17 +142,10 @@ def unscheduled_pod() -> Raw:
 
 @asynccontextmanager
 async def granted(kube: Kube, name: str, rules: list[Raw], accounts: list[tuple[str, str]]) -> AsyncIterator[None]:
-    await kube.create(CLUSTER_ROLES, {"metadata": {"name": name}, "rules": rules})
-    ref = {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": name}
     subjects = [{"kind": "ServiceAccount", "namespace": ns, "name": account} for ns, account in accounts]
-    await kube.create(CLUSTER_ROLE_BINDINGS, {"metadata": {"name": name}, "roleRef": ref, "subjects": subjects})
-    try:
-        for subject in subjects:
-            await access_granted(kube, subject, rules)
+    async with AsyncExitStack() as stack:
+        await grant(kube, stack, name, rules, *subjects)
         yield
-    finally:
-        await kube.delete(CLUSTER_ROLE_BINDINGS, name)
-        await kube.delete(CLUSTER_ROLES, name)
 
 
 async def is_refused_with(kube: Kube, path: str, content: Raw, words: re.Pattern[str]) -> bool:
