@@ -1,8 +1,9 @@
 """Fixtures for a server in one process (`ServerHarness`)."""
 
+import asyncio
 import gc
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +11,23 @@ import pytest
 import structlog
 
 from tests.builders import Raw
+from tests.simulated_time import SimulatedTimeLoop
 from tests.web.harness import INVENTORY, Harness
 from webhook.ledger.pods import PodFacts
+from webhook.runtime.telemetry import SECRET_LOGGERS
 
 Build = Callable[..., Awaitable[Harness]]
-LIBRARIES = ("hpack", "httpcore", "kubernetes", "urllib3")
 
 
 def pytest_configure() -> None:
     """Rendering a traceback with rich takes a second."""
     plain = structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
     structlog.configure(processors=[*structlog.get_config()["processors"][:-1], plain])
+
+
+def pytest_asyncio_loop_factories(item: pytest.Item) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
+    is_simulated = item.get_closest_marker("simulated_time") is not None
+    return {"loop": SimulatedTimeLoop if is_simulated else asyncio.new_event_loop}
 
 
 def pytest_collection_finish() -> None:
@@ -52,7 +59,7 @@ def restored_logging() -> Iterator[None]:
     """For tests that configure the log of this process."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
-    levels = {name: logging.getLogger(name).level for name in LIBRARIES}
+    levels = {name: logging.getLogger(name).level for name in SECRET_LOGGERS}
     configured = structlog.get_config()
     yield
     root.handlers[:] = handlers

@@ -1,16 +1,15 @@
 """An event loop whose clock jumps to the next timer, so that a test waits for no timeout.
 
-For tests without sockets and processes. Threads of the loop's executor are waited for.
+For tests without sockets and processes, marked `simulated_time`. The clock stands still while a thread of the loop's
+executor runs, so the work of threads does not overlap: a test of concurrent threads needs real time.
 """
 
 import asyncio
-import functools
 import selectors
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from concurrent.futures import Executor
-from typing import Any, ParamSpec, TypeVar, TypeVarTuple
+from typing import TypeVar, TypeVarTuple
 
-P = ParamSpec("P")
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
@@ -44,14 +43,3 @@ class SimulatedTimeLoop(asyncio.SelectorEventLoop):
 
     def _ended(self, _: object) -> None:
         self._simulated.threads -= 1
-
-
-def in_simulated_time(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
-    """Runs the test in a loop of its own."""
-
-    @functools.wraps(test)
-    def run(*args: P.args, **kwargs: P.kwargs) -> None:
-        with asyncio.Runner(loop_factory=SimulatedTimeLoop) as runner:
-            runner.run(test(*args, **kwargs))
-
-    return run

@@ -7,7 +7,6 @@ from datetime import timedelta
 import pytest
 
 from tests.builders import NOW
-from tests.simulated_time import in_simulated_time
 from webhook.admission.pending_limits import HINT, PendingLimits
 from webhook.admission.reserving import FOR_THE_WRITE, Reserver
 from webhook.core.claim import Claim
@@ -22,6 +21,8 @@ from webhook.core.verdict import Deny
 from webhook.ledger.memory import MemoryLedger
 from webhook.ledger.moves import MarkOrphaned, Times
 from webhook.runtime.telemetry import Metrics
+
+pytestmark = pytest.mark.simulated_time
 
 DEADLINE, SKEW = timedelta(seconds=15), timedelta(seconds=5)
 SOON = timedelta(seconds=5)
@@ -91,26 +92,22 @@ FULL, POOL_FULL = Reason.NAMESPACE_FULL, Reason.PENDING_FULL
 # One namespace.
 
 
-@in_simulated_time
 async def test_namespace_at_its_limit_is_denied() -> None:
     scene = Scene(limit=2)
     assert reasons(*[await scene.ask(number) for number in range(4)]) == [None, None, FULL, FULL]
     assert reasons(await scene.ask(9, "other")) == [None]
 
 
-@in_simulated_time
 async def test_limit_counts_gpus_not_reservations() -> None:
     scene = Scene(limit=4)
     assert reasons(*[await scene.ask(number, gpus=2) for number in range(3)]) == [None, None, FULL]
 
 
-@in_simulated_time
 async def test_claim_above_the_limit_fits_if_it_is_alone() -> None:
     scene = Scene(limit=2)
     assert reasons(await scene.ask(1, gpus=4), await scene.ask(2)) == [None, FULL]
 
 
-@in_simulated_time
 async def test_unknown_namespaces_share_one_limit() -> None:
     scene = Scene(limit=2)
     answers = [await scene.ask(number, f"invented-{number}") for number in range(4)]
@@ -121,21 +118,18 @@ async def test_unknown_namespaces_share_one_limit() -> None:
 
 
 @pytest.mark.parametrize("name", ["ml", "invented-{}"])
-@in_simulated_time
 async def test_concurrent_reviews_stay_within_the_limit(name: str) -> None:
     scene = Scene(limit=3)
     answers = await asyncio.gather(*(scene.ask(number, name.format(number)) for number in range(8)))
     assert Counter(reasons(*answers)) == {None: 3, FULL: 5}
 
 
-@in_simulated_time
 async def test_repeated_review_finds_its_reservation_in_a_full_namespace() -> None:
     scene = Scene(limit=1)
     first = await scene.ask(1)
     assert await scene.ask(1) == first
 
 
-@in_simulated_time
 async def test_reported_uid_does_not_make_room() -> None:
     scene = Scene(limit=1)
     await scene.ask(1)
@@ -143,7 +137,6 @@ async def test_reported_uid_does_not_make_room() -> None:
     assert reasons(await scene.ask(2)) == [FULL]
 
 
-@in_simulated_time
 async def test_existing_pod_makes_room() -> None:
     scene = Scene(limit=1)
     await scene.ask(1)
@@ -151,7 +144,6 @@ async def test_existing_pod_makes_room() -> None:
     assert reasons(await scene.ask(2)) == [None]
 
 
-@in_simulated_time
 async def test_unused_reservation_makes_room_at_its_deadline() -> None:
     scene = Scene(limit=1)
     await scene.ask(1)
@@ -159,7 +151,6 @@ async def test_unused_reservation_makes_room_at_its_deadline() -> None:
     assert reasons(await scene.ask(2)) == [None]
 
 
-@in_simulated_time
 async def test_failed_write_is_not_counted() -> None:
     scene = Scene(limit=1)
     scene.ledger.fails = True
@@ -169,14 +160,12 @@ async def test_failed_write_is_not_counted() -> None:
 
 
 @pytest.mark.parametrize("limit", [0, 9])
-@in_simulated_time
 async def test_absent_or_wide_limit_denies_nothing(limit: int) -> None:
     scene = Scene(limit=limit)
     answers = [await scene.ask(number) for number in range(9)]
     assert reasons(*answers) == [None] * 8 + [Reason.NO_FREE_DEVICE]
 
 
-@in_simulated_time
 async def test_denial_of_a_full_namespace_has_a_hint() -> None:
     scene = Scene(limit=1, percent=50)
     await scene.ask(1)
@@ -190,7 +179,6 @@ async def test_denial_of_a_full_namespace_has_a_hint() -> None:
 # Several namespaces.
 
 
-@in_simulated_time
 async def test_one_namespace_leaves_room_to_others() -> None:
     scene = Scene(percent=50, nodes=2)
     numbers = iter(range(99))
@@ -200,7 +188,6 @@ async def test_one_namespace_leaves_room_to_others() -> None:
     assert {one for found in answers.values() for one in reasons(*found)} == {None, POOL_FULL}
 
 
-@in_simulated_time
 async def test_named_pods_make_room_for_more_but_never_for_the_whole_pool() -> None:
     """A forged review may name a pod too."""
     scene = Scene(percent=50, nodes=2)
@@ -213,14 +200,12 @@ async def test_named_pods_make_room_for_more_but_never_for_the_whole_pool() -> N
     assert reasons(await scene.ask(9, "other")) == [None]
 
 
-@in_simulated_time
 async def test_invented_namespaces_share_the_limit_of_one() -> None:
     scene = Scene(percent=50, nodes=2)
     answers = [await scene.ask(number, f"invented-{number}") for number in range(8)]
     assert Counter(reasons(*answers)) == {None: 2, POOL_FULL: 6}
 
 
-@in_simulated_time
 async def test_claim_above_half_the_pool_is_served_one_at_a_time_beside_the_pool() -> None:
     scene = Scene(percent=50, nodes=2)
     assert reasons(await scene.ask(1, gpus=6), await scene.ask(2, "other", gpus=6)) == [None, POOL_FULL]
@@ -230,13 +215,11 @@ async def test_claim_above_half_the_pool_is_served_one_at_a_time_beside_the_pool
 
 
 @pytest.mark.parametrize("percent", [1, 50])
-@in_simulated_time
 async def test_one_reservation_fits_on_the_smallest_fleet(percent: int) -> None:
     scene = Scene(percent=percent)
     assert reasons(await scene.ask(1, gpus=8)) == [None]
 
 
-@in_simulated_time
 async def test_unsatisfiable_claim_is_denied_without_waiting() -> None:
     scene = Scene(percent=50)
     for number in range(8):
@@ -247,7 +230,6 @@ async def test_unsatisfiable_claim_is_denied_without_waiting() -> None:
     assert reasons(await scene.ask(11, patience=SOON)) == [Reason.NO_FREE_DEVICE]
 
 
-@in_simulated_time
 async def test_two_replicas_leave_a_first_reservation_to_each_namespace() -> None:
     """Neither replica knows the latest reservations of the other."""
     houses = [Scene(percent=50) for _ in range(2)]
@@ -258,7 +240,6 @@ async def test_two_replicas_leave_a_first_reservation_to_each_namespace() -> Non
 # Waiting.
 
 
-@in_simulated_time
 async def test_review_without_room_waits_until_a_pod_is_seen() -> None:
     scene = Scene(limit=1)
     await scene.ask(1)
@@ -268,7 +249,6 @@ async def test_review_without_room_waits_until_a_pod_is_seen() -> None:
     assert reasons(await waiting) == [None]
 
 
-@in_simulated_time
 async def test_last_waiting_review_is_served_too() -> None:
     """Even if no review was waiting for a moment."""
     scene = Scene(limit=1)
@@ -281,7 +261,6 @@ async def test_last_waiting_review_is_served_too() -> None:
         assert reasons(await waiting) == [None]
 
 
-@in_simulated_time
 async def test_reservation_that_expires_while_reviews_wait_makes_room() -> None:
     scene = Scene(limit=1)
     await scene.ask(1)
@@ -293,7 +272,6 @@ async def test_reservation_that_expires_while_reviews_wait_makes_room() -> None:
     assert not scene.ledger.pending.gpus_in("ml")
 
 
-@in_simulated_time
 async def test_review_is_denied_after_its_wait_and_leaves_nothing_counted() -> None:
     scene = Scene(limit=1)
     await scene.ask(1)
@@ -302,7 +280,6 @@ async def test_review_is_denied_after_its_wait_and_leaves_nothing_counted() -> N
     assert reasons(await scene.ask(3)) == [None]
 
 
-@in_simulated_time
 async def test_cancelled_waiting_review_leaves_nothing_counted() -> None:
     scene = Scene(limit=1)
     await scene.ask(1)
@@ -314,7 +291,6 @@ async def test_cancelled_waiting_review_leaves_nothing_counted() -> None:
     assert reasons(await scene.ask(3)) == [None]
 
 
-@in_simulated_time
 async def test_job_with_many_pods_is_never_denied() -> None:
     scene = Scene(percent=50, nodes=40)
     numbers = range(300)
@@ -330,7 +306,6 @@ async def test_job_with_many_pods_is_never_denied() -> None:
     assert Counter(reasons(*answers)) == {None: 300}
 
 
-@in_simulated_time
 async def test_queues_of_namespaces_take_turns() -> None:
     """No matter how many reviews of one namespace came first."""
     scene = Scene(percent=50, nodes=2)
@@ -349,7 +324,6 @@ async def test_queues_of_namespaces_take_turns() -> None:
     await asyncio.gather(*flood, return_exceptions=True)
 
 
-@in_simulated_time
 async def test_last_review_of_the_longest_queue_is_dropped_when_too_many_wait() -> None:
     scene = Scene(limit=1, most_waiting=10)
     for number, name in enumerate(("ml", "other")):
@@ -370,7 +344,6 @@ async def test_last_review_of_the_longest_queue_is_dropped_when_too_many_wait() 
 
 
 @pytest.mark.parametrize("limit", [0, 100], ids=["callers prove who they are", "they do not"])
-@in_simulated_time
 async def test_namespace_at_its_limit_of_orphans_is_denied(limit: int) -> None:
     scene = Scene(limit=limit, orphans=3, nodes=2)
     for number in range(4):
@@ -389,14 +362,12 @@ async def test_namespace_at_its_limit_of_orphans_is_denied(limit: int) -> None:
     )
 
 
-@in_simulated_time
 async def test_namespace_without_orphans_is_not_limited() -> None:
     scene = Scene(orphans=3, nodes=10)
     assert reasons(*[await scene.ask(number) for number in range(80)]) == [None] * 80
     assert reasons(await Scene(orphans=3).ask(1, gpus=8)) == [None]
 
 
-@in_simulated_time
 async def test_claim_without_gpus_ignores_the_limit_of_orphans() -> None:
     scene = Scene(orphans=1)
     await scene.ask(1)

@@ -12,13 +12,14 @@ import pytest
 
 from tests.export.doubles import BatchingMemoryExporter, MemoryExporter, SlowBatchStore, UnreadableBatchStore
 from tests.export.records import NOW, batch, reading, use
-from tests.simulated_time import in_simulated_time
 from webhook.export import Exporter, ExportError
 from webhook.export.delivery import Delivery, DeliveryObserver, check, merged
 from webhook.export.outbox import MemoryBatchStore, Outbox, OutboxInUseError, opener
 from webhook.export.records import Batch, Use
 from webhook.export.stdout import StdoutExporter
 from webhook.runtime.backoff import Backoff
+
+pytestmark = pytest.mark.simulated_time
 
 QUICK = Backoff(timedelta(milliseconds=1), timedelta(milliseconds=20))
 PATIENCE = timedelta(seconds=30)
@@ -46,7 +47,6 @@ async def until(is_so: Callable[[], bool]) -> None:
             await asyncio.sleep(0.002)
 
 
-@in_simulated_time
 async def test_every_exporter_gets_every_batch_once() -> None:
     first, second = MemoryExporter("first"), MemoryExporter("second")
     async with delivering(first, second) as delivery:
@@ -56,7 +56,6 @@ async def test_every_exporter_gets_every_batch_once() -> None:
     assert first.given == second.given == [f"{number}" for number in range(20)]
 
 
-@in_simulated_time
 async def test_dead_store_does_not_delay_others_and_catches_up() -> None:
     dead, well = MemoryExporter("dead"), MemoryExporter("well")
     dead.fault = ExportError("connection refused")
@@ -72,7 +71,6 @@ async def test_dead_store_does_not_delay_others_and_catches_up() -> None:
         await until(lambda: delivery.states["dead"].error is None)
 
 
-@in_simulated_time
 async def test_hanging_store_does_not_delay_others() -> None:
     frozen, well = MemoryExporter("frozen"), MemoryExporter("well")
     frozen.freeze()
@@ -83,7 +81,6 @@ async def test_hanging_store_does_not_delay_others() -> None:
         assert frozen.stored == {}
 
 
-@in_simulated_time
 async def test_retries_back_off_and_never_stop() -> None:
     """In a second of failures there are only a few attempts."""
     dead = MemoryExporter()
@@ -97,7 +94,6 @@ async def test_retries_back_off_and_never_stop() -> None:
         assert asyncio.get_running_loop().time() - begun >= 0.45
 
 
-@in_simulated_time
 async def test_permanently_refused_batch_does_not_block_the_next() -> None:
     store = MemoryExporter()
     store.refuses = {"bad"}
@@ -123,7 +119,6 @@ class BuggyExporter(MemoryExporter):
         await super().export(batch)
 
 
-@in_simulated_time
 async def test_batch_that_crashes_an_exporter_is_set_aside_and_the_next_is_stored(tmp_path: Path) -> None:
     refused: list[tuple[str, str, str]] = []
     observer = DeliveryObserver(refused=lambda exporter, one, reason: refused.append((exporter, one.id, reason)))
@@ -137,7 +132,6 @@ async def test_batch_that_crashes_an_exporter_is_set_aside_and_the_next_is_store
     assert [one.name.split("-")[0] for one in (tmp_path / "memory").glob("*.refused")] == ["000000000002"]
 
 
-@in_simulated_time
 async def test_batch_with_an_out_of_range_time_does_not_stop_delivery() -> None:
     """An outbox may have one from before such times were refused."""
     far = datetime(1, 1, 1, tzinfo=timezone(timedelta(hours=14)))
@@ -149,7 +143,6 @@ async def test_batch_with_an_out_of_range_time_does_not_stop_delivery() -> None:
     assert '"batch":"far"' not in stream.getvalue()
 
 
-@in_simulated_time
 async def test_export_is_retried_after_a_system_error() -> None:
     """For example no route or no file descriptor: the batch is not the cause."""
 
@@ -167,7 +160,6 @@ async def test_export_is_retried_after_a_system_error() -> None:
     assert store.given == ["0", "0"]
 
 
-@in_simulated_time
 async def test_bug_in_delivery_ends_the_run_with_the_exception() -> None:
     def stored(_exporter: str, one: Batch) -> None:
         raise ZeroDivisionError(one.id)
@@ -180,7 +172,6 @@ async def test_bug_in_delivery_ends_the_run_with_the_exception() -> None:
             await delivery.run()
 
 
-@in_simulated_time
 async def test_observer_is_called_for_each_failed_attempt() -> None:
     store, failed = MemoryExporter(), list[tuple[str, str]]()
     store.fault = ExportError("down")
@@ -190,7 +181,6 @@ async def test_observer_is_called_for_each_failed_attempt() -> None:
         assert set(failed) == {("memory", "down")}
 
 
-@in_simulated_time
 async def test_all_batches_are_stored_after_a_temporary_read_error_of_the_outbox() -> None:
     store, batches, failed = MemoryExporter(), UnreadableBatchStore(), list[tuple[str, str]]()
     delivery = Delivery(
@@ -209,7 +199,6 @@ async def test_all_batches_are_stored_after_a_temporary_read_error_of_the_outbox
 
 
 class TestBatchingExporter:
-    @in_simulated_time
     async def test_waiting_batches_are_exported_merged(self) -> None:
         store = BatchingMemoryExporter()
         store.freeze()
@@ -222,7 +211,6 @@ class TestBatchingExporter:
             await until(lambda: sum(one.size for one in store.stored.values()) == 10)
             assert [one.size for one in store.stored.values()] == [2, 4, 4]
 
-    @in_simulated_time
     async def test_only_the_batch_that_crashes_the_exporter_is_set_aside(self) -> None:
         class BuggyBatchingExporter(BatchingMemoryExporter):
             async def export(self, batch: Batch) -> None:
@@ -238,7 +226,6 @@ class TestBatchingExporter:
         assert await delivery.drain(PATIENCE) == 0
         assert (refused, list(store.stored)) == (["bad"], ["0", "2"])
 
-    @in_simulated_time
     async def test_only_the_refused_batch_is_set_aside(self) -> None:
         refused: list[str] = []
         store = BatchingMemoryExporter()
@@ -258,7 +245,6 @@ class TestBatchingExporter:
 
 
 class TestTaking:
-    @in_simulated_time
     async def test_full_outbox_is_named_and_other_exporters_have_the_batch(self, tmp_path: Path) -> None:
         dead, well = MemoryExporter("dead"), MemoryExporter("well")
         dead.fault = ExportError("down")
@@ -278,14 +264,12 @@ class TestTaking:
         await delivery.drain(timedelta())
         assert well.given == ["0", "1"], "who had it already is not given it once more"
 
-    @in_simulated_time
     async def test_take_fails_after_drain_has_begun(self) -> None:
         delivery = Delivery([MemoryExporter()], opener(None), clock)
         await delivery.drain(timedelta())
         with pytest.raises(ExportError, match="no new batches"):
             await delivery.take(batch())
 
-    @in_simulated_time
     async def test_empty_batch_is_not_exported(self) -> None:
         store = MemoryExporter()
         delivery = Delivery([store], opener(None), clock)
@@ -295,7 +279,6 @@ class TestTaking:
 
 
 class TestDrain:
-    @in_simulated_time
     async def test_waiting_batches_are_stored_before_it_returns(self) -> None:
         store = MemoryExporter()
         delivery = Delivery([store], opener(None), clock)
@@ -305,7 +288,6 @@ class TestDrain:
         assert len(store.stored) == 10
         assert store.is_closed
 
-    @in_simulated_time
     async def test_run_ends_after_drain(self) -> None:
         store = MemoryExporter()
         delivery = Delivery([store], opener(None), clock)
@@ -316,7 +298,6 @@ class TestDrain:
             await running
 
     @pytest.mark.defect("gpuid-16")
-    @in_simulated_time
     async def test_nothing_is_written_after_drain_and_remaining_batches_wait_for_the_next_process(
         self, tmp_path: Path
     ) -> None:
@@ -337,7 +318,6 @@ class TestDrain:
         async with delivering(heir, directory=tmp_path):
             await until(lambda: list(heir.stored) == ["0"])
 
-    @in_simulated_time
     async def test_batch_being_taken_is_stored_too(self) -> None:
         store, batches = MemoryExporter(), SlowBatchStore()
         delivery = Delivery([store], lambda name: Outbox(batches if name == "memory" else MemoryBatchStore()), clock)
@@ -350,7 +330,6 @@ class TestDrain:
         assert await draining == 0
         assert list(store.stored) == ["batch-0"]
 
-    @in_simulated_time
     async def test_run_ends_without_error_when_batches_are_left(self) -> None:
         store = MemoryExporter()
         store.fault = ExportError("down")
@@ -361,7 +340,6 @@ class TestDrain:
         async with asyncio.timeout(PATIENCE.total_seconds()):
             await running
 
-    @in_simulated_time
     async def test_drain_tries_a_dead_store_once_more_and_ends_at_the_deadline(self) -> None:
         store = MemoryExporter()
         store.fault = ExportError("down")
@@ -377,7 +355,6 @@ class TestDrain:
 
 
 @pytest.mark.defect("gpuid-15")
-@in_simulated_time
 async def test_check_names_the_stores_that_fail() -> None:
     dead, well = MemoryExporter("dead"), MemoryExporter("well")
     async with delivering(dead, well) as delivery:
@@ -399,7 +376,6 @@ class AnsweringExporter(MemoryExporter):
 
 
 @pytest.mark.defect("gpuid-15")
-@in_simulated_time
 async def test_check_fails_while_a_store_answers_but_stores_nothing() -> None:
     store = AnsweringExporter("store")
     store.has_readings = False
@@ -415,7 +391,6 @@ async def test_check_fails_while_a_store_answers_but_stores_nothing() -> None:
         await check([store], delivery.states)
 
 
-@in_simulated_time
 async def test_rejected_uses_do_not_delay_readings() -> None:
     store = AnsweringExporter("store")
     store.has_uses = False
@@ -442,7 +417,6 @@ class RememberingExporter(AnsweringExporter):
                     yield found
 
 
-@in_simulated_time
 async def test_open_uses_are_read_after_waiting_batches_are_stored() -> None:
     store, deaf = RememberingExporter("store"), MemoryExporter("deaf")
     async with delivering(deaf, store) as delivery:
@@ -455,7 +429,6 @@ async def test_open_uses_are_read_after_waiting_batches_are_stored() -> None:
             assert [one async for one in delivery.open_uses("prod")]
 
 
-@in_simulated_time
 async def test_locked_outbox_does_not_leave_other_outboxes_locked(tmp_path: Path) -> None:
     taken = opener(tmp_path)("second-use")
     exporters = [MemoryExporter("first"), MemoryExporter("second")]
@@ -466,7 +439,6 @@ async def test_locked_outbox_does_not_leave_other_outboxes_locked(tmp_path: Path
 
 
 @pytest.mark.defect("gpuid-17")
-@in_simulated_time
 async def test_same_reading_taken_by_two_processes_is_one_batch(tmp_path: Path) -> None:
     """After a failover both processes take it, and a store with a key has it once."""
     old, new = MemoryExporter("store"), MemoryExporter("store")

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
@@ -11,7 +12,6 @@ import pytest
 from attrs import define, evolve, field
 
 from tests.export.smi import Card, dead, document, gb200_tray, h100_host
-from tests.simulated_time import in_simulated_time
 from webhook.export.delivery import ExporterState
 from webhook.export.measured import ExportCollector, ExportMetrics
 from webhook.export.nodes import ExportedNode
@@ -129,7 +129,7 @@ async def settled(harness: Harness) -> None:
     await asyncio.sleep(0.05)
 
 
-@in_simulated_time
+@pytest.mark.simulated_time
 async def test_all_gpus_of_a_node_have_one_time() -> None:
     harness = Harness()
     async with harness.working():
@@ -158,7 +158,7 @@ async def test_all_gpus_of_a_node_have_one_time() -> None:
 
 
 @pytest.mark.defect("gpuid-8")
-@in_simulated_time
+@pytest.mark.simulated_time
 async def test_all_of_a_reading_has_one_time() -> None:
     harness = Harness(says=lambda _: document(h100_host()))
     async with harness.working():
@@ -170,7 +170,7 @@ async def test_all_of_a_reading_has_one_time() -> None:
 @pytest.mark.defect("gpuid-1")
 @pytest.mark.defect("gpuid-2")
 @pytest.mark.parametrize("chassis", [None, "N/A", ""], ids=["no-element", "not-applicable", "empty"])
-@in_simulated_time
+@pytest.mark.simulated_time
 async def test_a_missing_chassis_is_unknown(chassis: str | None) -> None:
     harness = Harness(says=lambda _: document([Card(0, serial="1", chassis=chassis)]))
     async with harness.working():
@@ -181,7 +181,7 @@ async def test_a_missing_chassis_is_unknown(chassis: str | None) -> None:
 
 
 @pytest.mark.defect("gpuid-18")
-@in_simulated_time
+@pytest.mark.simulated_time
 async def test_two_dies_that_share_a_serial_are_two_records() -> None:
     harness = Harness()
     async with harness.working():
@@ -196,7 +196,7 @@ async def test_two_dies_that_share_a_serial_are_two_records() -> None:
     assert len({one.uuid for one in harness.readings}) == 4
 
 
-@in_simulated_time
+@pytest.mark.simulated_time
 async def test_a_dead_gpu_is_left_out_and_the_others_are_read() -> None:
     harness = Harness(says=lambda _: document([dead(h100_host()[0]), *h100_host()[1:]]))
     async with harness.working():
@@ -206,7 +206,7 @@ async def test_a_dead_gpu_is_left_out_and_the_others_are_read() -> None:
 
 
 @pytest.mark.parametrize("said", ["N/A", "[N/A]", ""])
-@in_simulated_time
+@pytest.mark.simulated_time
 async def test_gpu_without_serial_is_exported_with_its_uuid(said: str) -> None:
     cards = [Card(0, serial=said, uuid="GPU-a"), Card(1, serial="1", uuid="GPU-b")]
     harness = Harness(says=lambda _: document(cards))
@@ -219,7 +219,7 @@ async def test_gpu_without_serial_is_exported_with_its_uuid(said: str) -> None:
 
 @pytest.mark.defect("gpuid-4")
 @pytest.mark.parametrize("provider_id", [None, ""])
-@in_simulated_time
+@pytest.mark.simulated_time
 async def test_a_node_without_a_provider_is_called_na_and_read_once(provider_id: str | None) -> None:
     harness = Harness()
     harness.nodes["node-a"] = ExportedNode("uid", provider_id, "boot-1", {}, None)
@@ -242,7 +242,7 @@ async def test_a_node_without_a_provider_is_called_na_and_read_once(provider_id:
     ],
     ids=["pending", "no-status", "not-ready", "one-too-many", "going"],
 )
-@in_simulated_time
+@pytest.mark.simulated_time
 async def test_pod_that_is_not_ready_is_not_read(raw: Raw) -> None:
     harness = Harness()
     async with harness.working():
@@ -254,7 +254,7 @@ async def test_pod_that_is_not_ready_is_not_read(raw: Raw) -> None:
 
 
 @pytest.mark.defect("gpuid-17")
-@in_simulated_time
+@pytest.mark.simulated_time
 async def test_next_leader_makes_equal_records_from_the_annotation() -> None:
     first = Harness()
     async with first.working():
@@ -270,7 +270,7 @@ async def test_next_leader_makes_equal_records_from_the_annotation() -> None:
 
 @pytest.mark.defect("gpuid-17")
 @pytest.mark.parametrize("change", ["pod", "boot", "age"])
-@in_simulated_time
+@pytest.mark.simulated_time
 async def test_node_is_read_again_if_its_gpus_may_have_changed(change: str) -> None:
     first = Harness()
     async with first.working():
@@ -287,7 +287,7 @@ async def test_node_is_read_again_if_its_gpus_may_have_changed(change: str) -> N
 
 
 @pytest.mark.defect("gpuid-17")
-@in_simulated_time
+@pytest.mark.simulated_time
 async def test_running_process_reads_again_at_the_resync_interval() -> None:
     harness = Harness(evolve(PLAN, resync=timedelta(minutes=10)))
     async with harness.working():
@@ -303,7 +303,7 @@ async def test_running_process_reads_again_at_the_resync_interval() -> None:
     assert [batch.readings[0].time for batch in harness.batches] == [NOW + k * timedelta(minutes=10) for k in range(4)]
 
 
-@in_simulated_time
+@pytest.mark.simulated_time
 async def test_pod_is_not_read_more_often_than_the_minimum_interval() -> None:
     harness = Harness(evolve(PLAN, resync=timedelta(milliseconds=1)))
     async with harness.working():
@@ -316,7 +316,7 @@ async def test_pod_is_not_read_more_often_than_the_minimum_interval() -> None:
         await until(lambda: len(harness.batches) == 2)
 
 
-@in_simulated_time
+@pytest.mark.simulated_time
 async def test_node_is_read_again_after_a_reboot() -> None:
     harness = Harness()
     async with harness.working():
@@ -350,7 +350,7 @@ def make_it_anew(harness: Harness, number: int) -> None:
 
 
 @pytest.mark.parametrize("flip", [flip_boots, flip_readiness, make_it_anew])
-@in_simulated_time
+@pytest.mark.simulated_time
 async def test_pod_with_flapping_status_is_not_read_without_pause(
     flip: Callable[[Harness, int], None],
 ) -> None:
@@ -368,7 +368,6 @@ async def test_pod_with_flapping_status_is_not_read_without_pause(
         assert harness.execs == ["p", "p"]
 
 
-@in_simulated_time
 async def test_long_outputs_are_parsed_one_at_a_time() -> None:
     """Parsing takes many times the size of the text in memory, and there are many workers."""
     long = document(h100_host()) + b" " * PARSE_IN_THREAD
@@ -379,6 +378,7 @@ async def test_long_outputs_are_parsed_one_at_a_time() -> None:
         with lock:
             at_once += 1
             most = max(most, at_once)
+        time.sleep(0.005)  # so that parses in several threads overlap
         found = parse(content)
         with lock:
             at_once -= 1
@@ -392,7 +392,7 @@ async def test_long_outputs_are_parsed_one_at_a_time() -> None:
     assert most == 1
 
 
-@in_simulated_time
+@pytest.mark.simulated_time
 async def test_annotation_with_an_out_of_range_time_is_ignored() -> None:
     harness = Harness()
     text = '{"time":"0001-01-01T00:00:00+14:00","gpus":[{"index":0,"serial":"1"}],"pod":"u-1","boot":"boot-1"}'
@@ -403,7 +403,7 @@ async def test_annotation_with_an_out_of_range_time_is_ignored() -> None:
     assert (harness.execs, {one.time for one in harness.readings}) == (["p"], {NOW})
 
 
-@in_simulated_time
+@pytest.mark.simulated_time
 async def test_reading_of_a_replaced_pod_is_dropped() -> None:
     harness = Harness()
     harness.before_answer = lambda: harness.pods.update(p=plugin_pod(uid="u-2"))
@@ -427,7 +427,7 @@ def complains(_: str) -> bytes:
         pytest.param(lambda _: b"", "unreadable", id="nothing"),
     ],
 )
-@in_simulated_time
+@pytest.mark.simulated_time
 async def test_failed_reading_is_counted_once_and_retried(says: Callable[[str], bytes], reason: str) -> None:
     harness = Harness(says=says)
     async with harness.working():
@@ -441,7 +441,7 @@ async def test_failed_reading_is_counted_once_and_retried(says: Callable[[str], 
 
 
 @pytest.mark.defect("gpuid-13")
-@in_simulated_time
+@pytest.mark.simulated_time
 async def test_reading_is_cancelled_at_its_timeout() -> None:
     harness = Harness(evolve(PLAN, timeout=timedelta(seconds=1)), labels_take=60.0)
     loop = asyncio.get_running_loop()
@@ -454,7 +454,7 @@ async def test_reading_is_cancelled_at_its_timeout() -> None:
     assert 0.9 < took < 10
 
 
-@in_simulated_time
+@pytest.mark.simulated_time
 async def test_reading_is_exported_if_labels_are_refused() -> None:
     harness = Harness(refuses_labels=ApiRefusesError(422, ""))
     async with harness.working():
@@ -464,7 +464,7 @@ async def test_reading_is_exported_if_labels_are_refused() -> None:
     assert (harness.failures, len(harness.batches), len(harness.execs)) == (["label_refused"], 1, 1)
 
 
-@in_simulated_time
+@pytest.mark.simulated_time
 async def test_reading_is_retried_if_the_api_server_is_unavailable() -> None:
     harness = Harness(refuses_labels=ApiUnavailableError("away"))
     async with harness.working():
@@ -491,7 +491,7 @@ def test_metrics_show_queue_depth_and_reading_age() -> None:
 
 
 @pytest.mark.defect("gpuid-14")
-@in_simulated_time
+@pytest.mark.simulated_time
 async def test_number_of_series_does_not_grow_with_replaced_pods() -> None:
     metrics = ExportMetrics()
     metrics.initialize_counters(["stdout"])

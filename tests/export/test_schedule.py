@@ -2,11 +2,13 @@
 
 import asyncio
 
+import pytest
 from attrs import define
 
-from tests.simulated_time import in_simulated_time
 from webhook.export.schedule import Schedule
 from webhook.kube.requests import RateLimit
+
+pytestmark = pytest.mark.simulated_time
 
 
 @define
@@ -28,7 +30,6 @@ async def is_idle(schedule: Schedule) -> bool:
     return False
 
 
-@in_simulated_time
 async def test_names_are_taken_once_in_order_of_due_time() -> None:
     manual_clock = ManualClock()
     schedule = Schedule(manual_clock.now)
@@ -42,7 +43,6 @@ async def test_names_are_taken_once_in_order_of_due_time() -> None:
     assert await is_idle(schedule)
 
 
-@in_simulated_time
 async def test_name_is_taken_by_one_worker_at_a_time() -> None:
     manual_clock = ManualClock()
     schedule = Schedule(manual_clock.now)
@@ -64,7 +64,6 @@ class Counted(str):
         return super().__hash__()
 
 
-@in_simulated_time
 async def test_waiting_workers_do_not_search_the_heap() -> None:
     """Sixteen workers wait, ten thousand names are scheduled, and fifty change."""
     manual_clock = ManualClock()
@@ -86,7 +85,6 @@ async def test_waiting_workers_do_not_search_the_heap() -> None:
         one.cancel()
 
 
-@in_simulated_time
 async def test_name_scheduled_while_in_progress_comes_at_its_time() -> None:
     manual_clock = ManualClock()
     schedule = Schedule(manual_clock.now)
@@ -104,7 +102,6 @@ async def test_name_scheduled_while_in_progress_comes_at_its_time() -> None:
     assert await schedule.take() == "a"
 
 
-@in_simulated_time
 async def test_forgotten_name_is_not_taken() -> None:
     schedule = Schedule(ManualClock().now)
     schedule.put("a")
@@ -113,7 +110,6 @@ async def test_forgotten_name_is_not_taken() -> None:
     assert len(schedule) == 0
 
 
-@in_simulated_time
 async def test_waiting_worker_wakes_up_for_a_new_name() -> None:
     schedule = Schedule(asyncio.get_running_loop().time)
     waiting = asyncio.ensure_future(schedule.take())
@@ -122,7 +118,6 @@ async def test_waiting_worker_wakes_up_for_a_new_name() -> None:
     assert await asyncio.wait_for(waiting, 10) == "a"
 
 
-@in_simulated_time
 async def test_rate_limit_allows_a_burst_and_then_the_rate() -> None:
     manual_clock = ManualClock()
     limit = RateLimit(0.001, 20, manual_clock.now)

@@ -12,7 +12,6 @@ from attrs import define, evolve, field
 from structlog.testing import capture_logs
 
 from tests.export.doubles import WatchedDisk
-from tests.simulated_time import in_simulated_time
 from webhook.core.errors import GpuwardenError
 from webhook.export import ExportError, uses
 from webhook.export.records import Batch, Use
@@ -390,7 +389,7 @@ class TestNextLeader:
         await next_leader.uses.step()
         assert {key for key, one in next_leader.rows.items() if one.until is None} == {("r-3", "GPU-1")}
 
-    @in_simulated_time
+    @pytest.mark.simulated_time
     async def test_store_that_hangs_during_the_query_delays_nothing(self, next_leader: Harness) -> None:
         next_leader.may_answer.clear()
         restarted(next_leader, {"GPU-1/0": entry("r-3", "u-3")})

@@ -11,11 +11,12 @@ import pytest
 from kubernetes.aio import client
 
 from tests.kube.test_lease import Leases
-from tests.simulated_time import in_simulated_time
 from webhook.kube.client import token_reader
 from webhook.kube.election import CANCEL_INTERVAL, RELEASE_TIMEOUT, TERMS, lead_once
 from webhook.kube.lease import Candidate, LeaseTerms
 from webhook.kube.requests import ApiUnavailableError, RateLimit, RateLimitedClient
+
+pytestmark = pytest.mark.simulated_time
 
 Raw = dict[str, Any]
 SHORT = LeaseTerms(timedelta(seconds=1.5), timedelta(seconds=0.5), timedelta(seconds=0.02))
@@ -62,7 +63,6 @@ class Acting:
                     raise
 
 
-@in_simulated_time
 async def test_leader_without_answers_stops_before_another_can_lead() -> None:
     leases, acting = Silent(), Acting()
     leases.put({})
@@ -76,7 +76,6 @@ async def test_leader_without_answers_stops_before_another_can_lead() -> None:
     assert acting.last == stopped
 
 
-@in_simulated_time
 async def test_leader_stops_when_another_process_takes_the_lease() -> None:
     leases, acting = Leases(), Acting()
     one = candidate(leases)
@@ -87,7 +86,6 @@ async def test_leader_stops_when_another_process_takes_the_lease() -> None:
     assert one.left == timedelta(0)
 
 
-@in_simulated_time
 async def test_task_that_ignores_cancellation_is_cancelled_again() -> None:
     leases, acting = Leases(), Acting(ignores=1)
     one = candidate(leases)
@@ -97,7 +95,6 @@ async def test_task_that_ignores_cancellation_is_cancelled_again() -> None:
         await lead_once(one, acting.lead, at_once)
 
 
-@in_simulated_time
 async def test_lease_is_left_to_others_when_lead_ends_by_a_bug() -> None:
     async def lead() -> None:
         raise RuntimeError("a bug")
@@ -113,7 +110,6 @@ async def test_lease_is_left_to_others_when_lead_ends_by_a_bug() -> None:
     assert leases.holder == other.identity
 
 
-@in_simulated_time
 async def test_lead_has_stopped_when_cancellation_returns() -> None:
     leases, acting = Leases(), Acting()
     one = candidate(leases)
@@ -142,12 +138,11 @@ class Watched(Leases):
 
 async def told_to_stop(task: "asyncio.Future[None]") -> None:
     task.cancel()
-    async with asyncio.timeout(30):
-        with pytest.raises(asyncio.CancelledError):
+    with pytest.raises(asyncio.CancelledError):
+        async with asyncio.timeout(30):
             await task
 
 
-@in_simulated_time
 async def test_stopped_leader_releases_the_lease_after_its_last_write() -> None:
     leases, acting, under_way = Watched(), Acting(ignores=1), asyncio.Event()
     rested_at = 0.0
@@ -170,7 +165,6 @@ async def test_stopped_leader_releases_the_lease_after_its_last_write() -> None:
     assert leases.lease["spec"]["leaseTransitions"] == 2
 
 
-@in_simulated_time
 async def test_lease_is_not_released_while_a_write_is_in_progress() -> None:
     leases, acting = Watched(), Acting()
     one = candidate(leases)
@@ -182,7 +176,6 @@ async def test_lease_is_not_released_while_a_write_is_in_progress() -> None:
     assert not leases.given_back_at
 
 
-@in_simulated_time
 async def test_lost_lease_is_not_released() -> None:
     leases, acting = Watched(), Acting()
     one = candidate(leases)
@@ -196,7 +189,6 @@ async def test_lost_lease_is_not_released() -> None:
     assert leases.holder == "a thief"
 
 
-@in_simulated_time
 async def test_silent_api_server_does_not_delay_the_stop() -> None:
     leases, acting = Silent(), Acting()
     leases.put({})
@@ -212,7 +204,6 @@ def test_stop_takes_less_than_the_termination_grace_period() -> None:
     assert kubernetes_waits / 2 > 2 * CANCEL_INTERVAL + RELEASE_TIMEOUT
 
 
-@in_simulated_time
 async def test_unreadable_token_counts_as_unavailable_api_server(tmp_path: Path) -> None:
     configuration = client.Configuration()
     configuration.host = "http://127.0.0.1:1"

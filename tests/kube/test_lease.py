@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 from attrs import define
 
-from tests.simulated_time import in_simulated_time
 from webhook.kube.lease import Candidate, LeaseTerms
 from webhook.kube.requests import ApiRefusesError, ApiUnavailableError
+
+pytestmark = pytest.mark.simulated_time
 
 Raw = dict[str, Any]
 TERMS = LeaseTerms(timedelta(seconds=3), timedelta(milliseconds=200), timedelta(milliseconds=10))
@@ -68,7 +69,6 @@ async def has_won(candidate: Candidate) -> bool:
     return True
 
 
-@in_simulated_time
 async def test_lease_is_not_taken_before_its_holder_has_given_up() -> None:
     leases = Leases()
     terms = LeaseTerms(timedelta(seconds=2.4), timedelta(seconds=2.3), timedelta(milliseconds=10))
@@ -83,7 +83,6 @@ async def test_lease_is_not_taken_before_its_holder_has_given_up() -> None:
     assert not await has_won(other)
 
 
-@in_simulated_time
 async def test_second_candidate_is_elected_after_release() -> None:
     leases = Leases()
     first, second = leases.candidate("a"), leases.candidate("b")
@@ -96,14 +95,12 @@ async def test_second_candidate_is_elected_after_release() -> None:
     assert leases.lease["spec"]["leaseTransitions"] == 2
 
 
-@in_simulated_time
 async def test_concurrent_candidates_elect_one_leader() -> None:
     leases = Leases()
     done = await asyncio.gather(*(has_won(leases.candidate(f"c{k}")) for k in range(8)))
     assert sum(done) == 1
 
 
-@in_simulated_time
 async def test_expired_lease_is_taken_by_the_own_clock() -> None:
     leases = Leases()
     first, second = leases.candidate("a"), leases.candidate("b")
@@ -116,7 +113,6 @@ async def test_expired_lease_is_taken_by_the_own_clock() -> None:
 
 
 @pytest.mark.defect("gpuid-16")
-@in_simulated_time
 async def test_leader_gives_up_before_the_lease_expires() -> None:
     leases = Leases()
     first = leases.candidate("a")
@@ -131,7 +127,6 @@ async def test_leader_gives_up_before_the_lease_expires() -> None:
 
 
 @pytest.mark.defect("gpuid-16")
-@in_simulated_time
 async def test_remaining_time_is_zero_after_another_took_the_lease() -> None:
     leases = Leases()
     first = leases.candidate("a")
@@ -144,7 +139,6 @@ async def test_remaining_time_is_zero_after_another_took_the_lease() -> None:
     assert leases.holder == "a thief"
 
 
-@in_simulated_time
 async def test_renewal_is_retried_after_a_conflict() -> None:
     leases = Leases()
     first = leases.candidate("a")
@@ -158,7 +152,6 @@ async def test_renewal_is_retried_after_a_conflict() -> None:
     holding.cancel()
 
 
-@in_simulated_time
 async def test_release_is_retried_after_a_conflict() -> None:
     leases = Leases()
     first = leases.candidate("a")
@@ -169,7 +162,6 @@ async def test_release_is_retried_after_a_conflict() -> None:
 
 
 @pytest.mark.parametrize("disturbances", [0, 100])
-@in_simulated_time
 async def test_lease_that_cannot_be_released_expires(disturbances: int) -> None:
     leases = Leases()
     first = leases.candidate("a")

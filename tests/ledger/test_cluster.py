@@ -13,7 +13,6 @@ from tests import builders
 from tests.builders import Raw
 from tests.ledger.contract import CLOCK_SKEW, PENDING_DEADLINE, SECOND, Bench, LedgerContract, ask, on, pod
 from tests.ledger.fake_store import FakeStore, Fault, Watch, check_rules, gpu_node
-from tests.simulated_time import in_simulated_time
 from webhook.admission.reserving import Reserver
 from webhook.core.claim import Claim
 from webhook.core.claim_keys import ClaimRecord
@@ -572,7 +571,7 @@ async def test_failed_write_is_retried_without_a_second_reservation(
     assert bench.store.writes == 1
 
 
-@in_simulated_time
+@pytest.mark.simulated_time
 async def test_unavailable_store_is_reported_at_the_deadline(bench: ClusterBench) -> None:
     async def time_passes() -> None:
         await asyncio.sleep(0.05)
@@ -792,7 +791,7 @@ class SlowStore(FakeStore):
         return await super().put_status(raw)
 
 
-@in_simulated_time
+@pytest.mark.simulated_time
 async def test_rest_waits_for_writes_in_progress_and_starts_none_without_a_caller(bench: ClusterBench) -> None:
     store = bench.store = SlowStore()
     store.apply({**NODE_A, **KNOWN})
@@ -971,7 +970,7 @@ async def test_failed_pod_list_is_requested_again(bench: ClusterBench) -> None:
     assert (lists, len(bench.held())) == (2, 1)
 
 
-@in_simulated_time
+@pytest.mark.simulated_time
 async def test_overloaded_store_is_retried_with_increasing_pauses(bench: ClusterBench) -> None:
     tries = 0
 

@@ -14,7 +14,6 @@ from tests import builders
 from tests.builders import HASH, NOW, Raw, device, node, raw_container
 from tests.ledger.test_cluster import ClusterBench
 from tests.recorded_events import RecordedEvents
-from tests.simulated_time import in_simulated_time
 from webhook.admission.namespaces import ClaimReader, WatchedNamespaces
 from webhook.admission.queue.gates import GateError
 from webhook.admission.queue.queue import Queue, QueuePass
@@ -896,7 +895,7 @@ async def test_oversized_claims_are_examined_after_those_that_fit(scene: Scene) 
     assert scene.opened().keys() == {"small"}
 
 
-@in_simulated_time
+@pytest.mark.simulated_time
 async def test_reasons_are_written_concurrently_and_a_hanging_write_blocks_none(
     scene: Scene,
 ) -> None:
