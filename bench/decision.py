@@ -103,6 +103,7 @@ class Site:
         while len(self.fleet.held_devices) < FILLED * self.gpus:
             if not await self.reviewed(self.body(self.asker.plain())):
                 break
+        assert self.held, "no review reserved a GPU"
         while len(self.fleet.held_devices) > KEPT * self.gpus:
             await self.release_one()
 

