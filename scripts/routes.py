@@ -1,14 +1,12 @@
 """`make chart` writes docs/reference/routes.md from the routes of `webhook/web/app.py`; a test compares."""
 
-import inspect
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
 from scripts.chart_values import ROOT
-from scripts.fuzz.targets import Unused, applications
+from scripts.fuzz.targets import applications, declared_routes
 from webhook.web.callers import Guard
-from webhook.web.routes import CountMiddleware
 
 LISTENERS: Final[Mapping[str, str]] = {
     "tls_app": "TLS",
@@ -41,13 +39,7 @@ HEAD: Final = """\
 def reference() -> str:
     listeners: dict[tuple[str, str, str], list[str]] = {}
     for name, listener in LISTENERS.items():
-        make = applications()[name]
-        parameters = inspect.signature(make).parameters
-        asked = [one.name for one in parameters.values() if one.default is one.empty]
-        made = make(**{name: Unused() for name in asked})
-        if not isinstance(made, CountMiddleware):
-            raise TypeError(f"{name} declares no routes")
-        for route in made.declared:
+        for route in declared_routes(name, applications()[name]):
             caller = GUARDS[Guard.OPEN if name in OPEN else route.guard]
             listeners.setdefault((route.path, route.method, caller), []).append(listener)
     return HEAD + "".join(

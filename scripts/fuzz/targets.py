@@ -1,13 +1,13 @@
 """The fuzzed routes of each listener: all routes in `webhook/web/app.py`."""
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 from attrs import frozen
 
 from webhook.web import app
-from webhook.web.routes import CountMiddleware
+from webhook.web.routes import CountMiddleware, RouteDeclaration
 
 # The application served by each listener of the started processes.
 LISTENERS: Final = {
@@ -63,17 +63,20 @@ def applications() -> dict[str, Callable[..., object]]:
     return {name: one for name, one in inspect.getmembers(app, inspect.isfunction) if name.endswith("_app")}
 
 
+def declared_routes(name: str, make: Callable[..., object]) -> Sequence[RouteDeclaration]:
+    """All routes that the application can declare, with the optional routes of proofs."""
+    asked = [one.name for one in inspect.signature(make).parameters.values() if one.default is one.empty]
+    made = make(**{one: Unused() for one in asked})
+    if not isinstance(made, CountMiddleware):
+        raise TypeError(f"{name} declares no routes")
+    return made.declared
+
+
 def targets() -> tuple[Target, ...]:
     return tuple(target for name, make in applications().items() for target in targets_of(name, make))
 
 
 def targets_of(name: str, make: Callable[..., object]) -> Iterator[Target]:
-    """All routes that the application can declare, with the optional routes of proofs."""
-    named = inspect.signature(make).parameters.values()
-    parts = {one.name: Unused() for one in named if one.default is one.empty}
-    made = make(**parts)
-    if not isinstance(made, CountMiddleware):
-        raise TypeError(f"{name} declares no routes")
-    for route in made.declared:
+    for route in declared_routes(name, make):
         group = GROUPS[route.path] if route.method == "POST" else None
         yield Target(LISTENERS[name], route.path + QUERIES.get(route.path, ""), group)
