@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from webhook.runtime.process import run_pass, run_passes
+from webhook.runtime.process import run_concurrently, run_pass, run_passes
 
 
 async def test_failed_pass_does_not_end_the_loop() -> None:
@@ -21,6 +21,20 @@ async def test_failed_pass_does_not_end_the_loop() -> None:
     for _ in range(2):
         await run_pass(failing)
     assert failing.steps == 2
+
+
+async def test_failed_action_is_raised_when_no_other_action_is_running() -> None:
+    ended = []
+
+    async def action(number: int) -> None:
+        if number == 1:
+            raise RuntimeError("a bug")
+        await asyncio.sleep(0)
+        ended.append(number)
+
+    with pytest.raises(RuntimeError, match="a bug"):
+        await run_concurrently(map(action, range(6)), at_once=3)
+    assert ended == [0, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("turns", range(8))

@@ -61,14 +61,18 @@ async def cancel_and_wait(tasks: Iterable[asyncio.Future[Any]]) -> None:
 
 
 async def run_concurrently(actions: Iterable[Awaitable[None]], at_once: int = AT_ONCE) -> None:
-    """Await all actions, `at_once` of them at the same time. Each is taken from the iterable when its turn comes."""
+    """Await all actions, `at_once` of them at the same time. Each is taken from the iterable when its turn comes. An
+    exception of an action is raised when no other action is running any more."""
     remaining = iter(actions)
 
     async def work() -> None:
         for action in remaining:
             await action
 
-    await asyncio.gather(*(work() for _ in range(at_once)))
+    ended = await asyncio.gather(*(work() for _ in range(at_once)), return_exceptions=True)
+    for one in ended:
+        if isinstance(one, BaseException):
+            raise one
 
 
 async def run_passes(parts: Sequence[Steppable], changed: asyncio.Event, *, interval: float, debounce: float) -> None:
