@@ -13,8 +13,11 @@ from webhook.core import claim_keys
 from webhook.core.errors import GpuwardenError
 from webhook.runtime import settings
 
-# What no command may import before it is known to need it: each costs tens of milliseconds.
-HEAVY = ("asyncio", "cryptography", "httpx", "hypercorn", "jinja2", "kubernetes", "starlette", "structlog", "uvloop")
+# What no command may import before it is known to need it: each costs ten milliseconds or more.
+HEAVY = (
+    *("asyncio", "cryptography", "httpx", "hypercorn", "jinja2", "kubernetes", "msgspec", "starlette", "structlog"),
+    "uvloop",
+)
 COMMANDS = {
     "nothing": [],
     "unknown": ["dance"],

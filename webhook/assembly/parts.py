@@ -17,7 +17,6 @@ from webhook.admission.pending_limits import PendingLimits
 from webhook.admission.reserving import Reserver
 from webhook.admission.rules import Rules
 from webhook.core.claim import ClaimRules
-from webhook.core.claim_keys import REQUIRED_HASH
 from webhook.core.decide import EvidencePolicy
 from webhook.core.device_state import DeviceState, device_state
 from webhook.core.dress import DressRules, Injection, MapVisible
@@ -25,6 +24,7 @@ from webhook.core.errors import GpuwardenError
 from webhook.core.evidence import EvidenceState
 from webhook.core.fleet import Fleet
 from webhook.core.hints import Bucket
+from webhook.core.keys import REQUIRED_HASH
 from webhook.core.offer import count_devices
 from webhook.evidence.jwt.attestation import attestation_of
 from webhook.evidence.jwt.proofs import MemoryProofs

@@ -12,6 +12,7 @@ import msgspec
 from attrs import frozen
 from msgspec import structs
 
+from webhook.core import keys
 from webhook.core.errors import InvalidPodError
 from webhook.core.keys import (
     ASSIGNER_DOMAIN,
@@ -57,7 +58,7 @@ def read_flag(text: str) -> bool:
     return text == "true"
 
 
-REQUIRED_HASH: Final = ClaimKey(f"{DOMAIN}/required-hash", ("attestation-hash.my-company.com/required-hash",))
+REQUIRED_HASH: Final = ClaimKey(keys.REQUIRED_HASH.name, keys.REQUIRED_HASH.aliases)
 GPU_COUNT: Final = ClaimKey(f"{DOMAIN}/gpu-count", is_label=True)
 GPU_MAP: Final = ClaimKey(f"{DOMAIN}/gpu-map", ("gpu-scheduling-map",))
 SHARED: Final = ClaimKey(

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from attrs import frozen
 
-from webhook.core.claim_keys import REQUIRED_HASH
+from webhook.core.keys import REQUIRED_HASH
 
 MAX_HASHES = 64
 MAX_HASH = 256

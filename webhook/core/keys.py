@@ -25,6 +25,9 @@ class Key:
 # The label of namespaces whose pods are reviewed.
 OPT_IN: Final = Key(f"{DOMAIN}/enabled", (f"{SCORING_DOMAIN}/enabled",))
 
+# The hashes that a pod or a namespace requires of a node.
+REQUIRED_HASH: Final = Key(f"{DOMAIN}/required-hash", ("attestation-hash.my-company.com/required-hash",))
+
 # Only gpuwarden writes these.
 GPU_UUID: Final = Key(f"{DOMAIN}/gpu-uuid", (f"{ASSIGNER_DOMAIN}/gpu.uuid",))
 RESERVATION_ID: Final = Key(f"{DOMAIN}/reservation-id", (f"{ASSIGNER_DOMAIN}/gpu.reservation-id",))

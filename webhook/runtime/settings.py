@@ -13,7 +13,7 @@ from typing import Any, Final
 import yaml
 from attrs import evolve, field, frozen
 
-from webhook.core import claim_keys, keys
+from webhook.core import keys
 from webhook.core.evidence_id import DEFAULT_TEMPLATE
 from webhook.runtime import setting_kinds as kinds
 from webhook.runtime.setting_kinds import host_and_port, is_loopback, several_of
@@ -461,10 +461,10 @@ class Settings:
     )
     write_aliases: bool = setting(True, kinds.BOOLEAN, PODS, "also write the annotations of the older systems")
     required_hash_alias: str = setting(
-        claim_keys.REQUIRED_HASH.aliases[0],
+        keys.REQUIRED_HASH.aliases[0],
         kinds.ANNOTATION_KEY,
         PODS,
-        f"additional name of the annotation {claim_keys.REQUIRED_HASH.name}",
+        f"additional name of the annotation {keys.REQUIRED_HASH.name}",
         older_variable="BGS_REQUIRED_ANNOTATION",
     )
 
