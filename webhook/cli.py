@@ -39,7 +39,7 @@ class Parser(ArgumentParser):
     def __init__(self, **options: Any) -> None:
         self.flags: dict[str, Action] = {}
         super().__init__(**options, allow_abbrev=False)
-        self.usage_exit_code = FAILED
+        self.failed_exit_code = FAILED
         # Of the main parser: all commands.
         self.commands: list[Parser] = []
         # `config show` and `config check` take the flags of all commands.
@@ -58,7 +58,7 @@ class Parser(ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.refuse([message])
-        self.exit(self.usage_exit_code)
+        self.exit(self.failed_exit_code)
 
     def refuse(self, mistakes: Sequence[str]) -> None:
         """Prints the usage and, below it, the mistakes."""
@@ -78,7 +78,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser()
     args, rest = parser.parse_known_args(argv)
     args.unknown = list(mistakes_in(rest, args.parser, parser.commands))
-    return exit_code(args.parser, lambda: args.run(args))
+    args.has_run = False
+    ended = exit_code(args.parser, lambda: args.run(args))
+    return args.parser.failed_exit_code if ended == FAILED and not args.has_run else ended
 
 
 def mistakes_in(rest: Sequence[str], parser: Parser, commands: Sequence[Parser]) -> Iterator[str]:
@@ -297,7 +299,8 @@ def with_settings(parser: Parser, run: Callable[[Namespace, Settings], int], fai
     def load_and_run(args: Namespace) -> int:
         return run(args, settings.load(vars(args), also=args.unknown, command=command))
 
-    set_run(parser, load_and_run, failed)
+    parser.failed_exit_code = failed
+    parser.set_defaults(parser=parser, run=load_and_run)
 
 
 def with_all_settings(parser: Parser, run: Callable[[Namespace, Settings], int]) -> None:
@@ -311,18 +314,8 @@ def with_export_settings(parser: Parser, run: Callable[[Namespace], int]) -> Non
     from webhook.export.settings import add_flags
 
     add_flags(parser, Command(parser.command))
-    set_run(parser, run, NOT_STARTED)
-
-
-def set_run(parser: Parser, run: Callable[[Namespace], int], failed: int) -> None:
-    """The exit code is `failed` for wrong options, and for an error before the command sets `has_run`."""
-
-    def run_and_translate(args: Namespace) -> int:
-        ended = exit_code(parser, lambda: run(args))
-        return failed if ended == FAILED and not args.has_run else ended
-
-    parser.usage_exit_code = failed
-    parser.set_defaults(parser=parser, run=run_and_translate, has_run=False)
+    parser.failed_exit_code = NOT_STARTED
+    parser.set_defaults(parser=parser, run=run)
 
 
 def without_settings(parser: Parser, run: Callable[[Namespace], int]) -> None:

@@ -22,7 +22,7 @@ from webhook.admission.parts import FleetSource
 from webhook.core.fleet import Fleet
 from webhook.core.keys import GPU_TYPE_LABELS
 from webhook.runtime.http.listener import Listener
-from webhook.runtime.process import stop_signal
+from webhook.runtime.process import cancel_and_wait, stop_signal
 from webhook.runtime.settings import Settings
 from webhook.runtime.telemetry import Metrics, configure_logging
 from webhook.web.app import scorer_app
@@ -174,11 +174,9 @@ async def score(settings: Settings) -> None:
         await asyncio.wait({background, stopping}, return_when=asyncio.FIRST_COMPLETED)
         health.stage = Stage.DRAINING
         await listener.stop(settings.drain_timeout.total_seconds())
-        for task in (background, stopping):
-            task.cancel()
-        done = await asyncio.gather(background, stopping, return_exceptions=True)
-        if isinstance(done[0], Exception):
-            raise done[0]
+        await cancel_and_wait([background, stopping])
+        if not background.cancelled():
+            background.result()
     log.info("stopped")
 
 

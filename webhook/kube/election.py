@@ -36,7 +36,7 @@ async def run_while_elected(
     Lease.
 
     `lead` is cancelled when the Lease is lost or this function is cancelled. In the second case the Lease is released
-    once `rest` returns, which waits for the writes that `lead` has begun.
+    once `finish_writes` returns, which waits for the writes that `lead` has begun.
     """
     now = asyncio.get_running_loop().time
     calls = RateLimitedClient(api, RateLimit(RATE, BURST, now))
@@ -54,11 +54,11 @@ async def lead_once(candidate: Candidate, lead: Lead, finish_writes: FinishWrite
     try:
         await asyncio.wait((leading, holding), return_when=asyncio.FIRST_COMPLETED)
     except asyncio.CancelledError:
-        await cancel_and_wait(leading, holding)
+        await cancel_until_done(leading, holding)
         await release_lease(candidate, finish_writes)
         raise
     is_lost = holding.done()
-    await cancel_and_wait(leading, holding)
+    await cancel_until_done(leading, holding)
     if is_lost:
         log.warning("leadership lost")
         holding.result()
@@ -78,8 +78,8 @@ async def release_lease(candidate: Candidate, finish_writes: FinishWrites) -> No
         log.warning("the Lease is not released and will expire", identity=candidate.identity)
 
 
-async def cancel_and_wait(*tasks: "asyncio.Future[Any]") -> None:
-    """Cancels the tasks and waits until they are done."""
+async def cancel_until_done(*tasks: "asyncio.Future[Any]") -> None:
+    """Cancels the tasks, again and again until they are done: libraries can swallow a cancellation."""
     while running := [task for task in tasks if not task.done()]:
         for task in running:
             task.cancel()
