@@ -13,7 +13,7 @@ import structlog
 from webhook.core.errors import GpuwardenError
 from webhook.export import ExportError
 from webhook.export.records import Batch, raw_reading, raw_seconds, raw_use
-from webhook.export.targets import HttpTarget, current_secret, sends_token_in_plain
+from webhook.export.targets import HttpTarget, current_secret, is_plain_to_others
 from webhook.runtime.backoff import Backoff
 from webhook.runtime.clock import Clock, utc_now
 
@@ -55,7 +55,7 @@ class HttpExporter:
         """Raises GpuwardenError if the token cannot be sent in a header."""
         if target.auth_token is not None and not is_header_value(target.auth_token):
             raise GpuwardenError("the token of the http exporter is not one line of printable ASCII")
-        if sends_token_in_plain(target):
+        if target.auth_token is not None and is_plain_to_others(target.endpoint):
             log.warning("token is sent unencrypted", endpoint=target.endpoint, hint="use https")
         self._target = target
         self._clock = clock

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
-from urllib.parse import urlsplit
 
 from attrs import evolve, field, fields, frozen
 
@@ -30,7 +29,7 @@ from webhook.export.kinds import (
     WORKERS,
     exporter_list,
 )
-from webhook.export.targets import BOTH, EXPORT, POSTGRES, STORES, ExportStore, T, is_local, read_secret
+from webhook.export.targets import BOTH, EXPORT, POSTGRES, STORES, ExportStore, T, is_plain_to_others, read_secret
 from webhook.runtime.setting_kinds import BOOLEAN, FILE, HOST, NAMESPACE
 from webhook.runtime.setting_table import (
     EXPORT_PREFIX,
@@ -202,7 +201,7 @@ class ExportSettings:
 
 TABLE: Final = (
     *settings_of(ExportSettings, EXPORT_PREFIX),
-    *(setting for store in STORES.values() for setting in store.settings),
+    *(one for store in STORES.values() for one in store.settings),
 )
 
 
@@ -279,8 +278,7 @@ class ExportReader(TableReader):
             return False
         secrets = [one.name for one in store.settings if one.is_secret]
         has_secret = any(values.get(name) or f"{name}_file" in self.given for name in secrets)
-        address = urlsplit(values.get(store.prefix + store.address) or "")
-        return has_secret and address.scheme == "http" and not is_local(address.hostname or "")
+        return has_secret and is_plain_to_others(values.get(store.prefix + store.address) or "")
 
     def _missing(self, values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         if self._part is not None:
@@ -292,8 +290,8 @@ class ExportReader(TableReader):
                 needed.append(("leader election", "pod_name"))
         for by, name in needed:
             if name not in self.given and f"{name}_file" not in self.given:
-                one = next(setting for setting in TABLE if setting.name == name)
-                names = [*([] if one.is_secret else [flag_of(name)]), *one.variables]
+                declared = next(one for one in TABLE if one.name == name)
+                names = [*([] if declared.is_secret else [flag_of(name)]), *declared.variables]
                 yield " or ".join(names), f"{by} requires it" if by else "it is required"
             elif values.get(name) == "":
                 yield self.where([name]), "it must not be empty"

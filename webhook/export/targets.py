@@ -214,10 +214,10 @@ def current_secret(known: str, file: Path | None) -> str:
         return known
 
 
-def sends_token_in_plain(target: HttpTarget) -> bool:
-    """Whether the token is sent unencrypted to another machine."""
-    endpoint = urlsplit(target.endpoint)
-    return target.auth_token is not None and endpoint.scheme == "http" and not is_local(endpoint.hostname or "")
+def is_plain_to_others(url: str) -> bool:
+    """Whether requests to the URL reach another machine unencrypted."""
+    found = urlsplit(url)
+    return found.scheme == "http" and not is_local(found.hostname or "")
 
 
 def is_local(host: str) -> bool:
