@@ -49,7 +49,7 @@ def test_page_has_short_lines_and_plain_words(page: str) -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_code_blocks_of_a_page_are_fenced(page: str) -> None:
-    """An indented block loses its lines when somebody wraps the page."""
+    """Re-wrapping a page joins the lines of an indented code block."""
     lines = (ROOT / page).read_text().split("\n")
     indented = []
     is_code = False

@@ -240,11 +240,9 @@ class EvidenceView:
     _skew: timedelta = timedelta()
     _max_age: timedelta | None = None
     _listeners: list[Callable[[str], None]] = field(factory=list, init=False)
-    _sources: frozenset[str] = field(init=False)
     _view: ObjectView[tuple[Evidence, ...]] = field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        self._sources = frozenset(self._required)
         self._view = ObjectView(self._evidence_in)
 
     def notify(self, listener: Callable[[str], None]) -> None:
@@ -253,10 +251,10 @@ class EvidenceView:
 
     def combined_evidence(self, name: str) -> Evidence | None:
         own = [self._own[name]] if name in self._own else []
-        return combined([*own, *(self._view.get(name) or ())], self._sources)
+        return combined([*own, *(self._view.get(name) or ())], self._required)
 
     def _evidence_in(self, raw: Raw) -> tuple[Evidence, ...]:
-        entries = NodeEvidence.parse(with_sources(raw, self._sources)).sources.values()
+        entries = NodeEvidence.parse(with_sources(raw, self._required)).sources.values()
         return tuple(self._with_skew(self._with_max_age(one)) for one in entries)
 
     def _with_max_age(self, one: Evidence) -> Evidence:

@@ -127,7 +127,7 @@ def read_container(text: str) -> str:
 
 
 def exporter_list(names: Iterable[str]) -> SettingKind[tuple[str, ...]]:
-    """Names of exporters, each of which counts once."""
+    """A list of exporter names. Repeated names are dropped."""
     known = tuple(names)
 
     def read(text: str) -> tuple[str, ...]:

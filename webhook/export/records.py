@@ -5,7 +5,7 @@ from typing import Any, Final
 
 from attrs import asdict, frozen
 
-# The members of records, in the order of their columns: of readings those that gpuid does not have.
+# In the order of the columns: the members of a reading that gpuid does not have, and all members of a use.
 OWN_COLUMNS: Final = ("uuid", "index", "minor", "pci_bus_id", "model", "memory", "driver", "boot_id")
 USE_COLUMNS: Final = (
     *("cluster", "node", "reservation", "gpu_uuid", "serial", "chassis", "namespace", "pod", "pod_uid", "owner"),

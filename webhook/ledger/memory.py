@@ -17,7 +17,7 @@ ALL_PENDING = AllPending()
 
 
 class MemoryLedger(Ledger):
-    """No method lets another task run between its check and its write, which makes it atomic."""
+    """Each method is atomic: no other task runs between its check and its write."""
 
     def __init__(self, fleet: Fleet, clock: Clock, times: Times) -> None:
         self._index = ReservationIndex(fleet)

@@ -1,7 +1,7 @@
 """Opens the scheduling gates of pods whose turn has come. One patch removes the gate and dresses the pod; a failed
 patch is tried again after a pause."""
 
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Collection
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -21,8 +21,6 @@ from webhook.runtime.backoff import Backoff, Retry
 from webhook.runtime.clock import Clock
 
 log = structlog.get_logger(__name__)
-
-Action = Callable[[], Awaitable[None]]
 
 AT_ONCE = 16
 # Between two tries at one gate.

@@ -16,7 +16,7 @@ import structlog
 from attrs import define, field, frozen
 
 from webhook.admission.namespaces import ClaimReader, NamespacesUnavailableError
-from webhook.admission.queue.gates import AT_ONCE, Action, GateClient, GateOpener
+from webhook.admission.queue.gates import AT_ONCE, GateClient, GateOpener
 from webhook.admission.queue.holdings import QueueReservations
 from webhook.admission.queue.reports import QueueReporter
 from webhook.admission.queue.waiting_pods import WaitingPods, identity_in
@@ -91,7 +91,7 @@ class QueuePass:
     """The state of one pass."""
 
     until: float
-    opening: list[Action]
+    opening: list[Callable[[], Awaitable[None]]]
     served: set[str]
     """Uids of pods that have their reservation: they need no turn."""
 
