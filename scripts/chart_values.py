@@ -295,7 +295,7 @@ WEBHOOKS: Final = [
         "webhooks.clientCa",
         "",
         PEM,
-        "CA of the API server's client certificate, which the review routes then require (PEM).",
+        "CA of the API server's client certificate, which /mutate, /mutate-binding and /validate then require (PEM).",
     ),
     Value("policies.protect", True, BOOL, "Create ValidatingAdmissionPolicies that protect what gpuwarden writes."),
     Value(

@@ -14,7 +14,7 @@ LISTENERS: Final[Mapping[str, str]] = {
     "extender_app": "extender",
     "plain_extender_app": "`--extender-plain-address`",
     "scorer_app": "`score`",
-    "probes_app": "the other commands",
+    "probes_app": "`reconcile`, `certs keep`",
 }
 # Their gate admits every caller.
 OPEN: Final = {"plain_extender_app"}
@@ -29,7 +29,10 @@ HEAD: Final = """\
 # Routes
 
 `make chart` writes this page from `webhook/web/app.py`. The last column is the guard of the route in a cluster.
-[access.md](../how-to/access.md#who-may-call) describes which rights a route checks besides.
+[access.md](../how-to/access.md#who-may-call) describes which rights a route checks besides. `/evidence` and
+`/evidence/challenge` exist only with `--evidence jwt-svid`. `gpuwarden export` has a listener of its own
+(`--server-port`), open to everyone: `/metrics`, `/healthz`, `/health`, `/readyz`, `/ready`, and `/`, which answers as
+`/healthz`.
 
 | route | listener | who may call it |
 |---|---|---|

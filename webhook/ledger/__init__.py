@@ -84,8 +84,7 @@ class Ledger(ABC):
 
     @abstractmethod
     async def collect(self, now: datetime) -> Collection[Reservation]:
-        """Expire pending reservations past their deadline. Other replicas wait one clock skew longer than the replica
-        that made the reservation."""
+        """Expire pending reservations whose deadline passed one clock skew ago or earlier."""
 
     def lapsed(self, reservation_id: ReservationId) -> Reservation | None:
         """A reservation that expired before a review named its pod, as far as this process knows."""

@@ -108,8 +108,8 @@ def collides(one: Reservation, slots: Collection[Slot], is_shared: bool) -> bool
 
 
 def may_be_displaced(one: Reservation, now: datetime, times: Times, unclaimed: Container[Assignment]) -> bool:
-    """Whether other replicas may take its slots. They wait one clock skew longer than the replica that made it, and not
-    while its pod may still come: once a uid is recorded, only the API server can rule that out, not a clock."""
+    """Whether its slots may be taken: one clock skew after its deadline, and not while its pod may still come. Once a
+    uid is recorded, only the API server can rule that out, not a clock."""
     if one.phase is Phase.RELEASING:
         return True
     return one.is_past_deadline(now - times.clock_skew) and (one.uid is None or assignment_of(one) in unclaimed)
@@ -155,8 +155,9 @@ class BindPod:
             raise UnknownReservationError(self.reservation_id)
         if not known.may_belong_to(self.pod):
             raise ReservationConflictError(self.reservation_id)
-        # The replica that made a reservation counts it as expired before any other replica does. While no pod is named
-        # for it, an expired reservation that still exists blocks no other pod, so a review may still name one.
+        # It must not be accepted here when another process, with a faster clock, already offers the devices. While no
+        # pod is named for it, an expired reservation that still exists blocks no other pod, so a review may still name
+        # one.
         is_late = known.is_past_deadline(now + times.clock_skew) and self.proof is not PodProof.CONFIRMED
         if known.uid is None and self.proof is PodProof.NAMED:
             is_late = False

@@ -109,7 +109,8 @@ EVIDENCE_PROVIDERS: Final[Mapping[str, ProviderDeclaration]] = {
     ),
     "jwt-svid": ProviderDeclaration(
         about="Tokens that `gpuwarden attest` sends from each node (in the chart `attest.enabled`): "
-        "[attest.md](../how-to/attest.md).",
+        "[attest.md](../how-to/attest.md). `serve` also needs `--bundle-endpoint` or `--spire-workload-api`, and in a "
+        "cluster `--nonce-key` (the chart sets it).",
         is_pushed=True,
         address="bundle_endpoint",
         needs=("spire_trust_domain",),
@@ -186,8 +187,8 @@ class Settings:
         None,
         kinds.FILE,
         SERVE,
-        "CAs of the client certificates that the review routes require (PEM); they must sign only the API "
-        "server's certificates",
+        "CAs of the client certificates that /mutate, /mutate-binding and /validate require (PEM); they must sign "
+        "only the API server's certificates",
     )
     extender_client_ca: Path | None = setting(
         None,
@@ -213,13 +214,15 @@ class Settings:
         None,
         kinds.AUDIENCE,
         SERVE,
-        "audience of the bearer token that the review routes require; not set: they require no token",
+        "audience of the bearer token that /mutate, /mutate-binding and /validate require; not set: they require no "
+        "token",
     )
     review_callers: tuple[str, ...] = setting(
         (),
         kinds.USERS,
         SERVE,
-        "users whose tokens the review routes accept; not set: all users; requires --review-token-audience",
+        "users whose tokens /mutate, /mutate-binding and /validate accept; not set: all users; requires "
+        "--review-token-audience",
     )
     pending_per_namespace: int = setting(
         1000,
