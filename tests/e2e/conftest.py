@@ -7,7 +7,7 @@ import pytest
 
 from scripts.controlplane.build import BuildError, binaries
 from scripts.controlplane.cluster import Cluster, gpu_node
-from tests.e2e.kube import NAMESPACES, SERVICE_ACCOUNTS, Kube, wait_until
+from tests.e2e.kube import NAMESPACES, PODS, SERVICE_ACCOUNTS, Kube, wait_until
 from tests.e2e.measurements import pytest_terminal_summary
 from tests.e2e.reruns import pytest_runtest_makereport
 
@@ -56,8 +56,19 @@ async def new_namespace(kube: Kube, labels: Mapping[str, str] | None = None) -> 
         await kube.delete(NAMESPACES, name)
 
 
+@asynccontextmanager
+async def emptied_namespace(kube: Kube, labels: Mapping[str, str] | None = None) -> AsyncIterator[str]:
+    """Like `new_namespace`. At the end its pods are gone: a later test does not count their deletion as a review, or
+    their annotations as GPUs."""
+    async with new_namespace(kube, labels) as name:
+        yield name
+    # The namespace is being deleted, so no controller creates new ones.
+    await kube.call("DELETE", PODS.path(name), query={"gracePeriodSeconds": "0"})
+    await wait_until(lambda: kube.list(PODS, name), lambda left: left == [])
+
+
 @pytest.fixture
 async def namespace(kube: Kube) -> AsyncIterator[str]:
     """A namespace that has not opted in to gpuwarden."""
-    async with new_namespace(kube) as name:
+    async with emptied_namespace(kube) as name:
         yield name

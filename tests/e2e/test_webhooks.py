@@ -8,7 +8,7 @@ import httpx
 import pytest
 import trustme
 
-from tests.e2e.conftest import new_namespace
+from tests.e2e.conftest import emptied_namespace
 from tests.e2e.kube import (
     DEPLOYMENTS,
     EVENTS,
@@ -52,7 +52,7 @@ def server(tmp_path: Path) -> Iterator[Running]:
 @pytest.fixture
 async def enabled(kube: Kube) -> AsyncIterator[str]:
     """An opted-in namespace."""
-    async with new_namespace(kube, ENABLED) as name:
+    async with emptied_namespace(kube, ENABLED) as name:
         yield name
 
 

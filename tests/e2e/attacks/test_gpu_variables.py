@@ -12,7 +12,7 @@ from attrs import frozen
 
 from scripts.controlplane.cluster import Cluster
 from tests.e2e.cluster_users import resource_of
-from tests.e2e.conftest import new_namespace
+from tests.e2e.conftest import emptied_namespace, new_namespace
 from tests.e2e.kube import PODS, ROLE_BINDINGS, ApiError, Kube, Raw, access_granted, pod, wait_until
 from tests.e2e.webhook_calls import QUIET, UNREACHABLE_URL, ca_of, registered
 from tests.e2e.webhook_configurations import another_webhook
@@ -84,7 +84,7 @@ def seen(made: Raw) -> dict[str, str]:
 
 @asynccontextmanager
 async def tenant_of(cluster: Cluster, kube: Kube, labels: dict[str, str]) -> AsyncIterator[tuple[Kube, str]]:
-    async with new_namespace(kube, labels) as namespace:
+    async with emptied_namespace(kube, labels) as namespace:
         user = f"tenant-{namespace}"
         ref = {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": "edit"}
         subject = {"kind": "User", "name": user}
@@ -156,9 +156,6 @@ async def acts(kube: Kube, namespace: str) -> bool:
 async def new_harness(cluster: Cluster, kube: Kube, labels: dict[str, str]) -> AsyncIterator[Harness]:
     async with tenant_of(cluster, kube, labels) as (tenant, namespace):
         yield Harness(kube, tenant, namespace)
-        # Other tests count deletes: the last of these is done before another module begins.
-        await kube.call("DELETE", PODS.path(namespace), query={"gracePeriodSeconds": "0"})
-        await wait_until(lambda: kube.list(PODS, namespace), lambda left: left == [])
 
 
 @pytest_asyncio.fixture(loop_scope="module")

@@ -10,7 +10,7 @@ import pytest_asyncio
 
 from scripts.controlplane.cluster import Cluster
 from tests.e2e.cluster_users import resource_of
-from tests.e2e.conftest import new_namespace
+from tests.e2e.conftest import emptied_namespace
 from tests.e2e.kube import (
     PODS,
     ApiError,
@@ -57,11 +57,8 @@ async def harness(cluster: Cluster, server: Running) -> AsyncIterator[WebhookHar
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def enabled(harness: WebhookHarness) -> AsyncIterator[str]:
-    async with new_namespace(harness.kube, CANONICAL) as name:
+    async with emptied_namespace(harness.kube, CANONICAL) as name:
         yield name
-        # Deletes are reviewed, too: the last one is reviewed before the next test counts.
-        await harness.kube.call("DELETE", PODS.path(name), query={"gracePeriodSeconds": "0"})
-        await wait_until(lambda: harness.kube.list(PODS, name), lambda left: left == [])
 
 
 @pytest.mark.parametrize("subresource", ["", "status"], ids=["pod", "status"])
