@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import yaml
+from attrs import evolve
 
 from scripts.chart_dashboard import dashboard
 from scripts.chart_values import CHART, ROOT
@@ -16,11 +17,16 @@ from webhook.core.host_paths import PROTECTED_PATHS, WRITABLE
 from webhook.kube.install import crds
 from webhook.kube.install.policies import (
     DEBUGGING,
+    GUARDS,
+    REVIEWED,
     Blinds,
+    DraGuard,
     Installation,
     Manifest,
     certs,
+    dra,
     export,
+    native,
     policies,
     rbac,
     score,
@@ -51,6 +57,11 @@ FAILURE_POLICY: Final = "xx-failure-policy"
 PATIENCE: Final = 64998
 MAX_GRACE: Final = 64997
 HOST_PATH: Final = "/xx-host-path"
+GPU_DRIVER: Final = "xx-gpu-driver"
+DEVICE_CLASS: Final = "xx-device-class"
+# Whether webhooks review pods, and whether there are proof devices.
+REVIEWS: Final = '(include "gpuwarden.reviews" .)'
+PROOFS: Final = '(include "gpuwarden.proofs" .)'
 ALL_ONLY, ALL_NOT, ALL_END = "xx-asked-about-all", "xx-asked-about-some", "xx-asked-end"
 
 
@@ -64,11 +75,16 @@ SAID: Final[Mapping[str, str]] = {
     str(PORT): "{{ .Values.service.port }}",
     OPT_IN: "{{ .Values.webhooks.optInLabel }}",
     f", '{HASH_ALIAS}'": "{{ with .Values.settings.requiredHashAlias }}, '{{ . }}'{{ end }}",
+    # YAML doubles the quotes of a text that it quotes.
+    f", ''{HASH_ALIAS}''": "{{ with .Values.settings.requiredHashAlias }}, ''{{ . }}''{{ end }}",
     f"'{SCHEDULER}'": '{{ include "gpuwarden.schedulers" . }}',
     f"'{HOST_PATH}'": "{{ range $i, $path := .Values.policies.hostPaths }}{{ if $i }}, {{ end }}'{{ $path }}'{{ end }}",
+    f", '{DEVICE_CLASS}'": "{{ range .Values.dra.deviceClasses }}, '{{ . }}'{{ end }}",
+    GPU_DRIVER: '{{ default "gpu.nvidia.com" .Values.settings.gpuDriver }}',
     RESOURCE: '{{ default "nvidia.com/gpu" .Values.settings.gpuResource }}',
     GPU_NAMESPACE: '{{ default "gpu-operator" .Values.export.settings.namespace }}',
     **{ACCOUNT.format(component): account_name(component) for component in ("reconcile", "scheduler", "export")},
+    REVIEWED: "bool('{{ not .Values.native }}')",
     FAILURE_POLICY: "{{ .Values.webhooks.failurePolicy }}",
     str(PATIENCE): "{{ .Values.webhooks.timeoutSeconds }}",
     str(MAX_GRACE): '{{ include "gpuwarden.seconds" (default "3600s" .Values.settings.maxGrace) | float64 | int }}',
@@ -94,7 +110,11 @@ RELEASE: Final = Installation(
     ca_bundle=BUNDLE,
     max_grace=MAX_GRACE,
     host_paths=(HOST_PATH,),
+    gpu_driver=GPU_DRIVER,
+    device_classes=(DEVICE_CLASS,),
 )
+NATIVE_RELEASE: Final = evolve(RELEASE, native=True)
+GUARDED: Final = evolve(RELEASE, dra_guard=DraGuard.ALL)
 INJECTION: Final = """\
   annotations:
     admissions.enforcer/disabled: "{{ .Values.webhooks.aksAdmissionsEnforcerDisabled }}"
@@ -183,7 +203,7 @@ def webhooks_template() -> str:
         for one in webhooks(RELEASE)
     ]
     stands_in = [labelled(with_room(one)) for one in while_down(RELEASE)]
-    return HEAD + when(".Values.webhooks.enabled", template(stands_in) + asked_about_all(template(found)))
+    return HEAD + when(REVIEWS, template(stands_in) + asked_about_all(template(found)))
 
 
 def with_marks(hook: Manifest) -> Manifest:
@@ -206,15 +226,37 @@ def asked_about_all(text: str) -> str:
 
 def policies_template() -> str:
     found = [labelled(with_room(one)) for one in policies(RELEASE)]
+    ends = [one for one in found if one["metadata"]["name"] == "gpuwarden-bindingends"]
     isolate = [one for one in found if one["metadata"]["name"].startswith("gpuwarden-isolation")]
     blind = [one for one in found if one["metadata"]["name"].startswith("gpuwarden-blind")]
     strip = [one for one in found if one["kind"].startswith("Mutating") and one not in blind]
-    protect = [one for one in found if one not in (*isolate, *blind, *strip)]
+    protect = [one for one in found if one not in (*isolate, *blind, *strip, *ends)]
     assert all(one["kind"].startswith("Validating") for one in protect)  # noqa: S101 - another kind would be dropped
     strips = when('include "gpuwarden.strips" .', template(strip))
     blinds = when('eq (include "gpuwarden.blinds" .) "policy"', template(blind))
     isolates = when(".Values.policies.isolate", template(isolate))
-    return HEAD + when(".Values.policies.protect", template(protect)) + isolates + strips + blinds
+    # Whoever reads the ends relies on them.
+    guards_ends = when(f"or .Values.policies.protect .Values.webhooks.enabled {PROOFS}", template(ends))
+    natives = when(".Values.native", template(labelled(with_room(one)) for one in native(NATIVE_RELEASE)))
+    parts = (when(".Values.policies.protect", template(protect)), guards_ends, isolates, strips, blinds, natives)
+    return HEAD + "".join(parts)
+
+
+# The class of proof devices and its policies.
+
+
+def dra_template() -> str:
+    opted_in, everywhere = ([labelled(with_room(one)) for one in dra(release)] for release in (RELEASE, GUARDED))
+    common = [one for one in opted_in if not is_guard(one)]
+    guards = template(one for one in opted_in if is_guard(one))
+    guards_of_all = template(one for one in everywhere if is_guard(one))
+    chosen = f'{{{{- if eq .Values.dra.guard "all" }}}}\n{guards_of_all}{{{{- else }}}}\n{guards}{{{{- end }}}}\n'
+    return HEAD + when(PROOFS, template(common) + chosen)
+
+
+def is_guard(one: Manifest) -> bool:
+    """A binding that selects namespaces."""
+    return one["kind"].endswith("Binding") and one["spec"]["policyName"] in GUARDS
 
 
 # The CRDs.
@@ -254,7 +296,13 @@ SOMETIMES: Final[Mapping[tuple[str, str, str], str]] = {
     ("serve", "trustbundles", "get"): BUNDLES,
     ("serve", "trustbundles/status", "update"): BUNDLES,
     ("serve", "priorityclasses", "list"): f'{KEEPS} (include "gpuwarden.scorer" .)',
-    ("reconcile", "pods/eviction", "create"): '(eq (default "report" .Values.settings.onEvidenceLost) "evict")',
+    ("reconcile", "resourceslices", "get"): PROOFS,
+    ("reconcile", "resourceclaims", "list"): PROOFS,
+    ("reconcile", "resourceclaimtemplates", "list"): ".Values.native",
+    ("reconcile", "pods/eviction", "create"): (
+        '(or (eq (default "report" .Values.settings.onEvidenceLost) "evict") '
+        '(eq (default "report" .Values.settings.onMismatch) "evict"))'
+    ),
 }
 ONLY_IF, END_IF = "xx-only-if", "xx-end-if"
 
@@ -269,8 +317,14 @@ def role_name(component: str) -> str:
 
 
 def enabled(component: str) -> str:
-    """When a component runs."""
-    return '(include "gpuwarden.makesCerts" .)' if component == "certs" else f".Values.{component}.enabled"
+    """When a component runs, and `attest` as the kubelet's plugin: otherwise it asks the API server nothing."""
+    match component:
+        case "certs":
+            return '(include "gpuwarden.makesCerts" .)'
+        case "attest":
+            return ".Values.attest.enabled .Values.attest.kubeletPlugins"
+        case _:
+            return f".Values.{component}.enabled"
 
 
 def rbac_template() -> str:
@@ -362,6 +416,7 @@ def written() -> dict[Path, str]:
         GENERATED / "webhooks.yaml": webhooks_template(),
         GENERATED / "policies.yaml": policies_template(),
         GENERATED / "rbac.yaml": rbac_template(),
+        GENERATED / "dra.yaml": dra_template(),
         CHART / "files/alerts.yaml": alerts(),
         CHART / "files/hostpaths.yaml": host_paths(),
         CHART / "files/dashboard.json": json.dumps(dashboard(), indent=1) + "\n",

@@ -117,6 +117,7 @@ OWN_SETTINGS: Final = frozenset(
         *("inventory", "lease_namespace", "bundle_endpoint_ca", "nonce_key", "server", "server_ca", "node"),
         *("runtime_socket", "pod_resources_socket", "pod_uid", "scheduler_certs", "scheduler_port", "scheduler_lease"),
         "scorer_ca",
+        *("native_templates", "kubelet_plugins"),
         *("certs_namespace", "certs_service", "certs_secret", "certs_configurations", "certs_dir"),
         *("extender_plain_address", "extender_plain_anywhere", "opt_in_label", "host_paths"),
     )
@@ -260,6 +261,14 @@ SERVE: Final = [
 ]
 
 WEBHOOKS: Final = [
+    Value(
+        "native",
+        False,
+        BOOL,
+        "Native pods: the API server changes requests for GPUs with one required hash into ResourceClaims for proven "
+        "GPUs. No webhook configurations are created, settings.proofDevices is true, and `serve` is needed only for "
+        "evidence. Requires Kubernetes 1.36 or newer and a DRA driver for the GPUs.",
+    ),
     Value("webhooks.enabled", True, BOOL, "Create the webhook configurations. You may enable this later."),
     Value(
         "webhooks.failurePolicy",
@@ -330,6 +339,19 @@ WEBHOOKS: Final = [
         "if Kubernetes is 1.36 or newer and settings.injection is nvidia, else `nobody`.",
     ),
     Value(
+        "dra.guard",
+        "opted-in",
+        one_of("opted-in", "all"),
+        "Namespaces where only gpuwarden writes ResourceClaims for GPUs, with settings.proofDevices: those that have "
+        "opted in, or all besides kube-system, the release's own and webhooks.excludedNamespaces.",
+    ),
+    Value(
+        "dra.deviceClasses",
+        [],
+        {"type": "array", "items": {"type": "string", "pattern": f"^{SUBDOMAIN.pattern}$", "maxLength": MAX_SUBDOMAIN}},
+        "DeviceClasses of other devices, such as network cards, that all users' claims may have in these namespaces.",
+    ),
+    Value(
         "crds.install",
         True,
         BOOL,
@@ -397,6 +419,13 @@ ATTEST: Final = [
         "/var/lib/kubelet/pod-resources",
         TEXT,
         "Directory of the kubelet's PodResources socket on the nodes, for the same purpose.",
+    ),
+    Value(
+        "attest.kubeletPlugins",
+        "",
+        PATH_OR_EMPTY,
+        "The kubelet's directory on the nodes, such as /var/lib/kubelet. `attest` then runs as root, is the kubelet's "
+        "plugin for proof devices and reads ResourceClaims. Empty: off, and no pod with a proof device starts.",
     ),
     Value(
         "spire.socketDirectory", "/run/spire/agent-sockets", TEXT, "Directory of the SPIRE agent's socket on the nodes."

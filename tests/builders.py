@@ -215,8 +215,9 @@ def node(
     is_ready: bool = True,
     is_cordoned: bool = False,
     taints: Iterable[Taint] = (),
+    is_refused_for_plugin: bool = False,
 ) -> Node:
-    return Node(name, dict(labels or {}), devices, is_ready, is_cordoned, tuple(taints))
+    return Node(name, dict(labels or {}), devices, is_ready, is_cordoned, tuple(taints), is_refused_for_plugin)
 
 
 def evidence(

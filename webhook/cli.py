@@ -13,7 +13,7 @@ from typing import Any, Final, NoReturn
 
 import webhook
 from webhook.core.errors import GpuwardenError
-from webhook.core.names import is_label_key
+from webhook.core.names import is_label_key, is_object_name
 from webhook.runtime import settings
 from webhook.runtime.clock import utc_now
 from webhook.runtime.setting_kinds import NAMESPACE, read_interval, read_namespace, read_url
@@ -258,9 +258,9 @@ def add_installation(parser: Parser) -> None:
     parser.add_argument(
         "what",
         nargs="?",
-        choices=("rbac", "webhooks", "policies", "crds", "export", "certs", "score", "all"),
+        choices=("rbac", "webhooks", "policies", "crds", "export", "certs", "score", "dra", "all"),
         default="all",
-        help="default: all, without the rights of `export`, `certs` and `score`",
+        help="default: all, without the rights of `export`, `certs` and `score`, and without `dra`",
     )
     parser.add_argument(
         "--gpu-namespace", default="gpu-operator", help="namespace of the device plugin's pods (default: gpu-operator)"
@@ -276,6 +276,11 @@ def add_installation(parser: Parser) -> None:
         help="what hides GPUs from pods without a claim: policies (Kubernetes 1.36) or the webhook (default: policy)",
     )
     parser.add_argument(
+        "--native",
+        action="store_true",
+        help="no webhooks: policies change requests for GPUs into ResourceClaims for proven GPUs (Kubernetes 1.36)",
+    )
+    parser.add_argument(
         "--max-grace",
         type=read_interval,
         default=timedelta(hours=1),
@@ -287,6 +292,24 @@ def add_installation(parser: Parser) -> None:
         default="",
         metavar="PATHS",
         help="directories of nodes, separated by commas, that pods of opted-in namespaces may mount read-only",
+    )
+    parser.add_argument(
+        "--gpu-driver",
+        default="gpu.nvidia.com",
+        metavar="NAME",
+        help="DRA driver of the GPUs, the same as the setting of `reconcile` (default: gpu.nvidia.com)",
+    )
+    parser.add_argument(
+        "--dra-guard",
+        choices=("opted-in", "all"),
+        default="opted-in",
+        help="namespaces where only gpuwarden writes ResourceClaims for GPUs (default: opted-in)",
+    )
+    parser.add_argument(
+        "--dra-device-classes",
+        default="",
+        metavar="NAMES",
+        help="DeviceClasses, separated by commas, that the claims of all users may have there",
     )
     parser.add_argument("--ca-bundle", type=Path, metavar="FILE", help="CA of the certificate of `serve` (PEM)")
 
@@ -459,7 +482,8 @@ def crds(args: Namespace) -> int:
 
 def manifests(args: Namespace) -> int:
     from webhook.core.host_paths import mistake_in
-    from webhook.kube.install.policies import Blinds, Installation, as_yaml
+    from webhook.core.proof_devices import DRIVER
+    from webhook.kube.install.policies import Blinds, DraGuard, Installation, as_yaml
 
     mistakes = []
     named = (("namespace", args.namespace), ("service", args.service), ("gpu-namespace", args.gpu_namespace))
@@ -473,10 +497,20 @@ def manifests(args: Namespace) -> int:
         mistakes.append(f"flag --required-hash-alias: {alias!r} is not an annotation key")
     if args.url is not None and not is_https(args.url):
         mistakes.append(f"flag --url: {args.url!r} is not a URL with https")
-    host_paths = tuple(path.strip() for path in args.host_paths.split(",")) if args.host_paths else ()
+    host_paths = names_in(args.host_paths)
     for path in host_paths:
         if (mistake := mistake_in(path)) is not None:
             mistakes.append(f"flag --host-paths: {path!r}: {mistake}")
+    if args.native and args.blind != "policy":
+        mistakes.append(f"flag --blind: {args.blind!r} needs webhooks; allowed with --native: policy")
+    device_classes = names_in(args.dra_device_classes)
+    for flag, names in (("gpu-driver", (args.gpu_driver,)), ("dra-device-classes", device_classes)):
+        mistakes += [f"flag --{flag}: {one!r} is not a valid name" for one in names if not is_object_name(one)]
+    mistakes += [
+        f"flag --dra-device-classes: with {one!r} a claim takes GPUs or their proofs"
+        for one in device_classes
+        if one in (DRIVER, args.gpu_driver)
+    ]
     bundle = b""
     if args.ca_bundle is not None:
         try:
@@ -496,11 +530,20 @@ def manifests(args: Namespace) -> int:
         ca_bundle=bundle,
         hash_aliases=() if alias is None else (alias,),
         blinds=Blinds(args.blind),
+        native=args.native,
         max_grace=int(args.max_grace.total_seconds()),
         host_paths=host_paths,
+        gpu_driver=args.gpu_driver,
+        dra_guard=DraGuard(args.dra_guard),
+        device_classes=device_classes,
     )
     print(as_yaml(args.what, installation), end="")
     return 0
+
+
+def names_in(text: str) -> tuple[str, ...]:
+    """The parts of a list with commas."""
+    return tuple(one.strip() for one in text.split(",")) if text else ()
 
 
 def is_https(text: str) -> bool:

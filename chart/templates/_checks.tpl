@@ -14,8 +14,22 @@
 {{- if has .Release.Namespace (list "kube-system" "kube-public" "kube-node-lease") }}
   {{- fail (printf "\n\nThe release's namespace is %s, whose pods are never reviewed. Install into a namespace of its own, for example with --namespace gpuwarden --create-namespace." .Release.Namespace) }}
 {{- end }}
-{{- if and $values.webhooks.enabled (not $values.serve.enabled) }}
+{{- if and (include "gpuwarden.reviews" .) (not $values.serve.enabled) }}
   {{- fail "\n\nwebhooks.enabled is true and serve.enabled is false: nothing would answer the API server, and every pod that requests GPUs would be refused. Set serve.enabled=true." }}
+{{- end }}
+{{- if $values.native }}
+  {{- if semverCompare "<1.36.0-0" .Capabilities.KubeVersion.Version }}
+    {{- fail (printf "\n\nnative is true and requires MutatingAdmissionPolicy v1 of Kubernetes 1.36; this is %s. Set native=false." .Capabilities.KubeVersion.Version) }}
+  {{- end }}
+  {{- if not $values.reconcile.enabled }}
+    {{- fail "\n\nnative is true and reconcile.enabled is false: nothing would publish the proven GPUs. Set reconcile.enabled=true." }}
+  {{- end }}
+  {{- if kindIs "bool" $settings.proofDevices }}{{ if not $settings.proofDevices }}
+    {{- fail "\n\nnative is true and settings.proofDevices is false: native pods get their GPUs by proof devices. Remove settings.proofDevices." }}
+  {{- end }}{{ end }}
+  {{- if ne (include "gpuwarden.blinds" .) "policy" }}
+    {{- fail (printf "\n\nnative is true and GPUs are hidden from other pods by %s: without webhooks a policy has to. Set policies.blind=policy and settings.injection=nvidia." (include "gpuwarden.blinds" .)) }}
+  {{- end }}
 {{- end }}
 {{- if and $values.prometheusRule.enabled (not $values.serve.enabled) }}
   {{- fail "\n\nprometheusRule.enabled is true and serve.enabled is false: the alerts are about serve, and the first of them would always fire." }}
@@ -24,7 +38,7 @@
   {{- if not $values.tls.existingSecret }}
     {{- fail "\n\ntls.mode is existingSecret: set tls.existingSecret to the Secret with tls.crt and tls.key." }}
   {{- end }}
-  {{- if and (not $values.tls.caBundle) (or $values.webhooks.enabled $values.attest.enabled) }}
+  {{- if and (not $values.tls.caBundle) (or (include "gpuwarden.reviews" .) $values.attest.enabled) }}
     {{- fail "\n\ntls.mode is existingSecret: set tls.caBundle to the CA of its certificate (PEM or base64 of PEM). Without it the API server cannot call the webhooks." }}
   {{- end }}
   {{- if and $values.tls.caBundle (not (contains "-----BEGIN CERTIFICATE-----" (include "gpuwarden.caBundle" . | b64dec))) }}
@@ -61,6 +75,14 @@
 {{- if and (has $values.policies.blind (list "policy" "webhook")) (eq (default "nvidia" $settings.injection) "cuda") }}
   {{- fail (printf "\n\npolicies.blind is %s and settings.injection is cuda, where every container sees all GPUs: set policies.blind=nobody." $values.policies.blind) }}
 {{- end }}
+{{- if and $settings.proofDevices (semverCompare "<1.34.0-0" .Capabilities.KubeVersion.Version) }}
+  {{- fail (printf "\n\nsettings.proofDevices is true and requires resource.k8s.io/v1 of Kubernetes 1.34; this is %s. Set settings.proofDevices=false." .Capabilities.KubeVersion.Version) }}
+{{- end }}
+{{- range $class := $values.dra.deviceClasses }}
+  {{- if has $class (list "attested.gpuwarden.io" (default "gpu.nvidia.com" $settings.gpuDriver) (default "gpu.nvidia.com" $settings.gpuDeviceClass)) }}
+    {{- fail (printf "\n\ndra.deviceClasses contains %s: with this class a claim takes GPUs or their proofs. List classes of other devices." $class) }}
+  {{- end }}
+{{- end }}
 {{- $paths := .Files.Get "files/hostpaths.yaml" | fromYaml }}
 {{- range $path := $values.policies.hostPaths }}
   {{- range $place := concat $paths.places $paths.writable }}
@@ -79,7 +101,7 @@
   {{- if not $values.inventory }}
     {{- fail "\n\nsettings.ledger is memory, where the annotations of nodes are not read: list nodes and devices in inventory, or set inventory.nodes=[] if you only use settings.nodeHashMap." }}
   {{- end }}
-  {{- if $values.webhooks.enabled }}
+  {{- if include "gpuwarden.reviews" . }}
     {{- fail "\n\nsettings.ledger is memory, which is empty after a restart and forgets a pod when its deletion is requested. Other pods would get GPUs that containers still use. Set webhooks.enabled=false, or settings.ledger=cluster." }}
   {{- end }}
 {{- else if and $values.serve.enabled (not $values.reconcile.enabled) }}

@@ -97,6 +97,16 @@ http://{{ include "gpuwarden.component" (list . "score") }}.{{ .Release.Namespac
 {{ default (printf "%s-nonce" (include "gpuwarden.fullname" .)) .Values.nonceKey.existingSecret }}
 {{- end }}
 
+{{- /* Whether webhooks review pods. Native pods need none. */ -}}
+{{- define "gpuwarden.reviews" -}}
+{{- if and .Values.webhooks.enabled (not .Values.native) }}true{{ end -}}
+{{- end }}
+
+{{- /* Whether there are proof devices, by which native pods get their GPUs. */ -}}
+{{- define "gpuwarden.proofs" -}}
+{{- if or .Values.native .Values.settings.proofDevices }}true{{ end -}}
+{{- end }}
+
 {{- define "gpuwarden.strips" -}}
 {{- if eq .Values.policies.strip "true" }}true
 {{- else if and (eq .Values.policies.strip "auto") (semverCompare ">=1.36.0-0" .Capabilities.KubeVersion.Version) }}true

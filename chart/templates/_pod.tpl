@@ -20,7 +20,7 @@ metadata:
   {{- end }}
 spec:
   serviceAccountName: {{ include "gpuwarden.account" (list $root .component) }}
-  automountServiceAccountToken: {{ ne .component "attest" }}
+  automountServiceAccountToken: {{ or (ne .component "attest") (has "plugins" $mounts) }}
   # A Service named gpuwarden would add environment variables that look like settings.
   enableServiceLinks: false
   {{- with $values.imagePullSecrets }}
@@ -117,6 +117,11 @@ spec:
         - {name: runtime, mountPath: /run/gpuwarden/runtime, readOnly: true}
         - {name: kubelet, mountPath: /run/gpuwarden/kubelet, readOnly: true}
         {{- end }}
+        {{- if has "plugins" $mounts }}
+        # Under the paths of the node, because the kubelet is told the path of a socket.
+        - {name: plugin, mountPath: {{ clean $own.kubeletPlugins }}/plugins/attested.gpuwarden.io}
+        - {name: plugins-registry, mountPath: {{ clean $own.kubeletPlugins }}/plugins_registry}
+        {{- end }}
         {{- if has "schedulerCerts" $mounts }}
         - {name: scheduler-certs, mountPath: /etc/gpuwarden/scheduler, readOnly: true}
         {{- end }}
@@ -173,6 +178,12 @@ spec:
       hostPath: {path: {{ dir $own.runtimeSocket }}, type: Directory}
     - name: kubelet
       hostPath: {path: {{ $own.podResourcesDirectory }}, type: Directory}
+    {{- end }}
+    {{- if has "plugins" $mounts }}
+    - name: plugin
+      hostPath: {path: {{ clean $own.kubeletPlugins }}/plugins/attested.gpuwarden.io, type: DirectoryOrCreate}
+    - name: plugins-registry
+      hostPath: {path: {{ clean $own.kubeletPlugins }}/plugins_registry, type: Directory}
     {{- end }}
     {{- with concat (default list .volumes) $own.volumes }}
     {{- toYaml . | nindent 4 }}

@@ -11,7 +11,7 @@ from attrs import frozen
 from scripts.fuzz import parsers_of_answers as answers
 from scripts.fuzz import parsers_of_objects as objects
 from scripts.fuzz.parsers_of_objects import stored
-from webhook.admission import audit, binding_ends, evidence_loss
+from webhook.admission import audit, binding_ends, delivered, evidence_loss
 from webhook.admission.manifest_pods import pods_of
 from webhook.commands.score import QuestionWire
 from webhook.core import binding, claim, extender_wire, gpu_map, hashes, hints, pod, review
@@ -27,10 +27,10 @@ from webhook.export import nodes as export_nodes
 from webhook.export import reader, uses
 from webhook.inventory import discovery, node_annotations, node_gpus, nvidia_smi
 from webhook.inventory.file import InventoryParser
-from webhook.kube import pods
+from webhook.kube import gpu_slices, pods, proof_allocations, resource_claims, resource_slices
 from webhook.kube.gpu_node import GpuNode
 from webhook.kube.json_objects import decoded, object_in, status_message
-from webhook.kube.node import node_of
+from webhook.kube.node import has_device_plugin, node_of
 from webhook.ledger.api_pods import pod_in
 from webhook.ledger.end_of_use import NodeSnapshot
 from webhook.ledger.pods import PodsUnavailableError
@@ -89,6 +89,9 @@ PARSERS = (
     Parser("Binding", raw(lambda one: binding.Binding.parse(one, "ns", "name")), "bindings", UNREADABLE),
     Parser("GPUNode", raw(GpuNode.parse), "gpunodes", UNREADABLE),
     Parser("NodeEvidence", raw(node_evidence.NodeEvidence.parse), "evidence", UNREADABLE),
+    Parser("slice of GPUs", raw(gpu_slices.gpu_slice), "slices", UNREADABLE),
+    Parser("slice of proof devices", raw(resource_slices.proof_devices_of), "slices", UNREADABLE),
+    Parser("ResourceClaim", raw(resource_claims.allocated_claim), "resourceclaims", UNREADABLE),
     Parser("Node", raw(node_of), "nodes", UNREADABLE),
     Parser("annotation of devices", text(node_annotations.devices_in), "annotations"),
     Parser("annotation of readings", text(node_gpus.gpus_in), "readings"),
@@ -128,7 +131,12 @@ PARSERS = (
     Parser("pods of a kubelet", answers.pods_of_a_kubelet, "nodepods"),
     Parser("sandboxes of a container runtime", answers.sandboxes_of_a_runtime, "nodepods"),
     Parser("containers of a container runtime", answers.containers_of_a_runtime, "nodepods"),
+    Parser("claims of a kubelet", answers.claims_of_a_kubelet, "draclaims"),
+    Parser("registration by a kubelet", answers.status_of_a_kubelet, "draclaims"),
+    Parser("proof devices of a claim", stored(proof_allocations.proof_allocation), "resourceclaims", UNREADABLE),
     Parser("pod that is audited", stored(audit.AuditRules(RULES, DressRules()).pod), "pods", UNREADABLE),
+    Parser("pod with devices of a plugin", stored(delivered.GivenDevices.of), "pods", ()),
+    Parser("node with a device plugin", stored(lambda one: has_device_plugin(one, "nvidia.com/gpu")), "nodes", ()),
     Parser("bundle of certificates", answers.certificate_bundle, "certificates"),
     Parser("answer of a scorer", answers.scorers_answer, "scores", (*UNREADABLE, RecursionError, UnicodeDecodeError)),
     Parser("question to a scorer", lambda one: decoded(one, QuestionWire), "questions", UNREADABLE),

@@ -7,10 +7,13 @@ from typing import Any
 import pytest
 from attrs import evolve
 
+from tests.admission.given_pods import ended_pod, given_pod
 from tests.builders import HASH, NAMESPACE, NOW, OTHER_HASH, POD_UID, SECOND, Raw, raw_container, raw_env, raw_pod
+from tests.recorded_events import RecordedEvents
 from tests.web.harness import Harness
 from webhook.admission.audit import AuditedPod, AuditRules, Facts, Finding, FindingKind, findings
 from webhook.admission.audit_watch import AuditWatch
+from webhook.admission.device_plugins import DevicePlugins
 from webhook.commands.audit import as_json, as_table
 from webhook.core import keys
 from webhook.core.claim import ClaimRules
@@ -90,6 +93,28 @@ def test_audit_reports_pods_that_would_be_denied_today_in_opted_in_namespaces(ra
 )
 def test_audit_finds_nothing_in_a_pod_without_gpus(raw: Raw) -> None:
     assert kinds(facts(raw)) == []
+
+
+def native_pod(*, template: str = "gpuwarden-1-aa11", native: str = "true", **env: str) -> Raw:
+    raw = raw_pod(
+        raw_container(env=raw_env(NVIDIA_VISIBLE_DEVICES="void", **env)),
+        annotations={"gpuwarden.io/native": native, "gpuwarden.io/required-hash": "aa11"},
+    )
+    claim = {"name": "gpuwarden", "resourceClaimTemplateName": template}
+    return {**raw, "spec": {**raw["spec"], "resourceClaims": [claim]}}
+
+
+def test_audit_finds_nothing_in_a_native_pod() -> None:
+    assert kinds(facts(native_pod())) == []
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [native_pod(template="theirs"), native_pod(native="false"), native_pod(CUDA_VISIBLE_DEVICES="0")],
+    ids=["template-of-others", "not-annotated", "another-gpu"],
+)
+def test_audit_reports_gpus_that_a_pod_has_besides_a_native_claim(raw: Raw) -> None:
+    assert kinds(facts(raw)) == [(FindingKind.GPU_WITHOUT_RESERVATION, "pod ml/train-0")]
 
 
 def test_audit_reports_a_container_that_sees_all_gpus_through_its_image() -> None:
@@ -210,6 +235,39 @@ def test_audit_calls_an_orphaned_reservation_orphaned() -> None:
     assert found.message == "is orphaned and holds GPU-a0 of node node-a for pod ml/train-0, which does not exist"
 
 
+GIVEN: dict[str, tuple[Raw, FindingKind | None, str]] = {
+    "own": (given_pod("GPU-a0", name="train-0"), None, ""),
+    "other": (
+        given_pod("GPU-a1", name="train-0"),
+        FindingKind.GPU_MISMATCHED,
+        "was given GPU-a1 by the kubelet; reserved for it: GPU-a0",
+    ),
+    "reserved": (
+        given_pod("GPU-a0"),
+        FindingKind.GPU_COLLISION,
+        "was given GPU-a0 by the kubelet, reserved for pod ml/train-0",
+    ),
+    "free": (
+        given_pod("GPU-a1"),
+        FindingKind.GPU_UNRESERVED,
+        "was given GPU-a1 by the kubelet, and has not reserved it",
+    ),
+    "unlisted": (given_pod("GPU-x"), None, ""),
+    "ended": (ended_pod("GPU-a1"), None, ""),
+}
+
+
+@pytest.mark.parametrize(("raw", "kind", "said"), GIVEN.values(), ids=GIVEN.keys())
+def test_audit_reports_gpus_that_the_kubelet_gave_to_pods_without_a_reservation_of_them(
+    raw: Raw, kind: FindingKind | None, said: str
+) -> None:
+    held = reservation(uid="uid-train-0")
+    given = facts(given_pod(name="train-0"), raw, held=[held], is_listed=lambda node, uuid: uuid != "GPU-x")
+    found = findings(given, LATER, needs_evidence=False)
+    found = [one for one in found if one.kind is not FindingKind.RESERVATION_WITHOUT_POD]
+    assert [(one.kind, one.message, one.node) for one in found] == ([(kind, said, "node-a")] if kind else [])
+
+
 def test_audit_reports_maps_without_namespace_label_and_unreadable_objects() -> None:
     given = facts(maps_without_label=[("ml", "train")], unreadable=["gpunode node-x"])
     assert kinds(given) == [
@@ -257,8 +315,16 @@ def test_audit_prints_a_table_and_json() -> None:
 
 async def test_gauge_follows_the_findings_of_the_audit(harness: Harness) -> None:
     parts = harness.parts
+    plugins = DevicePlugins(parts.fleet, RecordedEvents(), "nvidia.com/gpu")
     watch = AuditWatch(
-        READING, parts.fleet, parts.ledger, lambda: LATER, keys.OPT_IN.name, "gpuwarden", needs_evidence=False
+        READING,
+        parts.fleet,
+        parts.ledger,
+        lambda: LATER,
+        keys.OPT_IN.name,
+        "gpuwarden",
+        needs_evidence=False,
+        plugins=plugins,
     )
     metrics = Metrics()
     metrics.watch_audit(watch.counts)
@@ -302,6 +368,10 @@ async def test_gauge_follows_the_findings_of_the_audit(harness: Harness) -> None
     labels = {**namespace["metadata"]["labels"], keys.MAPS_LABEL: "true"}
     watch.namespaces.changed(at({"metadata": {**namespace["metadata"], "labels": labels}}, 8))
     assert counted() == {}
+    node = {"metadata": {"name": "node-a"}, "status": {"allocatable": {"nvidia.com/gpu": "4"}}}
+    plugins.changed(node)
+    assert counted() == {"DevicePluginFound": 1}
+    plugins.deleted(node)
     watch.sets.deleted(at(mapped, 9))
     watch.pods.replaced({})
     assert counted() == {"ReservationWithoutPod": 1}

@@ -24,6 +24,7 @@ from tests.builders import (
 from tests.fake_objects import FakeObjects
 from webhook.admission.binding_ends import (
     CLOSED_FOR,
+    LOSS,
     MAX_BYTES,
     NAME,
     NAMESPACE,
@@ -76,10 +77,11 @@ class NoLookup:
 class Scene:
     """Two nodes with evidence for an hour, and an elected reconciler."""
 
-    def __init__(self, *, needs_all: bool = True, max_bytes: int = MAX_BYTES) -> None:
+    def __init__(self, *, needs_all: bool = True, max_bytes: int = MAX_BYTES, has_proofs: bool = False) -> None:
         self.now = NOW
         self.is_current = True
         self.max_bytes = max_bytes
+        self.has_proofs = has_proofs
         self.held: dict[str, Reservation] = {}
         self.objects = FakeObjects()
         self.fleet = Fleet()
@@ -101,6 +103,7 @@ class Scene:
             lambda: self.now,
             is_current=lambda: self.is_current,
             max_bytes=self.max_bytes,
+            has_proofs=self.has_proofs,
         )
 
     def proves(self, name: str, lasts: timedelta | None, digest: str = HASH) -> None:
@@ -479,3 +482,90 @@ async def test_missing_object_is_created_and_existing_one_is_kept() -> None:
 def test_unparsable_time_counts_as_past() -> None:
     for text in ("", "soon", "2026-01-01", "2026-01-01T00:00:00"):
         assert moment_of(text) == LONG_AGO
+
+
+# Proof devices. A policy refuses claims on nodes that are not listed with an end in the future.
+
+
+async def test_endless_evidence_is_listed_with_a_far_end_for_claims() -> None:
+    scene = Scene(has_proofs=True)
+    scene.proves(A, None)
+    scene.says(B, None)
+    assert await scene.after() == {A: "9999-12-31T23:59:59Z"}
+    assert await scene.after(ROUTINE) == {A: "9999-12-31T23:59:59Z"}
+
+
+@pytest.mark.parametrize("is_known", [False, True], ids=["new", "regained"])
+@pytest.mark.parametrize("lasts", [None, HOUR], ids=["endless", "hour"])
+async def test_node_that_becomes_proven_is_listed_at_once(lasts: timedelta | None, is_known: bool) -> None:
+    scene = Scene(has_proofs=True)
+    if not is_known:
+        scene.says(A, None)
+    await scene.after()
+    scene.says(A, None)
+    await scene.after()
+    scene.proves(A, lasts)
+    assert moment_of((await scene.after())[A]) > scene.now
+
+
+async def test_lost_evidence_is_written_within_a_fraction_of_a_second_and_gained_within_a_second() -> None:
+    scene = Scene(has_proofs=True)
+    scene.says(B, None)
+    await scene.after()
+    scene.says(A, None)
+    scene.proves(B, HOUR)
+    assert (await scene.after(LOSS - timedelta(milliseconds=10)))[A] == at(HOUR)
+    written = await scene.after(timedelta(milliseconds=10))
+    assert written[A] == LATE
+    scene.says(A, None)
+    scene.proves(A, HOUR)
+    assert (await scene.after(LOSS))[A] == LATE
+    assert moment_of((await scene.after())[A]) > scene.now
+
+
+async def test_without_proof_devices_nothing_is_checked_within_the_second() -> None:
+    scene = Scene()
+    await scene.after()
+    scene.says(A, None)
+    assert (await scene.after(TICK - timedelta(milliseconds=1)))[A] == at(HOUR)
+
+
+def native(*templates: str, gpus: int = 0, notes: dict[str, str] | None = None) -> Raw:
+    claims = [{"name": f"gpus-{k}", "resourceClaimTemplateName": name} for k, name in enumerate(templates)]
+    limits = {"resources": {"limits": {"nvidia.com/gpu": gpus}}} if gpus else {}
+    asked = {"gpuwarden.io/required-hash": HASH} if notes is None else notes
+    return unrecorded_pod("native", asked, resourceClaims=claims, containers=[{"name": "main", **limits}])
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [native("gpuwarden-1-aa11"), native("gpuwarden-1-aa11", notes={}), native("theirs", "gpuwarden-2-aa11")],
+    ids=["with its hash", "without a hash", "beside another claim"],
+)
+async def test_pod_whose_gpus_come_by_our_templates_ends_with_its_node_only(raw: Raw) -> None:
+    scene = Scene(has_proofs=True)
+    scene.ends.changed(raw)
+    assert (await scene.after()).keys() == {A, B}
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        native(notes={"gpuwarden.io/required-hash": HASH, "gpuwarden.io/native": "true"}),
+        native("gpuwarden-1-aa11", gpus=1),
+        native("gpuwarden-1-bb22"),
+        native("gpuwarden-1-aa11", "gpuwarden-1-bb22"),
+        native("theirs"),
+    ],
+    ids=["annotation alone", "GPU beside the claim", "another hash", "two hashes", "another template"],
+)
+async def test_pod_that_only_claims_to_be_native_may_not_be_bound(raw: Raw) -> None:
+    scene = Scene(has_proofs=True)
+    scene.ends.changed(raw)
+    assert (await scene.after())["uid-native"] == LATE
+
+
+async def test_without_proof_devices_a_template_proves_nothing() -> None:
+    scene = Scene()
+    scene.ends.changed(native("gpuwarden-1-aa11"))
+    assert (await scene.after())["uid-native"] == LATE

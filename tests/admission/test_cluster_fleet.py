@@ -171,3 +171,25 @@ def test_gpu_node_being_deleted_offers_no_device(scene: Scene) -> None:
     node = scene.node()
     assert node is not None
     assert [one.is_healthy for one in node.devices] == [False]
+
+
+@pytest.mark.parametrize(
+    ("resource", "allocatable", "is_refused"),
+    [
+        (None, {"nvidia.com/gpu": "4"}, False),
+        ("nvidia.com/gpu", {"nvidia.com/gpu": "4"}, True),
+        ("nvidia.com/gpu", {"nvidia.com/gpu": "0", "cpu": "4"}, False),
+        ("nvidia.com/gpu", {"example.com/gpu": "4"}, False),
+        ("nvidia.com/gpu", None, False),
+        ("nvidia.com/gpu", ["nvidia.com/gpu"], False),
+    ],
+    ids=["not-strict", "offered", "gone", "another", "none", "malformed"],
+)
+def test_strict_fleet_refuses_nodes_on_which_a_device_plugin_offers_the_resource(
+    resource: str | None, allocatable: Any, *, is_refused: bool
+) -> None:
+    fleet = Fleet()
+    raw = raw_node()
+    raw["status"]["allocatable"] = allocatable
+    NodesListener(ClusterFleet(fleet, lambda: NOW, lambda _: None, resource)).changed(raw)
+    assert fleet.indexed_nodes["node-a"].node.is_refused_for_plugin is is_refused

@@ -30,6 +30,13 @@ MATRIX: dict[str, Raw] = {
         "attest.enabled": True,
         "attest.runtimeSocket": "/run/containerd/containerd.sock",
     },
+    "challenges-and-proof-devices": {
+        **CHALLENGES,
+        **NONCE,
+        "attest.enabled": True,
+        "attest.kubeletPlugins": "/var/lib/kubelet",
+        "networkPolicy.enabled": True,
+    },
     "challenges-by-csi": {**CHALLENGES, **NONCE, "attest.enabled": True, "spire.csiDriver": "csi.spiffe.io"},
     "both-providers": {
         **CHALLENGES,
@@ -90,6 +97,8 @@ MATRIX: dict[str, Raw] = {
         "settings.reviewCallers": ["system:serviceaccount:kube-system:apiserver-webhook"],
         "webhooks.clientCa": PEM,
     },
+    "proof-devices": {"settings.proofDevices": True, "dra.deviceClasses": ["nic.example.org"]},
+    "proof-devices-of-all-namespaces": {"settings.proofDevices": True, "dra.guard": "all"},
     "queue": {"settings.whenUnavailable": "queue", "settings.onEvidenceLost": "evict"},
     "everything-said": {
         "commonLabels": {"team": "ml"},

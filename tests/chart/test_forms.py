@@ -234,6 +234,7 @@ EVERYTHING: Raw = {
     **ALL,
     "attest.enabled": True,
     "attest.runtimeSocket": "/run/containerd/containerd.sock",
+    "attest.kubeletPlugins": "/var/lib/kubelet",
     "settings.evidence": "jwt-svid",
     "settings.spireTrustDomain": "example.org",
     "settings.spireWorkloadApi": "unix:/spiffe-workload-api/agent.sock",

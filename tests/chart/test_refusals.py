@@ -43,6 +43,22 @@ REFUSED: dict[str, tuple[Raw, str]] = {
         {"tls.mode": "certManager", "tls.certManager.issuer.kind": "ClusterIssuer"},
         "set tls.certManager.issuer.name",
     ),
+    "native-without-a-reconciler": (
+        {"native": True, "serve.enabled": False, "reconcile.enabled": False},
+        "nothing would publish the proven GPUs",
+    ),
+    "native-without-proof-devices": (
+        {"native": True, "settings.proofDevices": False},
+        "Remove settings.proofDevices",
+    ),
+    "native-without-blinding": (
+        {"native": True, "policies.blind": "webhook"},
+        "native is true and GPUs are hidden from other pods by webhook",
+    ),
+    "native-with-another-variable": (
+        {"native": True, "settings.injection": "cuda"},
+        "native is true and GPUs are hidden from other pods by nobody",
+    ),
     "webhooks-without-serve": ({"serve.enabled": False}, "nothing would answer the API server"),
     "alerts-without-serve": (
         {"serve.enabled": False, "webhooks.enabled": False, "prometheusRule.enabled": True},
@@ -193,10 +209,12 @@ RULES: dict[str, str] = {
     "no token is required": "callers-without-an-audience",
     "more than one listener at port": "one-port-twice",
     "counts them from 0": "an-index-of-some-gpus",
+    "claims of native pods are for proof devices": "the chart sets both by native",
     "plain HTTP authenticates no caller": "the chart says extenderPlainAnywhere with the port",
     "more than one cluster is named": "the chart names it, and leaves no other way",
     "no cluster is named": "the chart names it",
     "a kube-scheduler needs a cluster": "the chart names it",
+    "claims are read from a cluster": "the chart names it",
     "only a cluster can check a token": "the chart names it",
     "a certificate must outlast its renewal": "renewed-before-it-is-made",
     "a CA must last longer": "a-ca-that-ends-too-soon",
@@ -254,6 +272,7 @@ def test_strip_policy_requires_kubernetes_1_36() -> None:
 
 
 def test_blind_policy_requires_kubernetes_1_36_and_the_webhook_does_not() -> None:
+    assert "Set native=false" in refusal({"native": True}, kubernetes="1.35.2")
     assert "Set policies.blind=webhook" in refusal({"policies.blind": "policy"}, kubernetes="1.33.0")
     (mutating,) = [
         one
@@ -274,6 +293,18 @@ def test_dangerous_host_path_is_refused(path: str) -> None:
 @pytest.mark.parametrize("path", ["/", "data", "/data/", "//data", "/data/../dev", "/./data", "/a'b", ""])
 def test_host_path_that_is_not_absolute_and_clean_is_refused(path: str) -> None:
     assert "hostPaths" in refusal({"policies.hostPaths": [path]})
+
+
+def test_proof_devices_need_kubernetes_1_34() -> None:
+    assert "requires resource.k8s.io/v1" in refusal({"settings.proofDevices": True}, kubernetes="1.33.9")
+    assert rendered({"settings.proofDevices": True}, kubernetes="1.34.0")
+
+
+@pytest.mark.parametrize("name", ["attested.gpuwarden.io", "gpu.nvidia.com", "gpu.example.org", "gpus.example.org"])
+def test_classes_of_gpus_and_proofs_are_refused_for_all_users(name: str) -> None:
+    theirs = {"settings.gpuDriver": "gpu.example.org", "settings.gpuDeviceClass": "gpus.example.org"}
+    values = {"dra.deviceClasses": ["nic.example.org", name], **({} if name.endswith(("io", "com")) else theirs)}
+    assert f"dra.deviceClasses contains {name}" in refusal(values)
 
 
 @pytest.mark.parametrize("blind", ["policy", "webhook"])

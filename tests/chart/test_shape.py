@@ -259,6 +259,49 @@ def test_only_attest_mounts_the_sockets_of_runtime_and_kubelet() -> None:
     assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
 
 
+def test_only_attest_as_the_kubelets_plugin_reads_claims_and_has_its_directories() -> None:
+    off, found = (
+        rendered({**EVERYTHING, "networkPolicy.enabled": True, **asked})
+        for asked in ({}, {"attest.kubeletPlugins": "/var/snap/kubelet/"})
+    )
+    before, spec = (dict(pods(one))["attest"]["spec"] for one in (off, found))
+    assert (before["automountServiceAccountToken"], spec["automountServiceAccountToken"]) == (False, True)
+    (container,) = spec["containers"]
+    assert {"--kubelet-plugins=/var/snap/kubelet", "--in-cluster=true"} <= {*container["args"]}
+    own, registry = "/var/snap/kubelet/plugins/attested.gpuwarden.io", "/var/snap/kubelet/plugins_registry"
+    assert [one for one in spec["volumes"] if "plugin" in one["name"]] == [
+        {"name": "plugin", "hostPath": {"path": own, "type": "DirectoryOrCreate"}},
+        {"name": "plugins-registry", "hostPath": {"path": registry, "type": "Directory"}},
+    ]
+    assert [one for one in container["volumeMounts"] if "plugin" in one["name"]] == [
+        {"name": "plugin", "mountPath": own},
+        {"name": "plugins-registry", "mountPath": registry},
+    ]
+    root = {"runAsNonRoot": False, "runAsUser": 0, "runAsGroup": 0}
+    assert container["securityContext"] == {**before["containers"][0]["securityContext"], **root}
+
+    (update,) = (one["spec"] for one in found if one["kind"] == "DaemonSet")
+    assert update["updateStrategy"] == {"rollingUpdate": {"maxSurge": "10%", "maxUnavailable": 0}}
+    assert update["minReadySeconds"] > 0
+
+    def roles(objects: list[Raw]) -> list[list[Raw]]:
+        names = (one for one in objects if one["kind"] == "ClusterRole")
+        return [one["rules"] for one in names if one["metadata"]["name"].endswith("-attest")]
+
+    rules: list[Raw] = [{"apiGroups": ["resource.k8s.io"], "resources": ["resourceclaims"], "verbs": ["get"]}]
+    assert (roles(off), roles(found)) == ([], [rules])
+
+    def ports(objects: list[Raw]) -> list[object]:
+        (one,) = (
+            one for one in objects if one["kind"] == "NetworkPolicy" and one["metadata"]["name"].endswith("-attest")
+        )
+        return [port["port"] for rule in one["spec"]["egress"] for port in rule["ports"]]
+
+    assert len(ports(found)) > len(ports(off))
+    assert 6443 in ports(found)
+    assert 6443 not in ports(off)
+
+
 # The settings as gpuwarden reads them.
 
 

@@ -10,13 +10,25 @@ import yaml
 
 import webhook
 from scripts import chart_manifests, chart_values, routes
+from scripts.chart_manifests import is_guard
 from scripts.chart_values import CHART
 from tests.chart.rendering import Raw, identity, of_kind, one, rendered
 from tests.chart.test_values import CHALLENGES
 from tests.project.test_alerts import SERIES
 from webhook.core import claim_keys
 from webhook.kube.install import crds
-from webhook.kube.install.policies import Installation, certs, export, policies, rbac, score, webhooks, while_down
+from webhook.kube.install.policies import (
+    DraGuard,
+    Installation,
+    certs,
+    dra,
+    export,
+    policies,
+    rbac,
+    score,
+    webhooks,
+    while_down,
+)
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 FILES = {**chart_values.written(), **chart_manifests.written(), **routes.written()}
@@ -71,6 +83,32 @@ def test_rendered_webhooks_and_policies_equal_gpuwarden_manifests(place: tuple[s
     assert compared(mine) == expected
 
 
+@pytest.mark.parametrize("names", [{}, {"settings.requiredHashAlias": "example.org/hash"}], ids=["as-shipped", "alias"])
+def test_native_pods_are_installed_as_by_the_manifests(names: Raw) -> None:
+    found = rendered({"native": True, **names})
+    installation = Installation(native=True, hash_aliases=tuple(names.values()))
+    expected = compared([*while_down(installation), *policies(installation)])
+    mine = compared([each for each in found if each["apiVersion"].startswith("admissionregistration.k8s.io/")])
+    assert {key: mine[key] for key in expected} == expected
+    assert of_kind(found, *WEBHOOKS) == []
+    assert "gpuwarden-binding-ends" not in {each["metadata"]["name"] for each in found}
+    assert [each["metadata"]["name"] for each in of_kind(found, "DeviceClass")] == ["attested.gpuwarden.io"]
+    content = yaml.safe_load(one(found, "ConfigMap", "gpuwarden-settings")["data"]["settings.yaml"])
+    assert (content["proofDevices"], content["nativeTemplates"]) == (True, True)
+
+
+def test_native_pods_work_without_serve() -> None:
+    found = rendered({"native": True, "serve.enabled": False})
+    assert [each["metadata"]["name"] for each in of_kind(found, "Deployment")] == ["gpuwarden-reconcile"]
+
+
+def test_native_pods_are_off_by_default() -> None:
+    found = rendered()
+    assert "gpuwarden-native" not in {each["metadata"]["name"] for each in found}
+    content = yaml.safe_load(one(found, "ConfigMap", "gpuwarden-settings")["data"]["settings.yaml"])
+    assert content.keys().isdisjoint({"proofDevices", "nativeTemplates"})
+
+
 def test_more_schedulers_are_added_to_the_manifests() -> None:
     found = rendered({"webhooks.moreSchedulers": ["system:serviceaccount:a:b"]})
     installation = Installation(schedulers=("system:kube-scheduler", "system:serviceaccount:a:b"))
@@ -85,6 +123,53 @@ def test_host_paths_are_rendered_as_in_the_manifests() -> None:
     assert compared(expected).items() <= compared(mine).items()
     content = yaml.safe_load(one(found, "ConfigMap", "gpuwarden-settings")["data"]["settings.yaml"])
     assert content["hostPaths"] == ["/data", "/mnt/datasets"], "an audit knows them too"
+
+
+PROVEN: Raw = {"settings.proofDevices": True}
+
+
+def of_dra(values: Raw) -> dict[tuple[str, str, str], Raw]:
+    """What the chart renders in addition with proof devices."""
+    plain, more = ({identity(each): bare(each) for each in rendered(said)} for said in (values, {**values, **PROVEN}))
+    kinds = ("DeviceClass", "ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding")
+    return {name: each for name, each in more.items() if name[0] in kinds and name not in plain}
+
+
+@pytest.mark.parametrize("guard", DraGuard)
+def test_class_and_policies_of_proof_devices_are_rendered_with_the_setting(guard: DraGuard) -> None:
+    classes = ("nic.example.org", "fpga.example.org")
+    found = of_dra(
+        {"dra.guard": str(guard), "dra.deviceClasses": list(classes), "settings.gpuDriver": "gpu.example.org"}
+    )
+    assert found == compared(dra(Installation(dra_guard=guard, device_classes=classes, gpu_driver="gpu.example.org")))
+
+
+def test_policies_of_proof_devices_have_the_names_of_the_release() -> None:
+    label = {"webhooks.optInLabel": "example.org/guarded", "webhooks.moreSchedulers": ["system:second"]}
+    schedulers = ("system:kube-scheduler", "system:second")
+    assert of_dra(label) == compared(dra(Installation(opt_in="example.org/guarded", schedulers=schedulers)))
+
+
+def test_guards_leave_out_excluded_namespaces() -> None:
+    for guard in DraGuard:
+        found = of_dra({"dra.guard": str(guard), "webhooks.excludedNamespaces": ["storage"]})
+        selectors = [one["spec"]["matchResources"]["namespaceSelector"] for one in found.values() if is_guard(one)]
+        assert selectors
+        for selector in selectors:
+            assert ["kube-system", "gpuwarden", "storage"] in [each["values"] for each in selector["matchExpressions"]]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"policies.protect": True, "webhooks.enabled": False},
+        {"policies.protect": False, "webhooks.enabled": True},
+        {"policies.protect": False, "webhooks.enabled": False, **PROVEN},
+    ],
+    ids=["policies", "webhooks", "proof-devices"],
+)
+def test_ends_are_guarded_wherever_they_are_read(values: Raw) -> None:
+    assert one(rendered(values), "ValidatingAdmissionPolicy", "gpuwarden-bindingends")
 
 
 def test_configured_names_are_rendered_in_webhooks_and_policies() -> None:
@@ -143,9 +228,13 @@ def shipped(installation: Installation) -> list[Raw]:
 # With values that need every rule of the roles.
 EVERY_USE: Raw = {
     **CHALLENGES,
+    "attest.enabled": True,
+    "attest.kubeletPlugins": "/var/lib/kubelet",
     "settings.bundleEndpoint": "https://bundle.example.org",
     "settings.onEvidenceLost": "evict",
+    "settings.proofDevices": True,
     "nonceKey.existingSecret": "nonce",
+    "native": True,
 }
 
 
@@ -185,8 +274,18 @@ def test_conditional_permissions_are_rendered_only_if_needed() -> None:
     assert {name for name, _ in may("serve", {"score.enabled": True}) - plain} == {"priorityclasses"}
     evicting = may("reconcile", {"settings.onEvidenceLost": "evict"})
     assert evicting - may("reconcile", {"settings.onEvidenceLost": "taint"}) == {("pods/eviction", "create")}
+    proving = may("reconcile", {"settings.proofDevices": True}) - may("reconcile", {})
+    slices = {("resourceslices", verb) for verb in ("get", "list", "watch", "create", "update", "delete")}
+    assert proving == slices | {("resourceclaims", "list"), ("resourceclaims", "watch")}
+    assert may("reconcile", {"settings.onMismatch": "evict"}) == evicting
     # The memory ledger writes nothing to the cluster.
     assert {name for name, _ in may("serve", ALONE)} == {"pods", "tokenreviews", "subjectaccessreviews"}
+
+
+def test_class_of_proof_devices_is_rendered_with_them() -> None:
+    assert of_kind(rendered({}), "DeviceClass") == []
+    (made,) = of_kind(rendered({"settings.proofDevices": True}), "DeviceClass")
+    assert compared([made]).items() <= compared(dra(Installation())).items()
 
 
 @pytest.mark.defect("gpuid-20")

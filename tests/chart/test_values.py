@@ -56,6 +56,7 @@ GIVEN: dict[str, Raw] = {
     "service.": {},
     "webhooks.": {},
     "extender.": {"extender.enabled": True},
+    "dra.": {"settings.proofDevices": True},
     "extender.enabled": {},
     "tls.existingSecret": EXISTING,
     "tls.caBundle": EXISTING,
@@ -78,10 +79,12 @@ GIVEN: dict[str, Raw] = {
 # Values other than the default, chosen by hand.
 CHOSEN: Raw = {
     "attest.runtimeSocket": "/run/crio/crio.sock",
+    "attest.kubeletPlugins": "/var/lib/kubelet",
     "image.digest": "sha256:" + "a" * 64,
     "scheduler.image.digest": "sha256:" + "b" * 64,
     "tls.mode": "certManager",
     "policies.hostPaths": ["/data"],
+    "dra.deviceClasses": ["nic.example.org"],
     "policies.strip": "false",
     "policies.blind": "webhook",
     "priorityClasses.classes": {"mine": 7},

@@ -184,8 +184,25 @@ def test_manifests_are_printed_for_an_installation(tmp_path: Path, capsys: pytes
     assert renamed.count("'my.org/h'") == renamed.count(f"'{claim_keys.REQUIRED_HASH.aliases[0]}'") > 0
     assert run("manifests", "policies", "--host-paths", "/data, /mnt/datasets") == 0
     assert "expression: dyn(['/data', '/mnt/datasets'])\n" in capsys.readouterr().out
+    guards = ["--dra-device-classes", "nic.example.com, fpga.example.com", "--dra-guard", "all"]
+    assert run("manifests", "dra", "--gpu-driver", "gpu.example.com", *guards) == 0
+    out = capsys.readouterr().out
+    assert "expression: dyn(['', 'nic.example.com', 'fpga.example.com'])\n" in out
+    assert "'gpu.example.com'" in out
+    assert "matchLabels" not in out
     assert run("manifests", "rbac") == 0
     assert "namespace: gpuwarden\n" in capsys.readouterr().out
+
+
+def test_manifests_of_native_pods_have_no_webhooks(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("manifests", "--native") == 0
+    found = [one for one in yaml.safe_load_all(capsys.readouterr().out) if one]
+    assert {"MutatingAdmissionPolicy", "DeviceClass"} <= {one["kind"] for one in found}
+    assert not [one for one in found if one["kind"].endswith("WebhookConfiguration")]
+    assert run("manifests", "webhooks", "--native") == 0
+    assert capsys.readouterr().out == ""
+    assert run("manifests", "--native", "--blind", "webhook") == 1
+    assert "flag --blind: 'webhook' needs webhooks; allowed with --native: policy" in capsys.readouterr().err
 
 
 def test_manifests_reports_every_mistake_in_its_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -193,6 +210,7 @@ def test_manifests_reports_every_mistake_in_its_options(tmp_path: Path, capsys: 
     bundle.write_text("no certificate")
     flags = ["--namespace", "A.b", "--service", "", "--url", "http://h", "--ca-bundle", str(bundle)]
     flags += ["--required-hash-alias", "'x' || true", "--host-paths", "/data,/var/lib/kubelet/pods,data"]
+    flags += ["--gpu-driver", "Nvidia", "--dra-device-classes", "nic.example.com,a b,attested.gpuwarden.io"]
     assert run("manifests", *flags) == 1
     out, err = capsys.readouterr()
     assert out == ""
@@ -205,6 +223,9 @@ def test_manifests_reports_every_mistake_in_its_options(tmp_path: Path, capsys: 
         "--host-paths: '/var/lib/kubelet/pods': "
         "/var/lib/kubelet contains devices, sockets, programs or keys of the node",
         "--host-paths: 'data': not an absolute path",
+        "--gpu-driver: 'Nvidia' is not a valid name",
+        "--dra-device-classes: 'a b' is not a valid name",
+        "--dra-device-classes: with 'attested.gpuwarden.io' a claim takes GPUs or their proofs",
     ):
         assert name in err
 

@@ -26,6 +26,7 @@ OBJECTIONS = {
     "not ready": ("is", "are"),
     "cordoned": ("is", "are"),
     "an untolerated taint": ("has", "have"),
+    "a device plugin for its GPUs": ("has", "have"),
     "no matching GPU": ("has", "have"),
     "fewer than {} matching GPUs": ("has", "have"),
     "no free GPU": ("has", "have"),
@@ -55,7 +56,13 @@ class World:
         holders = [one for one in self.reservations if device.uuid in one.uuids]
         is_taken = len(holders) >= device.shares or any(not one.is_shared for one in holders)
         is_disputed = len(self.nodes_with(device.uuid)) != 1
-        return device.is_healthy and not is_disputed and not is_taken and not self.is_set_aside(device)
+        return (
+            device.is_healthy
+            and not device.mismatch
+            and not is_disputed
+            and not is_taken
+            and not self.is_set_aside(device)
+        )
 
     def is_set_aside(self, device: Device) -> bool:
         """A map names the node by its name, or by its label while no node has that name."""
@@ -73,9 +80,7 @@ class World:
         """Why the node cannot serve the claim, in the words of a denial."""
         if not self.is_selected(node, claim):
             return "not selected by the pod"
-        return (
-            self.evidence_objection(node, claim) or condition(node, claim.nodes) or self.device_objection(node, claim)
-        )
+        return self.evidence_objection(node, claim) or condition(node, claim) or self.device_objection(node, claim)
 
     def is_selected(self, node: Node, claim: Claim) -> bool:
         if not selects(claim.nodes, node.name, dict(node.labels)):
@@ -166,12 +171,14 @@ def serves(device: Device, claim: Claim) -> bool:
     return set(claim.record.requirements) <= device.labels and (device.shares > 1) == claim.record.shared
 
 
-def condition(node: Node, asked: NodesAsked) -> str | None:
+def condition(node: Node, claim: Claim) -> str | None:
     if not node.is_ready:
         return "not ready"
     if node.is_cordoned:
         return "cordoned"
-    return "an untolerated taint" if any(repels(taint, asked) for taint in node.taints) else None
+    if any(repels(taint, claim.nodes) for taint in node.taints):
+        return "an untolerated taint"
+    return "a device plugin for its GPUs" if node.is_refused_for_plugin and claim.record.gpus else None
 
 
 def repels(taint: Taint, asked: NodesAsked) -> bool:

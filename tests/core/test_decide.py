@@ -465,6 +465,7 @@ def test_status_code_is_403_without_a_proven_node_and_429_without_a_free_gpu() -
     [
         pytest.param({"is_ready": False}, Reason.NODE_NOT_READY, id="not-ready"),
         pytest.param({"is_cordoned": True}, Reason.NODE_NOT_READY, id="cordoned"),
+        pytest.param({"is_refused_for_plugin": True}, Reason.NODE_NOT_READY, id="device-plugin"),
         pytest.param({"taints": [Taint("gpu", effect="NoExecute")]}, Reason.NODE_NOT_READY, id="tainted"),
     ],
 )

@@ -41,6 +41,11 @@ def test_quarantined_state_overrides_holders() -> None:
     assert device_state([FINALIZED], NOW, is_quarantined=True) is DeviceState.QUARANTINED
 
 
+@pytest.mark.parametrize("holders", [[], [FINALIZED]], ids=["free", "held"])
+def test_mismatched_state_overrides_holders_and_quarantine(holders: list[Reservation]) -> None:
+    assert device_state(holders, NOW, is_quarantined=True, is_mismatched=True) is DeviceState.MISMATCHED
+
+
 def test_state_values_do_not_change() -> None:
     assert [state.value for state in DeviceState] == [
         "available",
@@ -54,4 +59,5 @@ def test_state_values_do_not_change() -> None:
         "expired",
         "orphaned",
         "quarantined",
+        "mismatched",
     ]

@@ -1,9 +1,11 @@
 """The index gives the same answers as a scan of all nodes, after every change."""
 
 import string
+from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
+from attrs import evolve
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -65,6 +67,7 @@ def devices(draw: st.DrawFn) -> tuple[Device, ...]:
             labels=draw(st.frozensets(st.sampled_from(DEVICE_LABELS))),
             shares=draw(st.sampled_from([1, 1, 1, 2, 3])),
             is_healthy=draw(st.sampled_from([True, True, True, False])),
+            mismatch=draw(st.sampled_from(["", "", "", "in use"])),
         )
         for index, uuid in enumerate(uuids)
     )
@@ -77,6 +80,7 @@ nodes = st.builds(
     devices(),
     is_ready=st.sampled_from([True, True, True, False]),
     is_cordoned=st.sampled_from([False, False, False, True]),
+    is_refused_for_plugin=st.sampled_from([False, False, False, True]),
     taints=taints,
 )
 
@@ -309,7 +313,7 @@ class IndexedFleet(RuleBasedStateMachine):
     def device_on_two_nodes_is_quarantined(self) -> None:
         for uuid in map(DeviceUuid, UUIDS):
             node_names = self.world.nodes_with(uuid)
-            unhealthy = any(d.uuid == uuid and not d.is_healthy for n in self.world.nodes.values() for d in n.devices)
+            unhealthy = any(d.uuid == uuid and not d.is_usable for n in self.world.nodes.values() for d in n.devices)
             if len(node_names) != 1 or not unhealthy:
                 assert self.fleet.is_quarantined(uuid) is (len(node_names) != 1)
             assert (self.fleet.node_of_device(uuid) is None) is (node_names == [])
@@ -679,6 +683,17 @@ def test_an_unhealthy_gpu_stays_quarantined_when_its_other_node_is_gone() -> Non
     assert there.is_quarantined(DeviceUuid("GPU-1"))
 
 
+def test_a_gpu_with_a_mark_is_offered_to_no_claim_until_the_mark_is_gone() -> None:
+    marked = evolve(device("GPU-1"), mismatch="in use")
+    there = fleet(node("node-a", marked))
+    assert isinstance(decide(ANY, there, LAX), Deny)
+    assert there.is_quarantined(DeviceUuid("GPU-1"))
+    assert there.mismatched_devices == there.quarantined_devices == {"GPU-1"}
+    there.put(node("node-a", device("GPU-1")), NOW)
+    assert not isinstance(decide(ANY, there, LAX), Deny)
+    assert there.mismatched_devices == there.quarantined_devices == set()
+
+
 def test_gpu_listed_twice_on_its_node_does_not_serve_two() -> None:
     there = fleet(node("node-a", device("GPU-1", index=0), device("GPU-1", index=1)))
     found = decide(claim(raw_pod(raw_container(gpus=2))), there, LAX)
@@ -716,3 +731,37 @@ def test_unchanged_node_is_no_change() -> None:
     there.put(node("node-a", device("GPU-1")), NOW)
     assert there.indexed_nodes["node-a"].state is EvidenceState.FRESH
     assert there.device_count == 1
+
+
+def test_changed_nodes_are_collected_until_the_caller_removes_them() -> None:
+    found = fleet(node("node-a", device("GPU-a")), node("node-b", device("GPU-b")))
+    changed = found.collect_changes()
+    assert changed == {"node-a", "node-b"}
+    changed.clear()
+    found.put(node("node-a", device("GPU-a")), NOW)
+    assert changed == set()
+    held = reservation(slot("GPU-a"), node="node-a")
+    steps: dict[str, Callable[[], None]] = {
+        "held": lambda: found.hold(held),
+        "freed": lambda: found.free(held),
+        "proven": lambda: found.set_evidence("node-a", evidence("node-a", until=NOW + SECOND), NOW),
+        "stale": lambda: found.advance(NOW + SECOND),
+        "unhealthy": lambda: found.put(node("node-a", device("GPU-a", is_healthy=False)), NOW),
+        "kept for a map": lambda: found.set_aside({"node-a": {"GPU-a": MAP_OWNER}}, {"node-a"}),
+        "removed": lambda: found.remove("node-a"),
+    }
+    for name, step in steps.items():
+        step()
+        assert changed == {"node-a"}, name
+        changed.clear()
+
+
+def test_dispute_over_a_gpu_changes_both_nodes() -> None:
+    found = fleet(node("node-a", device("GPU-a")), node("node-b"))
+    changed = found.collect_changes()
+    changed.clear()
+    found.put(node("node-b", device("GPU-a")), NOW)
+    assert changed == {"node-a", "node-b"}
+    changed.clear()
+    found.remove("node-b")
+    assert changed == {"node-a", "node-b"}

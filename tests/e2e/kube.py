@@ -160,7 +160,9 @@ class Kube:
 
     async def call(self, method: str, path: str, content: Raw | Changes | None = None, query: Query = None) -> Raw:
         kind = "application/json" if method != "PATCH" else PATCH_KINDS[isinstance(content, dict)]
-        body = None if content is None else json.dumps(content)
+        # Compact, as other clients write it: the API server keeps the parameters of a ResourceClaim's configuration as
+        # they are written, and takes a later PATCH, which it writes compactly, for a change of the immutable spec.
+        body = None if content is None else json.dumps(content, separators=(",", ":"))
         got = await self.http.request(method, path, content=body, params=query, headers={"Content-Type": kind})
         said: Raw = json.loads(got.content) if "json" in got.headers.get("content-type", "") else {"message": got.text}
         if got.is_error:

@@ -270,6 +270,10 @@ SPARE: dict[str, dict[Use, str]] = {
         ): "with a Node that goes, which none does here",
         ("", "nodes", "patch"): "with --on-evidence-lost taint",
         ("", "pods/eviction", "create"): "with --on-evidence-lost evict",
+        ("resource.k8s.io", "resourceslices", "get"): READ_AGAIN,
+        ("resource.k8s.io", "resourceslices", "update"): "where a proven GPU is reserved, which is chance here",
+        ("resource.k8s.io", "resourceslices", "delete"): "half a minute after the last proof of a node has ended",
+        ("resource.k8s.io", "resourceclaimtemplates", "delete"): "an hour after nothing needs the template",
         ("", "pods", "get"): "one pod is looked at where its watch has not shown it in time, which is chance here",
     },
 }
@@ -310,6 +314,7 @@ async def test_each_service_account_has_exactly_the_permissions_it_uses(
     account = str(cluster.service_account_kubeconfig(OURS, "gpuwarden-reconcile"))
     lease = ["--lease-namespace", OURS, "--kubeconfig", account, "--log-level", "warn"]
     soon = ["--bind-deadline", "2s", "--orphan-margin", "1s", "--node-hash-map", json.dumps({NODE_NAMES[0]: "aa11"})]
+    soon += ["--proof-devices", "true", "--native-templates", "true"]
     (tmp_path / "reconcile").mkdir()
     both = (*TOKEN, "--client-ca", str(identity.ca_file))
     with ExitStack() as stack:

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.builders import Raw
+from tests.builders import NOW, Raw
+from tests.e2e.dra.gpus import gpu_device, gpu_slice
 from tests.fake_objects import FakeObjects
 from tests.recorded_events import RecordedEvents
 from webhook.core.device import Device, DeviceUuid
@@ -16,6 +17,7 @@ from webhook.core.reasons import Reason
 from webhook.evidence.static import StaticEvidence
 from webhook.inventory.discovery import BATCH_SIZE, CONCURRENCY, Discovery, FileInventory, desired_devices
 from webhook.inventory.file import InventoryFile
+from webhook.inventory.published_gpus import KEPT_WITHOUT_SLICES, PublishedGpus
 from webhook.kube.gpu_node import GpuNode
 from webhook.kube.store import StoreUnavailableError
 
@@ -25,6 +27,27 @@ OURS = {"app.kubernetes.io/managed-by": "gpuwarden"}
 def annotation(*uuids: str, **labels: list[str]) -> str:
     said = {uuid: labels.get(uuid.replace("-", "_"), []) for uuid in uuids}
     return base64.b64encode(json.dumps(said).encode()).decode()
+
+
+class SettableMarks:
+    """Marks of devices by node."""
+
+    def __init__(self) -> None:
+        self.marks: dict[str, dict[str, str]] | None = None
+        self.changes: list[str] = []
+
+    def marks_on(self, node: str) -> dict[DeviceUuid, str] | None:
+        if self.marks is None:
+            return None
+        return {DeviceUuid(uuid): text for uuid, text in self.marks.get(node, {}).items()}
+
+    def take_changes(self) -> list[str]:
+        changes, self.changes = self.changes, []
+        return changes
+
+    def put(self, **uuids: str) -> None:
+        self.marks = {"node-a": {uuid.replace("_", "-"): text for uuid, text in uuids.items()}}
+        self.changes = ["node-a"]
 
 
 class Scene:
@@ -45,12 +68,21 @@ class Scene:
                 scene.asked.append(name)
                 return scene.is_gone
 
-        self.discovery = Discovery(self.gpu_nodes, RecordingNodes(), written, self.events, lambda: self.is_current)
+        self.now = NOW
+        published = PublishedGpus(lambda: self.now)
+        self.slices = FakeObjects(published)
+        self.marks = SettableMarks()
+        self.discovery = Discovery(
+            self.gpu_nodes, RecordingNodes(), written, self.events, lambda: self.is_current, published, self.marks
+        )
         self.nodes.listener, self.gpu_nodes.listener = self.discovery.nodes, self.discovery.gpu_nodes
 
     def node(self, name: str = "node-a", said: str | None = None) -> None:
         annotations = {} if said is None else {"fudo.org/gpu.device.labels": said}
         self.nodes.put({"metadata": {"name": name, "annotations": annotations}})
+
+    def publish(self, *devices: Raw, **pool: int) -> None:
+        self.slices.put(gpu_slice("node-a", devices, name="slice", **pool))
 
     def hold(self, *uuids: str, name: str = "node-a") -> None:
         entry = {"reservation": "r1", "phase": "finalized", "namespace": "ml", "digest": "d", "uid": "u"}
@@ -60,6 +92,7 @@ class Scene:
         """The devices in the object."""
         self.nodes.tell()
         self.gpu_nodes.tell()
+        self.slices.tell()
         self.gpu_nodes.done.clear()
         await self.discovery.step()
         return list(self.gpu_nodes.done)
@@ -135,6 +168,48 @@ async def test_gpu_node_without_a_source_of_devices_is_left_alone(scene: Scene) 
     scene.node()
     scene.gpu_nodes.put({"metadata": {"name": "node-a"}, "spec": {"devices": [{"uuid": "GPU-hand"}]}})
     assert await scene.step() == []
+
+
+def marked(scene: Scene) -> dict[str, str]:
+    """The marks in the object, of devices that have one."""
+    devices = scene.gpu_nodes.objects["node-a"]["spec"]["devices"]
+    return {one["uuid"]: one["mismatch"] for one in devices if "mismatch" in one}
+
+
+async def test_mark_is_written_once_and_removed_when_it_is_gone(scene: Scene) -> None:
+    await scene.with_node("GPU-1", "GPU-2")
+    scene.marks.put(GPU_2="in use")
+    assert await scene.step() == ["replace node-a"]
+    assert marked(scene) == {"GPU-2": "in use"}
+    assert scene.devices() == {"GPU-1": True, "GPU-2": True}
+    scene.marks.changes = ["node-a"]
+    assert await scene.step() == []
+    scene.marks.put()
+    assert await scene.step() == ["replace node-a"]
+    assert marked(scene) == {}
+
+
+async def test_marks_stay_while_they_are_not_known(scene: Scene) -> None:
+    await scene.with_node("GPU-1")
+    scene.marks.put(GPU_1="in use")
+    await scene.step()
+    scene.marks.marks = None
+    scene.node(said=annotation("GPU-1", "GPU-2"))
+    assert await scene.step() == ["replace node-a"]
+    assert marked(scene) == {"GPU-1": "in use"}
+
+
+async def test_mark_of_a_gpu_node_without_a_source_of_devices_changes_nothing_else(scene: Scene) -> None:
+    scene.node()
+    devices = [{"uuid": "GPU-1", "model": "H100"}, {"uuid": "GPU-2", "healthy": False}]
+    scene.gpu_nodes.put({"metadata": {"name": "node-a"}, "spec": {"devices": devices}})
+    await scene.step()
+    scene.marks.put(GPU_1="in use")
+    assert await scene.step() == ["replace node-a"]
+    assert marked(scene) == {"GPU-1": "in use"}
+    scene.marks.put()
+    await scene.step()
+    assert scene.gpu_nodes.objects["node-a"]["spec"]["devices"] == devices
 
 
 async def test_node_without_gpus_gets_no_gpu_node(scene: Scene) -> None:
@@ -618,3 +693,60 @@ async def test_unreadable_reading_changes_nothing(scene: Scene, read: str) -> No
     scene.nodes.put({"metadata": {"name": "node-a", "annotations": {"gpuwarden.io/gpus": read}}})
     assert await scene.step() == []
     assert list(scene.devices()) == ["GPU-1"]
+
+
+# GPUs that a DRA driver publishes.
+
+
+async def test_published_gpus_are_listed_and_readings_complete_them(scene: Scene) -> None:
+    scene.node()
+    scene.publish(gpu_device("GPU-1", 0), gpu_device("GPU-2", 1, taints=[{"key": "sick", "effect": "NoSchedule"}]))
+    assert await scene.step() == ["create node-a"]
+    model, memory = "NVIDIA H100 80GB HBM3", "81559Mi"
+    first, second = scene.gpu_nodes.objects["node-a"]["spec"]["devices"]
+    assert first == {"uuid": "GPU-1", "model": model, "memory": memory}
+    assert second == {"uuid": "GPU-2", "model": model, "memory": memory, "healthy": False}
+    read = as_read({"index": 3, "uuid": "GPU-1", "serial": "s1", "model": "another"}, {"index": 4, "uuid": "GPU-9"})
+    scene.nodes.put({"metadata": {"name": "node-a", "annotations": {"gpuwarden.io/gpus": read}}})
+    assert await scene.step() == ["replace node-a"]
+    first, _ = scene.gpu_nodes.objects["node-a"]["spec"]["devices"]
+    assert first == {"uuid": "GPU-1", "index": 3, "model": model, "memory": memory, "serial": "s1"}
+
+
+async def test_annotation_overrides_published_gpus(scene: Scene) -> None:
+    scene.node(said=annotation("GPU-1"))
+    scene.publish(gpu_device("GPU-1", 0), gpu_device("GPU-2", 1))
+    await scene.step()
+    assert scene.devices() == {"GPU-1": True}
+
+
+async def test_changed_slice_changes_the_gpu_node_and_an_incomplete_pool_does_not(scene: Scene) -> None:
+    scene.node()
+    scene.publish(gpu_device("GPU-1", 0))
+    await scene.step()
+    scene.hold()
+    scene.publish(gpu_device("GPU-2", 0), generation=2, count=2)
+    assert await scene.step() == []
+    scene.publish(gpu_device("GPU-1", 0), gpu_device("GPU-2", 1), generation=3)
+    assert await scene.step() == ["replace node-a"]
+    assert scene.devices() == {"GPU-1": True, "GPU-2": True}
+
+
+async def test_pool_that_is_incomplete_at_the_start_keeps_the_known_devices(scene: Scene) -> None:
+    await scene.with_node("GPU-1")
+    scene.node()
+    scene.publish(gpu_device("GPU-2", 0), count=2)
+    assert await scene.step() == []
+    assert scene.devices() == {"GPU-1": True}
+
+
+async def test_devices_go_when_their_slices_stay_away(scene: Scene) -> None:
+    scene.node()
+    scene.publish(gpu_device("GPU-1", 0))
+    await scene.step()
+    scene.hold()
+    scene.slices.remove("slice")
+    assert await scene.step() == []
+    scene.now += KEPT_WITHOUT_SLICES
+    assert await scene.step() == ["replace node-a"]
+    assert scene.devices() == {}

@@ -14,16 +14,24 @@ from webhook.core import claim_keys, keys
 from webhook.core.check import GPU_RESOURCES
 from webhook.core.host_paths import PROTECTED_PATHS, STORAGE, WRITABLE
 from webhook.core.isolation import EXEMPT, INJECTING, STRONG
+from webhook.core.native import TEMPLATE_NAME
+from webhook.core.proof_claims import EVIDENCE_ENDS, GPU_CLAIM, template_name
+from webhook.core.proof_devices import DRIVER, HASH_ATTRIBUTE
 from webhook.export.labels import DOMAIN as SERIALS
 from webhook.kube.install.crds import manifests as crds
 from webhook.kube.install.policies import (
+    DRA,
+    GUARDS,
+    NATIVE,
     POLICIES,
     WEBHOOKS,
     WHILE_DOWN,
     Blinds,
+    DraGuard,
     Installation,
     Manifest,
     as_yaml,
+    dra,
     export,
     manifests,
     policies,
@@ -34,6 +42,8 @@ from webhook.kube.install.policies import (
 )
 
 EVERYTHING = Installation(ca_bundle=b"PEM", reviews_deletes=True, reviews_bindings=True)
+# Kubernetes' finalizer of claims in use.
+DELETE_PROTECTION = "resource.kubernetes.io/delete-protection"
 BOTH_LABELS = ["gpuwarden.io/enabled", "scheduler.radix.ai/enabled"]
 
 
@@ -55,7 +65,7 @@ def all_of(*lists: list[Manifest]) -> list[Manifest]:
     return [one for some in lists for one in some]
 
 
-EVERY = all_of(manifests(*WEBHOOKS), manifests(*POLICIES), manifests(*WHILE_DOWN))
+EVERY = all_of(manifests(*WEBHOOKS), manifests(*POLICIES), manifests(NATIVE), manifests(*WHILE_DOWN), manifests(*DRA))
 EXPRESSIONS = [one for manifest in EVERY for one in expressions(manifest)]
 
 
@@ -88,6 +98,8 @@ def test_files_contain_the_expected_objects() -> None:
         ("ValidatingAdmissionPolicyBinding", "gpuwarden-nodeevidences"),
         ("ValidatingAdmissionPolicy", "gpuwarden-trustbundles"),
         ("ValidatingAdmissionPolicyBinding", "gpuwarden-trustbundles"),
+        ("ValidatingAdmissionPolicy", "gpuwarden-bindingends"),
+        ("ValidatingAdmissionPolicyBinding", "gpuwarden-bindingends"),
         ("ValidatingAdmissionPolicy", "gpuwarden-installation"),
         ("ValidatingAdmissionPolicyBinding", "gpuwarden-installation"),
         ("ValidatingAdmissionPolicy", "gpuwarden-own-pods"),
@@ -114,11 +126,37 @@ def test_files_contain_the_expected_objects() -> None:
         ("ValidatingAdmissionPolicyBinding", "gpuwarden-isolation-alias"),
         ("ValidatingAdmissionPolicy", "gpuwarden-isolation-volumes"),
         ("ValidatingAdmissionPolicyBinding", "gpuwarden-isolation-volumes"),
+        ("MutatingAdmissionPolicy", "gpuwarden-native"),
+        ("MutatingAdmissionPolicyBinding", "gpuwarden-native"),
+        ("MutatingAdmissionPolicyBinding", "gpuwarden-native-alias"),
+        ("ValidatingAdmissionPolicy", "gpuwarden-native-pods"),
+        ("ValidatingAdmissionPolicyBinding", "gpuwarden-native-pods"),
+        ("ValidatingAdmissionPolicyBinding", "gpuwarden-native-pods-alias"),
+        ("ValidatingAdmissionPolicy", "gpuwarden-native-updates"),
+        ("ValidatingAdmissionPolicyBinding", "gpuwarden-native-updates"),
         ("ValidatingAdmissionPolicy", "gpuwarden-binding-ends"),
         ("ValidatingAdmissionPolicyBinding", "gpuwarden-binding-ends"),
         ("ValidatingAdmissionPolicyBinding", "gpuwarden-binding-ends-alias"),
-        ("ValidatingAdmissionPolicy", "gpuwarden-bindingends"),
-        ("ValidatingAdmissionPolicyBinding", "gpuwarden-bindingends"),
+        ("DeviceClass", "attested.gpuwarden.io"),
+        ("ValidatingAdmissionPolicy", "gpuwarden-proof-claims"),
+        ("ValidatingAdmissionPolicyBinding", "gpuwarden-proof-claims"),
+        ("ValidatingAdmissionPolicy", "gpuwarden-proof-ends"),
+        ("ValidatingAdmissionPolicyBinding", "gpuwarden-proof-ends"),
+        ("ValidatingAdmissionPolicy", "gpuwarden-gpu-claims"),
+        ("ValidatingAdmissionPolicyBinding", "gpuwarden-gpu-claims"),
+        ("ValidatingAdmissionPolicy", "gpuwarden-proof-slices"),
+        ("ValidatingAdmissionPolicyBinding", "gpuwarden-proof-slices"),
+        ("ValidatingAdmissionPolicy", "gpuwarden-device-classes"),
+        ("ValidatingAdmissionPolicyBinding", "gpuwarden-device-classes"),
+        ("ValidatingAdmissionPolicy", "gpuwarden-claims"),
+        ("ValidatingAdmissionPolicyBinding", "gpuwarden-claims"),
+        ("ValidatingAdmissionPolicyBinding", "gpuwarden-claims-alias"),
+        ("ValidatingAdmissionPolicy", "gpuwarden-consumers"),
+        ("ValidatingAdmissionPolicyBinding", "gpuwarden-consumers"),
+        ("ValidatingAdmissionPolicyBinding", "gpuwarden-consumers-alias"),
+        ("ValidatingAdmissionPolicy", "gpuwarden-claiming-pods"),
+        ("ValidatingAdmissionPolicyBinding", "gpuwarden-claiming-pods"),
+        ("ValidatingAdmissionPolicyBinding", "gpuwarden-claiming-pods-alias"),
     ]
 
 
@@ -261,7 +299,7 @@ def test_strip_policy_excludes_the_namespaces_that_hooks_exclude() -> None:
 def test_strip_policy_skips_pods_without_our_annotations() -> None:
     strip = named("gpuwarden-strip")
     (only,) = strip["spec"]["matchConditions"]
-    assert set(re.findall(r"'([^']*)'", only["expression"])) == keys.OUTPUT_NAMES
+    assert set(re.findall(r"'([^']*)'", only["expression"])) == {*keys.OUTPUT_NAMES, keys.NATIVE}
 
 
 def test_strip_policy_runs_once_before_webhooks() -> None:
@@ -306,7 +344,7 @@ def test_pods_skipped_by_the_blind_policy_match_the_webhook() -> None:
         for name in ("gpuwarden-blind", "gpuwarden-blinded")
     )
     assert again == asks
-    words = set(re.findall(r"'([^']*)'", asks))
+    words = set(re.findall(r"'([^']*)'", asks.removeprefix("bool('true') && ")))
     assert words <= set(re.findall(r"'([^']*)'", condition(MUTATING["mutate.gpuwarden.io"])))
     asked = {name for sample in SAMPLES if sample.makes_claim for name in sample.names}
     assert {*asked, *keys.CLAIM.names, *GPU_RESOURCES} <= words
@@ -381,7 +419,8 @@ NEWER = re.compile(r"\.(flatten|slice|sort|sortBy|distinct|first|last|transformL
 FROM_1_36 = [
     one
     for one in EVERY
-    if one["kind"].startswith("MutatingAdmission") or one["metadata"]["name"].startswith("gpuwarden-blind")
+    if one["kind"].startswith("MutatingAdmission")
+    or one["metadata"]["name"].startswith(("gpuwarden-blind", "gpuwarden-native"))
 ]
 
 
@@ -394,6 +433,163 @@ def test_manifests_for_older_kubernetes_use_no_newer_cel_function(manifest: Mani
     assert not [one for one in expressions(manifest) if NEWER.search(one)]
 
 
+# Native pods.
+
+INSTALLED_NATIVE = Installation(native=True)
+NATIVE_POLICIES = ("gpuwarden-native", "gpuwarden-native-pods")
+
+
+def test_native_pods_need_no_webhook_and_the_ends_stay_protected() -> None:
+    assert webhooks(INSTALLED_NATIVE) == []
+    assert while_down(INSTALLED_NATIVE) == []
+    assert "gpuwarden-bindingends" in {one["metadata"]["name"] for one in policies(INSTALLED_NATIVE)}
+    added = [one for one in policies(INSTALLED_NATIVE) if one["metadata"]["name"].startswith("gpuwarden-native")]
+    assert len(policies(INSTALLED_NATIVE)) == len(policies(Installation())) + len(added)
+    assert [one["metadata"]["name"] for one in policies(Installation()) if one in added] == []
+
+
+def test_native_pods_come_with_the_class_of_their_claims() -> None:
+    printed = list(yaml.safe_load_all(as_yaml("all", INSTALLED_NATIVE)))
+    assert "DeviceClass" in {one["kind"] for one in printed}
+    assert "DeviceClass" not in {one["kind"] for one in yaml.safe_load_all(as_yaml("all", Installation()))}
+
+
+def test_native_pods_require_the_policy_that_hides_gpus() -> None:
+    with pytest.raises(ValueError, match="a policy has to"):
+        Installation(native=True, blinds=Blinds.WEBHOOK)
+
+
+@pytest.mark.parametrize("name", NATIVE_POLICIES)
+def test_native_policies_select_the_namespaces_of_the_webhooks(name: str) -> None:
+    for hook, bound in (("mutate.gpuwarden.io", name), ("mutate.alias.gpuwarden.io", f"{name}-alias")):
+        selected = binding(bound)["spec"]["matchResources"]
+        assert selected == {"namespaceSelector": MUTATING[hook]["namespaceSelector"]}
+
+
+def test_no_pod_is_exempt_from_blinding_where_no_webhook_reviews_it() -> None:
+    found = [one for one in policies(INSTALLED_NATIVE) if one["metadata"]["name"].startswith("gpuwarden-blind")]
+    texts = [one for manifest in found for one in expressions(manifest)]
+    assert not [one for one in texts if "bool('true')" in one]
+    for name, variable in (
+        ("gpuwarden-blind", "asks"),
+        ("gpuwarden-blinded", "asks"),
+        ("gpuwarden-blind-debugging", "isClaimed"),
+    ):
+        (spec,) = (one["spec"] for one in found if one["metadata"]["name"] == name and "variables" in one["spec"])
+        (asks,) = (one["expression"] for one in spec["variables"] if one["name"] == variable)
+        assert asks.startswith("bool('false') && ")
+
+
+def test_native_policy_refuses_every_claim_key_but_the_hash() -> None:
+    words = set(re.findall(r"'([^']*)'", policy("gpuwarden-native-pods")))
+    asked = {name for key in claim_keys.CLAIM_KEYS for name in key.names}
+    assert asked <= words
+    assert {claim_keys.REQUIREMENT_PREFIX, claim_keys.ASSIGNER_REQUIREMENT, *GPU_RESOURCES} <= words
+
+
+def test_native_policies_agree_with_the_reconciler_about_names() -> None:
+    found = policy("gpuwarden-native-pods")
+    assert f"^{TEMPLATE_NAME.pattern}$".replace("(", "").replace(")", "") in found
+    assert f"'^{HASH_ATTRIBUTE.pattern}$'" in found
+    assert f"'^{HASH_ATTRIBUTE.pattern}$'" in policy("gpuwarden-native")
+
+
+# ResourceClaims, in tests/e2e/dra.
+
+
+def selected(installation: Installation) -> dict[str, Any]:
+    """The namespaces that the bindings of guards select."""
+    return {
+        one["metadata"]["name"]: one["spec"]["matchResources"]["namespaceSelector"]
+        for one in dra(installation)
+        if one["kind"].endswith("Binding") and "matchResources" in one["spec"]
+    }
+
+
+def test_guards_select_the_namespaces_of_the_webhooks() -> None:
+    hook, alias = (MUTATING[name]["namespaceSelector"] for name in ("mutate.gpuwarden.io", "mutate.alias.gpuwarden.io"))
+    expected = {name: hook for name in GUARDS} | {f"{name}-alias": alias for name in GUARDS}
+    assert selected(Installation()) == expected
+
+
+def test_guard_of_all_namespaces_leaves_out_two() -> None:
+    found = dra(Installation(namespace="wardens", dra_guard=DraGuard.ALL))
+    excluded = {"key": "kubernetes.io/metadata.name", "operator": "NotIn", "values": ["kube-system", "wardens"]}
+    assert selected(Installation(namespace="wardens", dra_guard=DraGuard.ALL)) == {
+        name: {"matchExpressions": [excluded]} for name in GUARDS
+    }
+    opted_in = [
+        one for one in dra(Installation(namespace="wardens")) if one["metadata"]["name"] not in selected_names()
+    ]
+    assert [one for one in found if one["metadata"]["name"] not in selected_names()] == opted_in
+
+
+def selected_names() -> set[str]:
+    return {f"{name}{twin}" for name in GUARDS for twin in ("", "-alias")}
+
+
+def test_device_classes_and_driver_are_those_of_the_installation() -> None:
+    variables = named("gpuwarden-claims")["spec"]["variables"]
+    assert variables[0] == {"name": "classes", "expression": "dyn([''])"}, "no class has an empty name"
+    other = Installation(gpu_driver="gpu.example.com", device_classes=("nic.example.com", "fpga.example.com"))
+    variables = named("gpuwarden-claims", other)["spec"]["variables"]
+    assert variables[0]["expression"] == "dyn(['', 'nic.example.com', 'fpga.example.com'])"
+    whole = json.dumps(dra(other))
+    assert "gpu.nvidia.com" not in whole
+    for name in ("gpuwarden-gpu-claims", "gpuwarden-device-classes", "gpuwarden-consumers"):
+        assert "['attested.gpuwarden.io', 'gpu.example.com']" in " ".join(expressions(named(name, other)))
+
+
+@pytest.mark.parametrize("name", ["gpu.nvidia.com", "attested.gpuwarden.io"])
+def test_classes_of_gpus_and_proofs_cannot_be_allowed(name: str) -> None:
+    with pytest.raises(ValueError, match="takes GPUs or proofs"):
+        Installation(device_classes=("nic.example.com", name))
+
+
+@pytest.mark.parametrize("name", ["", "a'b", "A", "a_b", "x']||true||['"])
+def test_invalid_classes_and_drivers_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="not the name of a driver or a DeviceClass"):
+        Installation(device_classes=(name,))
+    with pytest.raises(ValueError, match="not the name of a driver or a DeviceClass"):
+        Installation(gpu_driver=name)
+
+
+def test_policy_with_the_ends_matches_labelled_claims_only() -> None:
+    """Without its CRD or its object the API server refuses all that match, and never evaluates the conditions."""
+    for one in dra(Installation()):
+        if one["spec"].get("paramKind"):
+            assert one["spec"]["matchConstraints"]["objectSelector"] == {
+                "matchExpressions": [{"key": GPU_CLAIM, "operator": "Exists"}]
+            }
+    assert f"[?'{GPU_CLAIM}']" in policy("gpuwarden-proof-claims")
+
+
+@pytest.mark.parametrize(
+    "name", ["gpuwarden-proof-claims", "gpuwarden-proof-ends", "gpuwarden-gpu-claims", "gpuwarden-proof-slices"]
+)
+def test_proofs_are_guarded_in_all_namespaces(name: str) -> None:
+    assert "matchResources" not in binding(name)["spec"]
+    assert "namespaceSelector" not in named(name)["spec"]["matchConstraints"]
+
+
+@pytest.mark.parametrize("manifest", [one for one in manifests(*DRA) if one["kind"].endswith("Policy")], ids=str)
+def test_guards_match_every_version_of_the_objects(manifest: Manifest) -> None:
+    """The API server converts objects of other versions (matchPolicy Equivalent, the default)."""
+    constraints = manifest["spec"]["matchConstraints"]
+    assert "matchPolicy" not in constraints
+    assert {version for rule in constraints["resourceRules"] for version in rule["apiVersions"]} == {"v1"}
+
+
+def test_names_of_driver_label_and_templates_are_those_of_the_code() -> None:
+    assert f"'{DRIVER}'" in policy("gpuwarden-proof-ends")
+    assert f"startsWith('{keys.DOMAIN}/')" in policy("gpuwarden-claims"), "the taints' keys"
+    assert EVIDENCE_ENDS.startswith(f"{keys.DOMAIN}/")
+    (found,) = re.findall(r"n\.matches\('([^']*)'\)", policy("gpuwarden-claiming-pods"))
+    assert re.fullmatch(found, template_name(8, "a" * 64))
+    assert not re.fullmatch(found, template_name(9, "a"))
+    assert DELETE_PROTECTION in policy("gpuwarden-gpu-claims")
+
+
 # Our service accounts.
 
 OWN = ("gpuwarden-own-pods", "gpuwarden-own-nodes")
@@ -401,7 +597,7 @@ OWN = ("gpuwarden-own-pods", "gpuwarden-own-nodes")
 
 def named(name: str, installation: Installation | None = None) -> Manifest:
     installation = installation or Installation()
-    found = all_of(policies(installation), while_down(installation))
+    found = all_of(policies(installation), while_down(installation), dra(installation))
     return next(one for one in found if one["metadata"]["name"] == name and one["kind"].endswith("Policy"))
 
 
@@ -568,6 +764,7 @@ def test_all_namespaced_objects_are_in_the_namespace_of_the_installation() -> No
     assert {one["metadata"]["name"] for one in whole} == {
         "gpuwarden",
         "gpuwarden-reconcile",
+        "gpuwarden-attest",
         "gpuwarden-finalize",
     }
 
@@ -581,14 +778,21 @@ def test_roles_grant_no_more_than_expected() -> None:
     may_write = {name for rule in rules if writes & set(rule["verbs"]) for name in rule["resources"]}
     ours = {"gpunodes", "gpunodes/status", "nodeevidences", "nodeevidences/status"}
     ours |= {"bindingends", "trustbundles", "trustbundles/status"}  # with --bundle-endpoint
-    by_policy = {"nodes", "pods/eviction"}  # with --on-evidence-lost
-    assert may_write == ours | by_policy | {
+    by_policy = {"nodes", "pods/eviction"}  # with --on-evidence-lost and --on-mismatch
+    with_proofs = {"resourceslices", "resourceclaimtemplates"}  # with --proof-devices, --native-templates
+    assert may_write == ours | by_policy | with_proofs | {
         "pods",
         "events",
         "leases",
         "tokenreviews",
         "subjectaccessreviews",
     }
+
+
+def test_class_of_proof_devices_selects_our_driver_only() -> None:
+    made, *_ = dra(Installation())
+    assert (made["kind"], made["metadata"]["name"]) == ("DeviceClass", DRIVER)
+    assert made["spec"] == {"selectors": [{"cel": {"expression": f"device.driver == '{DRIVER}'"}}]}
 
 
 def test_printed_manifests_equal_the_applied_ones() -> None:

@@ -136,6 +136,16 @@ async def test_ended_pod_frees_its_devices(scene: Scene, phase: str) -> None:
     assert scene.bench.held() == {}
 
 
+async def test_pod_rejected_by_the_kubelet_frees_its_devices_at_once(scene: Scene) -> None:
+    await scene.run_a_pod()
+    scene.reconciler.changed({**raw_pod(), "spec": ON_NODE})
+    rejected = {"phase": "Failed", "reason": "UnexpectedAdmissionError", "message": "Allocate failed"}
+    scene.reconciler.changed({**raw_pod(), "spec": ON_NODE, "status": rejected})
+    await scene.reconciler.step()
+    assert scene.bench.held() == {}
+    assert scene.heard.recorded == []
+
+
 @pytest.mark.defect("assigner-7")
 async def test_terminating_pod_keeps_its_devices(scene: Scene) -> None:
     await scene.run_a_pod()

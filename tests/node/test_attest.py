@@ -28,6 +28,7 @@ from webhook.evidence.jwt.end_reports import uid_digest
 from webhook.evidence.jwt.jwt_workload_api import JwtWorkloadApi
 from webhook.evidence.jwt.nonce import PREFIX
 from webhook.node.attest import BACKOFF, Attester, EndReporter, NotAttestedError
+from webhook.node.node_identity import NodeIdentity, NotOneIdentityError
 from webhook.node.node_pods import NodePods
 from webhook.node.pod_ends import MAX_SYNC_DURATION
 
@@ -136,7 +137,8 @@ def attester(agent: JwtWorkloadApiDouble, server: EndpointDouble, ca: trustme.CA
     trust = ssl.create_default_context()
     ca.configure_trust(trust)
     api = JwtWorkloadApi(f"unix:{agent.path}", timedelta(seconds=0.5))
-    return Attester(server.url, node, api, EvidenceId(DEFAULT_TEMPLATE, TRUST_DOMAIN), lambda: trust)
+    identity = NodeIdentity(node, api, EvidenceId(DEFAULT_TEMPLATE, TRUST_DOMAIN))
+    return Attester(server.url, identity, lambda: trust)
 
 
 def asking(nonce: object = NONCE) -> bytes:
@@ -188,7 +190,7 @@ async def test_agent_uses_only_the_identity_of_its_node(
 ) -> None:
     agent.identities = identities
     async with endpoint(context(ca), asking()) as server:
-        with pytest.raises(NotAttestedError, match="exactly one identity for node node-a"):
+        with pytest.raises(NotOneIdentityError, match="exactly one identity for node node-a"):
             await attester(agent, server, ca).attest()
     assert len(server.requests) == 1
 
@@ -402,3 +404,9 @@ def test_runtime_socket_needs_the_pod_uid(tmp_path: Path) -> None:
     sockets = ["--spire-workload-api", "unix:/a", "--runtime-socket", "unix:/b"]
     done = refusing(tmp_path, "attest", *own, *sockets)
     assert (done.returncode, "set --pod-uid as well" in done.stderr) == (1, True), done.stderr
+
+
+def test_plugin_of_the_kubelet_needs_a_cluster(tmp_path: Path) -> None:
+    own = ["--server", "https://a", "--node", "node-a", "--spire-trust-domain", TRUST_DOMAIN]
+    done = refusing(tmp_path, "attest", *own, "--spire-workload-api", "unix:/a", "--kubelet-plugins", str(tmp_path))
+    assert (done.returncode, "claims are read from a cluster" in done.stderr) == (1, True), done.stderr

@@ -10,6 +10,7 @@ import pytest
 
 from scripts.promtool import built
 from tests.builders import NOW
+from webhook.admission.delivered import DeliveryFault
 from webhook.commands.serve import certificates
 from webhook.core.evidence import EvidenceState
 from webhook.core.reasons import EVENTS_ONLY, Reason
@@ -36,6 +37,7 @@ def known_series() -> dict[str, frozenset[str]]:
     metrics.watch_fleet(FleetCounts)
     metrics.watch_evidence(int)
     metrics.watch_ages(dict)
+    metrics.watch_deliveries(lambda: {fault.value: 0 for fault in DeliveryFault})
     metrics.observe_verdict("CREATE", "admit", "Admitted", 0.001)
     metrics.observe_extender("filter", "passed", 0.001)
     metrics.count_provider_error("spire-server")
@@ -119,6 +121,7 @@ WORDS: dict[tuple[str, str], set[str]] = {
     ("state", "gpuwarden_evidence_nodes"): STATES,
     ("state", "gpuwarden_evidence_changes_total"): STATES,
     ("state", "gpuwarden_devices"): DEVICES,
+    ("fault", "gpuwarden_pods_with_wrong_gpus"): {fault.value for fault in DeliveryFault},
     ("listener", "gpuwarden_certificate_not_after_seconds"): {"tls", "extender"},
     ("proof", "gpuwarden_review_callers"): {"none", "token", "certificate"},
     ("outcome", "gpuwarden_evidence_proofs_total"): {"accepted", "replayed"},

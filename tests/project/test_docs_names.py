@@ -57,6 +57,8 @@ OTHERS = {
         "--ignore-not-found",
         "--clusterrole",
         "--serviceaccount",
+        "--selector",
+        "--all-namespaces",
     ),
 }
 

@@ -24,7 +24,7 @@ OTHERS = [command for command in Command if command not in EXPORTING]
 KNOWN = {
     Command.SERVE: {"port", "tls_cert", "nonce_key", "kubeconfig"},
     Command.RECONCILE: {"orphan_margin", "lease_namespace", "spire_server"},
-    Command.ATTEST: {"server", "node", "runtime_socket", "evidence_id"},
+    Command.ATTEST: {"server", "node", "runtime_socket", "evidence_id", "kubelet_plugins", "kubeconfig"},
     Command.SCORE: {"tenant_priorities", "ui_port", "reload_interval"},
     Command.EXPLAIN: {"server", "scorer", "inventory"},
     Command.AUDIT: {"host_paths", "kubeconfig"},

@@ -87,6 +87,8 @@ EXAMPLES: dict[str, tuple[str, object, object]] = {
     "when_unavailable": ("queue", "queue", "queue"),
     "map_visible": ("uuid", "uuid", "uuid"),
     "on_evidence_lost": ("evict", "evict", "evict"),
+    "on_mismatch": ("evict", "evict", "evict"),
+    "strict_devices": ("true", True, True),
     "node_hash_map": ('{"node-a": "aa11"}', {"node-a": "aa11"}, {"node-a": "aa11"}),
     "spire_server": ("[::1]:8081", "[::1]:8081", "[::1]:8081"),
     "spire_trust_domain": ("example.org", "example.org", "example.org"),
@@ -155,6 +157,7 @@ COMPANIONS: dict[str, dict[str, str]] = {
     "ca_certificate": TRIO,
     "review_token_audience": {"kubeconfig": "FILE"},
     "scheduler_certs": {"kubeconfig": "FILE"},
+    "kubelet_plugins": {"kubeconfig": "FILE"},
     "review_callers": {"kubeconfig": "FILE", "review_token_audience": "gpuwarden"},
 }
 
@@ -498,6 +501,14 @@ def test_a_plain_extender_elsewhere_has_to_be_allowed(address: str) -> None:
 def test_an_address_that_is_none_is_refused(address: str) -> None:
     (mistake,) = mistakes({"extender_plain_address": address})
     assert mistake.startswith("flag --extender-plain-address: ")
+
+
+@pytest.mark.parametrize("more", [{}, {"proof_devices": "false"}], ids=["not-set", "off"])
+def test_templates_of_native_pods_need_proof_devices(more: dict[str, str]) -> None:
+    assert mistakes({"native_templates": "true", **more}) == (
+        "flag --native-templates: claims of native pods are for proof devices; allowed: with --proof-devices true",
+    )
+    assert settings.load({"native_templates": "true", "proof_devices": "true"}, {}).native_templates
 
 
 def test_port_zero_may_be_given_to_all_listeners() -> None:

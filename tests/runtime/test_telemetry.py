@@ -144,6 +144,9 @@ def test_metric_names_and_types() -> None:
     metrics.watch_evidence(int)
     metrics.watch_ages(dict)
     metrics.watch_audit(dict)
+    metrics.watch_proofs(dict)
+    metrics.watch_deliveries(dict)
+    metrics.watch_plugins(int)
     assert families(metrics) == {
         "gpuwarden_admission_duration_seconds": "histogram",
         "gpuwarden_verdicts_total": "counter",
@@ -154,6 +157,8 @@ def test_metric_names_and_types() -> None:
         "gpuwarden_evidence_provider_errors_total": "counter",
         "gpuwarden_evidence_age_seconds": "gauge",
         "gpuwarden_pods_without_evidence": "gauge",
+        "gpuwarden_proof_devices": "gauge",
+        "gpuwarden_proof_slice_writes_total": "counter",
         "gpuwarden_ledger_conflicts_total": "counter",
         "gpuwarden_certificate_reloads_total": "counter",
         "gpuwarden_certificate_not_after_seconds": "gauge",
@@ -164,6 +169,8 @@ def test_metric_names_and_types() -> None:
         "gpuwarden_devices_available": "gauge",
         "gpuwarden_reservations": "gauge",
         "gpuwarden_audit_findings": "gauge",
+        "gpuwarden_pods_with_wrong_gpus": "gauge",
+        "gpuwarden_nodes_with_device_plugin": "gauge",
         "gpuwarden_evidence_nodes": "gauge",
         "gpuwarden_extender_duration_seconds": "histogram",
         "gpuwarden_extender_nodes_total": "counter",
@@ -210,6 +217,7 @@ def test_counters_have_the_given_labels() -> None:
     metrics.count_event("DeviceVanished")
     metrics.count_evidence_change("stale")
     metrics.count_provider_error("spire-server")
+    metrics.count_proof_write("deleted")
     metrics.count_http_request("/mutate", 200)
     metrics.count_http_request("/mutate", 200)
     metrics.show_certificate("https", datetime(2026, 3, 1, tzinfo=UTC))
@@ -219,6 +227,7 @@ def test_counters_have_the_given_labels() -> None:
         'gpuwarden_events_total{reason="DeviceVanished"}': 1,
         'gpuwarden_evidence_changes_total{state="stale"}': 1,
         'gpuwarden_evidence_provider_errors_total{provider="spire-server"}': 1,
+        'gpuwarden_proof_slice_writes_total{outcome="deleted"}': 1,
         'gpuwarden_certificate_reloads_total{listener="https",outcome="refused"}': 1,
         'gpuwarden_file_reloads_total{file="inventory",outcome="reloaded"}': 1,
         'gpuwarden_http_requests_total{route="/mutate",status="200"}': 2,
@@ -254,6 +263,7 @@ def test_fleet_is_counted_at_each_scrape() -> None:
         'gpuwarden_devices{state="expired"}': 0,
         'gpuwarden_devices{state="orphaned"}': 0,
         'gpuwarden_devices{state="quarantined"}': 0,
+        'gpuwarden_devices{state="mismatched"}': 0,
         'gpuwarden_reservations{phase="pending"}': 2,
         'gpuwarden_reservations{phase="finalized"}': 0,
         'gpuwarden_reservations{phase="releasing"}': 0,

@@ -106,6 +106,18 @@ async def test_device_set_aside_by_a_map_is_not_available(build: Build) -> None:
     assert (await shown_device(harness))[0] == "available"
 
 
+@pytest.mark.parametrize("is_held", [False, True], ids=["free", "held"])
+async def test_device_that_the_kubelet_gave_to_another_pod_is_mismatched(build: Build, *, is_held: bool) -> None:
+    harness = await build(BARE)
+    if is_held:
+        await harness.create(raw_pod(raw_container(gpus=1)))
+    device = Device(DeviceUuid("GPU-a0"), mismatch="in use by another pod")
+    harness.parts.fleet.put(Node("node-a", {}, (device,)), harness.now)
+    assert (await shown_device(harness))[0] == "mismatched"
+    counted = [metric(harness, "gpuwarden_devices", state=state) for state in ("available", "assigned", "quarantined")]
+    assert counted == [0, 0, 0]
+
+
 async def test_held_device_stays_assigned_when_its_node_is_not_ready(build: Build) -> None:
     harness = await build(BARE)
     await harness.create(raw_pod(raw_container(gpus=1)))

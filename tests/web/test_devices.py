@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
+from attrs import evolve
 
 from webhook.core.device import Device, DeviceUuid, Node, Slot
 from webhook.core.evidence import Evidence
@@ -35,7 +36,10 @@ NOON = datetime(2026, 11, 18, 12, tzinfo=UTC)
 PATIENCE = timedelta(seconds=90)
 BROWSER = "text/html,application/xhtml+xml,application/xml;q=0.9,image/avif,*/*;q=0.8"
 
-STATES = "available, not-ready, cordoned, stale, unproven, kept, pending, assigned, expired, orphaned, quarantined"
+STATES = (
+    "available, not-ready, cordoned, stale, unproven, kept, pending, assigned, expired, orphaned, quarantined, "
+    "mismatched"
+)
 
 GPU = [DeviceUuid(f"GPU-00000000-0000-4000-8000-{n:012}") for n in range(10)]
 COMPUTE = "fudo.org/gpu.compute"
@@ -360,6 +364,15 @@ async def test_unhealthy_device_is_quarantined() -> None:
     harness = Harness(node("gpu-a", gpu(1, is_healthy=False)))
     assert (await harness.devices())[GPU[1]]["state"] == "quarantined"
     assert (await harness.page()).body[0][4] == "quarantined unhealthy"
+
+
+async def test_device_with_a_mark_is_mismatched_and_keeps_its_assignment() -> None:
+    harness = Harness(node("gpu-a", evolve(gpu(1), mismatch="its pod was given another GPU")))
+    await harness.assigned("r", GPU[1])
+    seen = (await harness.devices())[GPU[1]]
+    assert (seen["state"], seen["mismatch"]) == ("mismatched", "its pod was given another GPU")
+    assert seen["assignment"]["name"] == "infer-x7k2p"
+    assert (await harness.page()).body[0][4] == "mismatched its pod was given another GPU"
 
 
 async def test_shared_device_lists_all_holders_and_the_busiest_as_assignment() -> None:

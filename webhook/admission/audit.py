@@ -1,15 +1,16 @@
 """Finds running pods that would be refused today, and contradictions between pods, ledger and evidence. No I/O."""
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from datetime import datetime, timedelta
 from enum import StrEnum
 
 import msgspec
 from attrs import field, frozen
 
+from webhook.admission.delivered import DeliveryFault, GivenDevices, WrongDelivery, wrong_deliveries
 from webhook.core import keys
-from webhook.core.check import gpu_fields, grace_within_limit
+from webhook.core.check import CLAIMS_FIELD, gpu_fields, grace_within_limit
 from webhook.core.claim import Claim, ClaimRules, claim_of, recorded_claim_or_none
 from webhook.core.device import DeviceUuid
 from webhook.core.dress import DressRules
@@ -17,6 +18,7 @@ from webhook.core.errors import InvalidPodError
 from webhook.core.evidence import Evidence, EvidenceState, state_of
 from webhook.core.gpu_visibility import exposes_all_gpus
 from webhook.core.isolation import ClaimName, refusals
+from webhook.core.native import NativeClaim
 from webhook.core.pod import Pod
 from webhook.core.raw import Raw
 from webhook.core.reservation import Phase, Reservation
@@ -39,6 +41,10 @@ class FindingKind(StrEnum):
     GRACE_TOO_LONG = "GraceTooLong"
     NODE_WITHOUT_EVIDENCE = "NodeWithoutEvidence"
     RESERVATION_WITHOUT_POD = "ReservationWithoutPod"
+    GPU_MISMATCHED = "GpuMismatched"
+    GPU_COLLISION = "GpuCollision"
+    GPU_UNRESERVED = "GpuUnreserved"
+    DEVICE_PLUGIN_FOUND = "DevicePluginFound"
     MAP_WITHOUT_LABEL = "MapWithoutLabel"
     UNREADABLE = "Unreadable"
 
@@ -72,6 +78,8 @@ class AuditedPod:
     exposed: tuple[str, ...] = ()
     # Why a pod with GPUs may take too long to stop; empty if it does not.
     slow: str = ""
+    # The GPUs that its kubelet has given to it.
+    given: GivenDevices | None = None
 
     @property
     def title(self) -> str:
@@ -106,17 +114,24 @@ class AuditRules:
             node=pod.body.node_name or "",
             reserved_pod=reserved_pod,
             hashes=recorded.record.hashes if recorded else (),
-            asks=self._asks(pod, recorded, reserved_pod),
+            asks=self._beside_claim(pod) if is_native(pod) else self._asks(pod, recorded, reserved_pod),
             unblinded=tuple(path for path, container in pod.containers() if exposes_all_gpus(container)),
             exposed=tuple(exposed[:MOST_FIELDS]),
             slow=self._slow(pod, recorded, reserved_pod),
+            given=GivenDevices.of(raw),
         )
-        return found if reserved_pod or recorded or found.asks or found.unblinded or exposed else None
+        is_kept = reserved_pod or recorded or found.asks or found.unblinded or exposed or found.given
+        return found if is_kept else None
 
     def _slow(self, pod: Pod, recorded: Claim | None, reserved_pod: ReservedPod | None) -> str:
         has_gpus = reserved_pod is not None or (recorded is not None and recorded.count)
         refused = grace_within_limit(pod, self.dress) if has_gpus else None
         return refused.message if refused else ""
+
+    def _beside_claim(self, pod: Pod) -> str:
+        """What would show a native pod a GPU besides its claim."""
+        fields = sorted(set(gpu_fields(pod, self.dress)) - {CLAIMS_FIELD})
+        return f"{', '.join(fields[:MOST_FIELDS])} would show it a GPU besides its claim" if fields else ""
 
     def _asks(self, pod: Pod, recorded: Claim | None, reserved_pod: ReservedPod | None) -> str:
         """Empty for a pod that has its GPUs, waits in the queue, or has a record without GPUs."""
@@ -130,6 +145,11 @@ class AuditRules:
             return f"asks for {claim.sentence}, but has no reservation"
         fields = sorted(set(gpu_fields(pod, self.dress)))
         return f"{', '.join(fields[:MOST_FIELDS])} would show it a GPU, but it has no claim" if fields else ""
+
+
+def is_native(pod: Pod) -> bool:
+    """Whether the API server gave the pod a claim for proven GPUs."""
+    return pod.annotations.get(keys.NATIVE) == "true" and NativeClaim.of(pod.body.resource_claims) is not None
 
 
 @frozen
@@ -147,6 +167,10 @@ class Facts:
     # StatefulSets with a placement map in namespaces whose maps reserve no GPUs, as namespace and name.
     maps_without_label: Collection[tuple[str, str]] = ()
     unreadable: Collection[str] = ()
+    # Whether the inventory of the node lists the GPU.
+    is_listed: Callable[[str, DeviceUuid], bool] = lambda node, uuid: True
+    # The nodes on which a device plugin offers GPUs of the inventory.
+    plugin_nodes: Collection[str] = ()
 
 
 def findings(facts: Facts, now: datetime, *, needs_evidence: bool) -> list[Finding]:
@@ -163,6 +187,8 @@ def findings(facts: Facts, now: datetime, *, needs_evidence: bool) -> list[Findi
         ),
         *pods_without_evidence(facts, now, needs_evidence=needs_evidence),
         *reservations_without_pod(facts, now),
+        *wrongly_given_devices(facts),
+        *device_plugins(facts),
         *maps_without_namespace_label(facts),
         *(
             Finding(FindingKind.UNREADABLE, one, "was not written by any version of gpuwarden")
@@ -253,6 +279,50 @@ def reservations_without_pod(facts: Facts, now: datetime) -> Iterator[Finding]:
         state = one.phase.value if one.orphan is None else "orphaned"
         message = f"is {state} and holds {', '.join(one.uuids)} of node {one.node} for {pod}, which does not exist"
         yield Finding(FindingKind.RESERVATION_WITHOUT_POD, f"reservation {one.id}", message, one.namespace, one.node)
+
+
+FAULT_KINDS = {
+    DeliveryFault.MISMATCHED: FindingKind.GPU_MISMATCHED,
+    DeliveryFault.COLLISION: FindingKind.GPU_COLLISION,
+    DeliveryFault.UNRESERVED: FindingKind.GPU_UNRESERVED,
+}
+
+
+def wrongly_given_devices(facts: Facts) -> Iterator[Finding]:
+    """GPUs that a kubelet gave to a pod that has not reserved them."""
+    by_uid = {one.uid: one for one in facts.held if one.uid is not None}
+    by_uuid: dict[DeviceUuid, list[Reservation]] = defaultdict(list)
+    for one in facts.held:
+        for uuid in set(one.uuids):
+            by_uuid[uuid].append(one)
+    for pod in facts.pods:
+        if pod.given is None or (pod.reserved_pod and pod.reserved_pod.reservation_id in facts.unsettled):
+            continue
+        own = by_uid.get(pod.uid)
+        for wrong in wrong_deliveries(pod.given, own, lambda uuid: by_uuid.get(uuid, ()), facts.is_listed):
+            yield Finding(FAULT_KINDS[wrong.fault], pod.title, message_of(wrong), pod.namespace, pod.node)
+
+
+def message_of(wrong: WrongDelivery) -> str:
+    given = f"was given {', '.join(wrong.uuids)} by the kubelet"
+    match wrong.fault:
+        case DeliveryFault.MISMATCHED:
+            return f"{given}; reserved for it: {', '.join(wrong.reserved)}"
+        case DeliveryFault.COLLISION:
+            pods = sorted({f"pod {one.namespace}/{one.pod_name or ''}" for one in wrong.holders})
+            return f"{given}, reserved for {', '.join(pods)}"
+        case DeliveryFault.UNRESERVED:
+            return f"{given}, and has not reserved it"
+
+
+def device_plugins(facts: Facts) -> Iterator[Finding]:
+    """One finding for all nodes: an installation usually has the device plugin on all nodes or on none."""
+    if not facts.plugin_nodes:
+        return
+    names, number = sorted(facts.plugin_nodes), len(facts.plugin_nodes)
+    more = f" and {number - MOST_FIELDS} more" if number > MOST_FIELDS else ""
+    message = f"can give reserved GPUs to other pods on {', '.join(names[:MOST_FIELDS])}{more}"
+    yield Finding(FindingKind.DEVICE_PLUGIN_FOUND, "device plugin", message)
 
 
 def maps_without_namespace_label(facts: Facts) -> Iterator[Finding]:

@@ -7,6 +7,7 @@ from functools import partial
 from attrs import define, field, frozen
 
 from webhook.admission.audit import AuditedPod, AuditRules, Facts, FindingKind, findings
+from webhook.admission.device_plugins import DevicePlugins
 from webhook.admission.placement_maps import map_of, may_reserve_by_map, opted_in
 from webhook.core.fleet import Fleet
 from webhook.core.isolation import is_isolated
@@ -85,6 +86,7 @@ class AuditWatch:
     _opt_in: str
     _own_namespace: str
     _needs_evidence: bool = field(kw_only=True)
+    _plugins: DevicePlugins = field(kw_only=True)
     sets: MappedSetNames = field(factory=MappedSetNames, init=False)
     pods: AuditedPods = field(init=False)
     namespaces: ObjectView[AuditedNamespace] = field(init=False)
@@ -108,6 +110,8 @@ class AuditWatch:
             isolated={name for name, one in namespaces.items() if one.isolates},
             evidence={name: indexed.evidence for name, indexed in self._fleet.indexed_nodes.items()},
             maps_without_label=[one for one in self.sets.names if one[0] in unkept],
+            is_listed=lambda node, uuid: node in self._fleet.nodes_with_device(uuid),
+            plugin_nodes=self._plugins.nodes(),
         )
 
 

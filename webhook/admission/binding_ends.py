@@ -6,6 +6,9 @@ evidence ends, which applies to every pod that is bound there; for each pod, whe
 without evidence is not listed, unless a pod with a claim may still be on its way to it. If the pods of a namespace do
 not fit into the object, the namespace is listed instead and none of its pods is bound; other namespaces are not
 affected.
+
+With proof devices, a policy refuses allocations on nodes that are not listed with an end in the future. So proven nodes
+without an end are listed with a far one, and gained and lost evidence is written sooner.
 """
 
 from collections import defaultdict
@@ -27,6 +30,8 @@ from webhook.core.errors import InvalidPodError, LedgerError
 from webhook.core.evidence import EvidenceState
 from webhook.core.fleet import Fleet
 from webhook.core.pod import Pod
+from webhook.core.proof_claims import hash_of_template
+from webhook.core.proof_devices import hash_attribute
 from webhook.core.raw import Raw
 from webhook.core.reservation import Reservation
 from webhook.kube.api_objects import ObjectClient
@@ -45,6 +50,10 @@ NAME = "gpuwarden"
 NODE, NAMESPACE, POD = "node", "namespace", "pod"
 # Urgent changes are checked for and written at the first interval, the others at the second.
 AT_ONCE, ROUTINE = timedelta(seconds=1), timedelta(seconds=10)
+# With proof devices, lost evidence is checked for at this interval.
+LOSS = timedelta(milliseconds=200)
+# The end of evidence without an end, with proof devices. CEL knows no later time.
+ENDLESS = datetime(9999, 12, 31, 23, 59, 59, tzinfo=UTC)
 # An end is urgent if it is nearer than this.
 NEAR = timedelta(seconds=30)
 # A node stays closed for at least this long after its evidence has ended: an admitted pod may be on its way to it.
@@ -121,6 +130,9 @@ class BindingEnds:
     _is_current: Callable[[], bool]
     _opt_in: str = keys.OPT_IN.name
     _max_bytes: int = MAX_BYTES
+    # Whether reconcile publishes proof devices.
+    _has_proofs: bool = False
+    _changed: set[str] = field(init=False)
     _unbound: dict[str, Unbound] = field(factory=dict, init=False)
     _parsed_claims: dict[str, tuple[ClaimRules, Claim | InvalidPodError | None]] = field(factory=dict, init=False)
     _raw: Raw | None = field(default=None, init=False)
@@ -137,6 +149,7 @@ class BindingEnds:
 
     def __attrs_post_init__(self) -> None:
         self.namespaces = ObjectView(partial(opted_in, opt_in=self._opt_in))
+        self._changed = self._fleet.collect_changes() if self._has_proofs else set()
 
     # The listener of the watch of pods.
 
@@ -176,7 +189,7 @@ class BindingEnds:
     async def step(self) -> None:
         """One pass. A failed write is tried again in the next pass."""
         now = self._clock()
-        if not self._is_current() or now - self._checked_at < AT_ONCE:
+        if not self._is_current() or not self._is_check_due(now):
             return
         self._checked_at = now
         try:
@@ -186,6 +199,21 @@ class BindingEnds:
         except LedgerError as exc:
             self._written = None
             log.warning("BindingEnds not written", problem=str(exc))
+
+    def _is_check_due(self, now: datetime) -> bool:
+        since = now - self._checked_at
+        return since >= AT_ONCE or (since >= LOSS and self._is_evidence_lost(now))
+
+    def _is_evidence_lost(self, now: datetime) -> bool:
+        """Whether a proven node has lost its evidence since the last check."""
+        if not self._has_proofs:
+            return False
+        self._fleet.advance(now)
+        return any(name in self._were_fresh and not self._is_fresh(name) for name in self._changed)
+
+    def _is_fresh(self, name: str) -> bool:
+        indexed = self._fleet.indexed_nodes.get(name)
+        return indexed is not None and indexed.state is EvidenceState.FRESH
 
     async def _read(self) -> None:
         """Another leader may have written the object, or it may have been deleted."""
@@ -203,9 +231,11 @@ class BindingEnds:
             await self._write(wanted, now)
 
     def _is_urgent(self, written: Ends, wanted: Ends, now: datetime) -> Iterator[bool]:
-        """Changes without which the policy could let a pod through too late."""
+        """Changes without which the policy could let a pod through too late, or refuse the claims of a proven node."""
         for key, end in wanted.items():
-            yield end < written.get(key, end + NEAR) and (end - now < NEAR or self._is_new_node(written, key))
+            before = written.get(key)
+            yield (before is None or end < before) and (end - now < NEAR or self._is_new_node(written, key))
+            yield self._has_proofs and key[0] == NODE and before is not None and before <= now < end
 
     def _is_new_node(self, written: Ends, key: tuple[str, str]) -> bool:
         return key not in written and key[0] == NODE
@@ -262,6 +292,7 @@ class BindingEnds:
         fresh = {name for name, indexed in indexed_nodes.items() if indexed.state is EvidenceState.FRESH}
         had = {name for kind, name in written if kind == NODE} | self._closed_at.keys() | self._were_fresh
         self._were_fresh = fresh
+        self._changed.clear()
         on_their_way = [one for one in judged if self._has_claim(one)]
         closed = {name: self._closed_at.get(name, now) for name in had - fresh}
         self._closed_at = {
@@ -270,7 +301,9 @@ class BindingEnds:
             if now - since < CLOSED_FOR or any(one.may_go_to(name) for one in on_their_way)
         }
         proven = {name: indexed_nodes[name].evidence for name in fresh}
-        ends = {name: one.until for name, one in proven.items() if one is not None and one.until is not None}
+        endless = ENDLESS if self._has_proofs else None
+        untils = {name: one.until or endless for name, one in proven.items() if one is not None}
+        ends = {name: until for name, until in untils.items() if until is not None}
         return {(NODE, name): whole(end) for name, end in (ends | dict.fromkeys(self._closed_at, LONG_AGO)).items()}
 
     def _pods(self, judged: Iterable[Unbound]) -> dict[str, Ends]:
@@ -315,6 +348,8 @@ class BindingEnds:
         claim = asked if recorded is None else strictest_claim(recorded, asked)
         if claim is None:
             return None if recorded is None else LONG_AGO
+        if self._has_proofs and recorded is None and is_proven_by_claims(one.pod, claim):
+            return None
         if recorded is None and not claim.count and not claim.hashes and not self._policy.is_always_required:
             return None
         nodes = [node for node in one.nodes if node is not None]
@@ -331,6 +366,15 @@ class BindingEnds:
 
     def _suits(self, claim: Claim, node: str) -> bool:
         return check.still_proven(claim, node, self._fleet, self._policy) is None
+
+
+def is_proven_by_claims(pod: Pod, claim: Claim) -> bool:
+    """Whether ResourceClaims from our templates give the pod all that it asks for: they are allocated on nodes with
+    this hash only, and the end of the node's evidence applies to its Binding."""
+    templates = [str(one.get("resourceClaimTemplateName") or "") for one in pod.body.resource_claims or ()]
+    hashes = {hash for name in templates if (hash := hash_of_template(name)) is not None}
+    asked = {hash_attribute(one) for one in claim.hashes}
+    return bool(hashes) and not claim.count and (not asked or hashes <= asked)
 
 
 def uid_of(raw: Raw) -> str:

@@ -12,7 +12,7 @@ from webhook.core.evidence import Evidence, predates_node
 from webhook.core.fleet import Fleet
 from webhook.core.raw import Raw
 from webhook.kube.gpu_node import GpuNode, UnreadableGpuNodeError
-from webhook.kube.node import creation_time_of, node_of
+from webhook.kube.node import creation_time_of, has_device_plugin, node_of
 from webhook.runtime.clock import Clock
 
 log = structlog.get_logger(__name__)
@@ -24,7 +24,15 @@ class ClusterFleet:
     A Node that cannot be read keeps its last state. The other nodes are not affected.
     """
 
-    def __init__(self, fleet: Fleet, clock: Clock, proven: Callable[[str], Evidence | None]) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        clock: Clock,
+        proven: Callable[[str], Evidence | None],
+        refused_plugin: str | None = None,
+    ) -> None:
+        """Nodes on which a device plugin offers the resource `refused_plugin` get no claims for GPUs."""
+        self._refused_plugin = refused_plugin
         self._fleet = fleet
         self._clock = clock
         self._proven = proven
@@ -38,6 +46,8 @@ class ClusterFleet:
         except msgspec.ValidationError as exc:
             log.warning("Node cannot be read, its last state is kept", exc_info=exc)
             return
+        if self._refused_plugin is not None:
+            node = evolve(node, is_refused_for_plugin=has_device_plugin(raw, self._refused_plugin))
         self._nodes[node.name], self._born[node.name] = node, born
         self._update(node.name)
 

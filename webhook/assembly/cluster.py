@@ -19,6 +19,7 @@ from webhook.assembly.parts import FleetParts, assembled, hinting_of, limits_of,
 from webhook.core import keys
 from webhook.core.evidence import Evidence
 from webhook.core.fleet import SPREAD, Fleet
+from webhook.core.raw import Raw
 from webhook.evidence.cluster import EvidenceView, EvidenceWriter
 from webhook.evidence.jwt.attestation import attestation_of
 from webhook.evidence.jwt.cluster_proofs import ApiNodeCreationTimes, ClusterBundleVersions, ClusterProofs
@@ -26,8 +27,9 @@ from webhook.evidence.jwt.end_reports import EndReports
 from webhook.evidence.jwt.nonce import LIFE as CHALLENGE_LIFE
 from webhook.evidence.providers import providers_of, pushed_of, retired_of
 from webhook.evidence.static import StaticEvidence, written_by_hand
-from webhook.inventory.discovery import Discovery, FileInventory
+from webhook.inventory.discovery import DeviceMarks, Discovery, FileInventory
 from webhook.inventory.file import InventoryFile
+from webhook.inventory.published_gpus import PublishedGpus
 from webhook.kube.api_gpu_nodes import ApiGpuNodes
 from webhook.kube.api_objects import ApiNodes, ApiObjects
 from webhook.kube.client import ApiClient
@@ -41,6 +43,7 @@ from webhook.kube.paths import (
     NODES_PATH,
     PODS_PATH,
     PRIORITY_CLASSES_PATH,
+    RESOURCE_SLICES_PATH,
     STATEFUL_SETS_PATH,
     TRUST_BUNDLES,
 )
@@ -69,7 +72,9 @@ class ClusterParts(FleetParts):
     namespaces: WatchedNamespaces
 
     @classmethod
-    def of(cls, settings: Settings, clock: Clock, api: ApiClient, pods: ApiPods) -> "ClusterParts":
+    def of(
+        cls, settings: Settings, clock: Clock, api: ApiClient, pods: ApiPods, *, refused_plugin: str | None = None
+    ) -> "ClusterParts":
         fleet = Fleet(offset=random.randrange(SPREAD))  # noqa: S311 - only to keep out of step
         ledger = ClusterLedger(fleet, ApiGpuNodes(api), pods, clock, times_of(settings))
         namespaces = WatchedNamespaces(ApiNamespaces(api))
@@ -84,6 +89,7 @@ class ClusterParts(FleetParts):
             skew=settings.clock_skew,
             max_age=settings.max_evidence_age,
             opt_in=settings.opt_in_label,
+            refused_plugin=refused_plugin,
         )
         return cls(fleet, Metrics(), ledger, fleet_source, namespaces)
 
@@ -94,7 +100,7 @@ def clustered(settings: Settings, clock: Clock, api: ApiClient, pods: ApiPods) -
         log.warning(
             "the inventory file is not read: nodes and devices come from the cluster, where reconcile writes them"
         )
-    found = ClusterParts.of(settings, clock, api, pods)
+    found = ClusterParts.of(settings, clock, api, pods, refused_plugin=settings.refused_plugin)
     parts = assembled(settings, clock, found, pods, found.namespaces, limits_of(settings))
     waiting = WaitingPods(parts.rules.claims, parts.rules.dress, queue_order=parts.reserver.queue_order)
     found.fleet_source.also(Watch(api, PODS_PATH, waiting, only={"labelSelector": keys.QUEUED_LABEL}))
@@ -137,9 +143,10 @@ class ClusterFleetSource:
         skew: timedelta,
         max_age: timedelta,
         opt_in: str,
+        refused_plugin: str | None,
     ) -> None:
         evidence = EvidenceView(own, required=asked, skew=skew, max_age=max_age)
-        cluster_fleet = ClusterFleet(fleet, clock, proven=evidence.combined_evidence)
+        cluster_fleet = ClusterFleet(fleet, clock, evidence.combined_evidence, refused_plugin)
         evidence.notify(cluster_fleet.prove)
         gpu_nodes = GpuNodesListener(cluster_fleet, learn=ledger.learn, forget=ledger.forget)
         sets = MappedStatefulSets(fleet, opt_in)
@@ -179,6 +186,17 @@ class ClusterFleetSource:
                 task.cancel()
 
 
+def slices_of_driver(api: ApiClient, driver: str, listener: WatchListener) -> Watch:
+    """A watch of the driver's ResourceSlices."""
+    only = {"fieldSelector": f"spec.driver={driver}"}
+    return Watch(api, RESOURCE_SLICES_PATH, listener, only=only, trimmed=whole)
+
+
+def whole(raw: Raw) -> Raw:
+    """For a watch of many large objects: the listener needs all of each, and a trimmed list is compressed."""
+    return raw
+
+
 def outdated_by(watches: Sequence[Watch], patience: float = PATIENCE) -> Staleness | None:
     behind = [watch for watch in watches if watch.stale_for > patience]
     if not behind:
@@ -212,7 +230,9 @@ class ClusterWriters:
         also_nodes: Sequence[WatchListener] = (),
         also_evidences: Sequence[WatchListener] = (),
         count_error: Callable[[str], None] = lambda _: None,
+        marks: DeviceMarks,
     ) -> None:
+        published = PublishedGpus(clock) if settings.proof_devices else None
         static = StaticEvidence(settings.node_hash_map)
         file = None if settings.inventory is None else InventoryFile(settings.inventory)
         written = FileInventory(file, static)
@@ -223,6 +243,8 @@ class ClusterWriters:
             written,
             events,
             is_current=inventory_watches.are_current,
+            published=published,
+            marks=marks,
         )
         self._evidence = EvidenceWriter(
             ApiObjects(api, NODE_EVIDENCES),
@@ -242,9 +264,10 @@ class ClusterWriters:
         devices = Watch(api, GPU_NODES_PATH, ListenerGroup(gpu_nodes, self._discovery.gpu_nodes))
         evidences = Watch(api, NODE_EVIDENCES_PATH, ListenerGroup(self._evidence.view, *also_evidences))
         node_watches.add(nodes)
-        inventory_watches.add(nodes, devices)
+        slices = () if published is None else (slices_of_driver(api, settings.gpu_driver, published),)
+        inventory_watches.add(nodes, devices, *slices)
         evidence_watches.add(evidences)
-        self.watches = (nodes, devices, evidences)
+        self.watches = (nodes, devices, evidences, *slices)
 
     def begin(self) -> None:
         """Call it after the election."""

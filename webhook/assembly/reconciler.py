@@ -1,5 +1,7 @@
 """The parts of `gpuwarden reconcile`."""
 
+import asyncio
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Protocol
@@ -12,23 +14,48 @@ from webhook.admission.audit import AuditRules
 from webhook.admission.audit_watch import AuditWatch
 from webhook.admission.binding_ends import BindingEnds
 from webhook.admission.cluster_fleet import ClusterFleet, GpuNodesListener, NodesListener
+from webhook.admission.delivery_watch import DeliveryWatch, OnMismatch
+from webhook.admission.device_plugins import DevicePlugins
 from webhook.admission.evictions import ApiEvictor
 from webhook.admission.evidence_loss import EvidenceLoss, OnEvidenceLost, evidence_ages, is_claim_known
 from webhook.admission.namespaces import WatchedNamespaces
-from webhook.admission.placement_maps import MapNamespaceListener, MappedStatefulSets, NodeNameConflicts
+from webhook.admission.placement_maps import (
+    MapNamespaceListener,
+    MappedStatefulSets,
+    NodeNameConflicts,
+    opted_in,
+)
 from webhook.admission.queue.api_gates import ApiGates
 from webhook.admission.queue.queue import Queue
 from webhook.admission.queue.waiting_pods import DemandsListener, WaitingPods
-from webhook.assembly.cluster import ClusterWriters
+from webhook.assembly.cluster import ClusterWriters, slices_of_driver, whole
 from webhook.assembly.parts import policy_of, rules_of, times_of
 from webhook.core.fleet import Fleet
+from webhook.core.native import NativeClaim
+from webhook.core.proof_claims import claim_spec
+from webhook.core.proof_devices import DRIVER
+from webhook.core.raw import Raw
+from webhook.dra.claims import AllocatedClaims
+from webhook.dra.slices import ProofSlices
+from webhook.dra.templates import ClaimTemplates
 from webhook.evidence.cluster import EvidenceView
 from webhook.inventory.offers import Offers
 from webhook.kube.api_gpu_nodes import ApiGpuNodes
 from webhook.kube.api_objects import ApiObjects
+from webhook.kube.claim_templates import TEMPLATES_PATH, ApiClaimTemplates
 from webhook.kube.client import ApiClient
 from webhook.kube.events import ApiEvents
-from webhook.kube.paths import BINDING_ENDS, GPU_NODES, GPU_NODES_PATH, NAMESPACES_PATH, PODS_PATH, STATEFUL_SETS_PATH
+from webhook.kube.paths import (
+    BINDING_ENDS,
+    GPU_NODES,
+    GPU_NODES_PATH,
+    NAMESPACES_PATH,
+    PODS_PATH,
+    RESOURCE_CLAIMS_PATH,
+    RESOURCE_SLICES,
+    STATEFUL_SETS_PATH,
+)
+from webhook.kube.requests import RateLimit, RateLimitedClient
 from webhook.kube.view import ListenerGroup
 from webhook.kube.watch import WATCH_ERRORS, Watch, WatchGroup, whole_list
 from webhook.ledger.api_pods import ApiPods
@@ -43,6 +70,8 @@ from webhook.scheduler.wakeups import Wakeups
 
 log = structlog.get_logger(__name__)
 
+# Templates written per second, and at once.
+TEMPLATE_RATE, TEMPLATE_BURST = 100.0, 100
 ON_NO_NODE = {"fieldSelector": "spec.nodeName="}
 
 
@@ -56,12 +85,16 @@ class Elected(Protocol):
 class ReconcilerParts:
     """What the leader works with. All replicas keep the watches current."""
 
-    watches: WatchGroup
+    watches: tuple[Watch, ...]
     events: ApiEvents
     ledger: ClusterLedger
     reconciler: Reconciler
     # In the order of a pass.
     steps: tuple[Elected, ...]
+    # With proof devices: what ends them has passes of its own, which no other part delays.
+    urgent_steps: tuple[Elected, ...]
+    # Set when evidence is lost.
+    loss: asyncio.Event
     # Called after each election.
     begin: tuple[Callable[[], None], ...]
 
@@ -74,18 +107,31 @@ def reconciler_parts(settings: Settings, api: ApiClient, metrics: Metrics) -> Re
     rules = rules_of(settings, namespaces)
 
     evidence = EvidenceView({}, required=settings.evidence, skew=settings.clock_skew, max_age=settings.max_evidence_age)
-    cluster_fleet = ClusterFleet(fleet, utc_now, proven=evidence.combined_evidence)
+    cluster_fleet = ClusterFleet(fleet, utc_now, evidence.combined_evidence, settings.refused_plugin)
     evidence.notify(cluster_fleet.prove)
+    orphan_times = OrphanTimes(settings.max_grace, settings.orphan_margin)
+    deliveries = DeliveryWatch(
+        fleet,
+        ledger,
+        events,
+        utc_now,
+        ApiEvictor(api),
+        OnMismatch(settings.on_mismatch),
+        orphan_times,
+        is_current=watches.are_current,
+    )
     offers = Offers(ApiObjects(api, GPU_NODES), fleet, utc_now, needs_evidence=policy.is_always_required)
+    plugins = DevicePlugins(fleet, events, settings.gpu_resource, is_strict=settings.strict_devices)
     writers = ClusterWriters(
         settings,
         api,
         events,
         utc_now,
         gpu_nodes=ListenerGroup(GpuNodesListener(cluster_fleet, learn=ledger.learn, forget=ledger.forget), offers.view),
-        also_nodes=[NodesListener(cluster_fleet)],
+        also_nodes=[NodesListener(cluster_fleet), plugins],
         also_evidences=[evidence],
         count_error=metrics.count_provider_error,
+        marks=deliveries,
     )
 
     ends = BindingEnds(
@@ -98,6 +144,7 @@ def reconciler_parts(settings: Settings, api: ApiClient, metrics: Metrics) -> Re
         utc_now,
         is_current=watches.are_current,
         opt_in=settings.opt_in_label,
+        has_proofs=settings.proof_devices,
     )
     reconciler = Reconciler(
         ledger,
@@ -105,7 +152,7 @@ def reconciler_parts(settings: Settings, api: ApiClient, metrics: Metrics) -> Re
         events,
         utc_now,
         BindDeadline(settings.bind_deadline, OnBindDeadline(settings.on_bind_deadline), settings.clock_skew),
-        OrphanTimes(settings.max_grace, settings.orphan_margin),
+        orphan_times,
         is_closed=ends.is_closed,
     )
     evidence_loss = EvidenceLoss(
@@ -146,7 +193,9 @@ def reconciler_parts(settings: Settings, api: ApiClient, metrics: Metrics) -> Re
         settings.opt_in_label,
         settings.own_namespace,
         needs_evidence=policy.is_always_required,
+        plugins=plugins,
     )
+    native = native_parts(settings, api, fleet, watches, reconciler)
     sets, node_names = MappedStatefulSets(fleet, settings.opt_in_label), NodeNameConflicts(fleet, events)
 
     watches.add(
@@ -160,22 +209,134 @@ def reconciler_parts(settings: Settings, api: ApiClient, metrics: Metrics) -> Re
                 DemandsListener(waiting_pods),
                 audit.namespaces,
                 ends.namespaces,
+                *([native.templates.namespaces] if native is not None else ()),
             ),
         ),
         Watch(api, STATEFUL_SETS_PATH, ListenerGroup(sets, audit.sets)),
-        Watch(api, PODS_PATH, ListenerGroup(reconciler, wakeups, evidence_loss, waiting_pods, audit.pods, ends)),
+        Watch(
+            api,
+            PODS_PATH,
+            ListenerGroup(
+                reconciler,
+                wakeups,
+                evidence_loss,
+                waiting_pods,
+                audit.pods,
+                ends,
+                deliveries,
+                *([native.templates.pods] if native is not None else ()),
+            ),
+        ),
     )
+    proofs, loss = proof_parts(settings, api, metrics, fleet, watches), asyncio.Event()
+    if proofs is not None:
+        evidence.notify(partial(tell_loss, proofs.slices, loss))
     metrics.watch_evidence(evidence_loss.count_pods_without)
     metrics.watch_ages(lambda: evidence_ages(fleet, utc_now()))
     metrics.watch_audit(audit.counts)
+    metrics.watch_deliveries(deliveries.counts)
+    metrics.watch_plugins(lambda: len(plugins.nodes()))
     return ReconcilerParts(
-        watches=watches,
+        watches=(
+            *watches,
+            *(proofs.watches if proofs is not None else ()),
+            *(native.watches if native is not None else ()),
+        ),
         events=events,
         ledger=ledger,
         reconciler=reconciler,
-        steps=(reconciler, queue, writers, wakeups, evidence_loss, node_names, offers, ends),
-        begin=(queue.begin, evidence_loss.begin, offers.begin, writers.begin, ends.begin),
+        steps=(
+            *(reconciler, queue, deliveries, writers, wakeups, evidence_loss, node_names, plugins, offers),
+            *(() if proofs else (ends,)),
+            *([native.templates] if native is not None else ()),
+        ),
+        # The ends first: no pod is bound to a node whose devices are about to end.
+        urgent_steps=(ends, proofs.slices) if proofs else (),
+        loss=loss,
+        begin=(
+            *(queue.begin, evidence_loss.begin, offers.begin, writers.begin, ends.begin, deliveries.begin),
+            *begins_of(proofs),
+            *([native.templates.begin] if native is not None else ()),
+        ),
     )
+
+
+@frozen
+class ProofParts:
+    """What publishes proof devices. Its watches are apart: other parts do not wait for them."""
+
+    slices: ProofSlices
+    watches: tuple[Watch, ...]
+
+
+def proof_parts(
+    settings: Settings, api: ApiClient, metrics: Metrics, fleet: Fleet, watches: WatchGroup
+) -> ProofParts | None:
+    """None without proof devices."""
+    if not settings.proof_devices:
+        return None
+    claims, of_claims = AllocatedClaims(), WatchGroup()
+    slices = ProofSlices(
+        ApiObjects(api, RESOURCE_SLICES),
+        fleet,
+        claims,
+        utc_now,
+        is_current=watches.are_current,
+        are_claims_current=of_claims.are_current,
+        gpu_driver=settings.gpu_driver,
+        count_write=metrics.count_proof_write,
+    )
+    of_claims.add(Watch(api, RESOURCE_CLAIMS_PATH, claims, trimmed=whole))
+    metrics.watch_proofs(slices.counts)
+    return ProofParts(slices, (*of_claims, slices_of_driver(api, DRIVER, slices.view)))
+
+
+def begins_of(proofs: ProofParts | None) -> tuple[Callable[[], None], ...]:
+    return () if proofs is None else (proofs.slices.begin,)
+
+
+def tell_loss(slices: ProofSlices, loss: asyncio.Event, node: str) -> None:
+    """Begins a pass when proof devices of the node have to end."""
+    if slices.is_outlasting(node):
+        loss.set()
+
+
+@frozen
+class NativeParts:
+    """What native pods need. Its watch is apart: other parts do not wait for it."""
+
+    templates: ClaimTemplates
+    watches: WatchGroup
+
+
+def native_parts(
+    settings: Settings, api: ApiClient, fleet: Fleet, watches: WatchGroup, reconciler: Reconciler
+) -> NativeParts | None:
+    """None without native pods."""
+    if not settings.native_templates:
+        return None
+
+    def spec_of(claim: NativeClaim) -> Raw:
+        return claim_spec(
+            claim.count,
+            claim.hash,
+            gpu_driver=settings.gpu_driver,
+            gpu_class=settings.gpu_device_class,
+            evicts=settings.on_evidence_lost == OnEvidenceLost.EVICT,
+        )
+
+    limit, of_templates = RateLimit(TEMPLATE_RATE, TEMPLATE_BURST, time.monotonic), WatchGroup()
+    templates = ClaimTemplates(
+        ApiClaimTemplates(RateLimitedClient(api, limit)),
+        fleet,
+        spec_of,
+        utc_now,
+        is_current=lambda: watches.are_current() and of_templates.are_current(),
+        is_opted_in=partial(opted_in, opt_in=settings.opt_in_label),
+        wake=reconciler.wakeup.set,
+    )
+    of_templates.add(Watch(api, TEMPLATES_PATH, templates))
+    return NativeParts(templates, of_templates)
 
 
 async def list_again(api: ApiClient, ledger: ClusterLedger, waiting_pods: WaitingPods) -> bool:

@@ -13,6 +13,7 @@ from webhook.admission.audit import AuditedPod, AuditRules, Facts, Finding, find
 from webhook.admission.namespaces import NoDemands
 from webhook.admission.placement_maps import map_of, may_reserve_by_map, opted_in
 from webhook.assembly.parts import rules_of
+from webhook.core.device import DeviceUuid
 from webhook.core.errors import GpuwardenError
 from webhook.core.evidence import Evidence
 from webhook.core.isolation import ClaimName, is_isolated, refused_volume
@@ -21,10 +22,12 @@ from webhook.core.reservation import Reservation, ReservationId
 from webhook.evidence.node_evidence import NodeEvidence, UnreadableEvidenceError
 from webhook.kube.client import ApiClient, ApiException, connect
 from webhook.kube.gpu_node import GpuNode, UnreadableGpuNodeError, object_name
+from webhook.kube.node import has_device_plugin
 from webhook.kube.paths import (
     GPU_NODES_PATH,
     NAMESPACES_PATH,
     NODE_EVIDENCES_PATH,
+    NODES_PATH,
     PODS_PATH,
     STATEFUL_SETS_PATH,
     VOLUMES_PATH,
@@ -60,6 +63,8 @@ class LedgerSnapshot:
 
     held: dict[tuple[ReservationId, str], Reservation]
     unreadable: tuple[str, ...]
+    # The devices of each node.
+    devices: frozenset[tuple[str, DeviceUuid]]
 
 
 def run(settings: Settings, context: str | None, output: str) -> int:
@@ -98,6 +103,7 @@ async def facts_of(api: ApiClient, settings: Settings, volumes: Volumes) -> Fact
     ours = {object_name(raw) for raw in namespaces if opted_in(raw, settings.opt_in_label)}
     isolated = {object_name(raw) for raw in namespaces if is_isolated(raw, settings.own_namespace)}
     mapped = [one async for one in listed(api, STATEFUL_SETS_PATH, mapped_set)]
+    offering = await nodes_with_plugin(api, settings.gpu_resource)
     return Facts(
         pods=pods,
         held=[one for key, one in after.held.items() if key in before.held],
@@ -107,6 +113,8 @@ async def facts_of(api: ApiClient, settings: Settings, volumes: Volumes) -> Fact
         evidence={name: word async for name, word in listed(api, NODE_EVIDENCES_PATH, evidence_in)},
         maps_without_label=[one for one in mapped if one[0] in ours - keeping],
         unreadable=after.unreadable,
+        is_listed=lambda node, uuid: (node, uuid) in after.devices,
+        plugin_nodes=offering & {node for node, _ in after.devices},
     )
 
 
@@ -134,8 +142,24 @@ async def refused_volumes_in(api: ApiClient) -> Volumes:
         return {}
 
 
+async def nodes_with_plugin(api: ApiClient, resource: str) -> set[str]:
+    """The nodes on which a device plugin offers the resource. Empty, with a warning, if the caller may not list Nodes.
+    Raises CannotReadError."""
+    try:
+        return {
+            one
+            async for one in listed(
+                api, NODES_PATH, lambda raw: object_name(raw) if has_device_plugin(raw, resource) else None
+            )
+        }
+    except MayNotReadError as exc:
+        log.warning("device plugins not looked for", error=str(exc))
+        return set()
+
+
 async def ledger_in(api: ApiClient) -> LedgerSnapshot:
     held: dict[tuple[ReservationId, str], Reservation] = {}
+    devices: set[tuple[str, DeviceUuid]] = set()
     unreadable = []
     async for raw in listed(api, GPU_NODES_PATH, lambda raw: raw):
         try:
@@ -144,7 +168,8 @@ async def ledger_in(api: ApiClient) -> LedgerSnapshot:
             unreadable.append(f"gpunode {object_name(raw)}")
             continue
         held.update({(one.id, one.node): one for one in node.reservations.values()})
-    return LedgerSnapshot(held, tuple(unreadable))
+        devices.update((node.name, one.uuid) for one in node.devices)
+    return LedgerSnapshot(held, tuple(unreadable), frozenset(devices))
 
 
 def evidence_in(raw: Raw) -> tuple[str, Evidence | None] | None:

@@ -43,6 +43,9 @@ async def work(settings: Settings, api: ApiClient, probes: Probes) -> None:
         async def lead() -> None:
             for begin in parts.begin:
                 begin()
-            await run_passes(parts.steps, parts.reconciler.wakeup, interval=PAUSE, debounce=BREATH)
+            async with asyncio.TaskGroup() as passes:
+                loops = ((parts.steps, parts.reconciler.wakeup), (parts.urgent_steps, parts.loss))
+                for steps, wakeup in loops:
+                    passes.create_task(run_passes(steps, wakeup, interval=PAUSE, debounce=BREATH))
 
         await run_while_elected(settings, api, LEASE, lead, parts.ledger.finish_writes)

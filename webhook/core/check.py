@@ -32,6 +32,7 @@ from webhook.core.verdict import Deny
 # No node has more than a thousand GPUs, so a longer number is a serial number.
 MAX_INDEX_DIGITS = 4
 GPU_RESOURCES = (keys.NVIDIA_RESOURCES, "deviceclass.resource.kubernetes.io/")
+CLAIMS_FIELD = "spec.resourceClaims"
 OTHER_WAYS_HINT = "ask with nvidia.com/gpu, gpuwarden.io/gpu-count or a gpuwarden.io/gpu. label"
 
 
@@ -63,7 +64,7 @@ def bypass_fields(pod: Pod, rules: DressRules) -> Iterator[str]:
             if (is_ours and not rules.removes_request) or (not is_ours and name.startswith(GPU_RESOURCES)):
                 yield f"{path}.resources[{name}]"
     if pod.body.resource_claims:
-        yield "spec.resourceClaims"
+        yield CLAIMS_FIELD
 
 
 def no_gpu_fields(pod: Pod, rules: DressRules) -> Deny | None:

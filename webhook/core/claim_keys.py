@@ -19,6 +19,7 @@ from webhook.core.keys import (
     CLAIM,
     DOMAIN,
     HINT_NAMES,
+    NATIVE,
     OUTPUT_NAMES,
     QUEUED_LABEL,
     WAITING,
@@ -72,7 +73,7 @@ CLAIM_KEYS: Final = (REQUIRED_HASH, GPU_COUNT, GPU_MAP, SHARED)
 FIELDS: Final = tuple((key, key.field) for key in CLAIM_KEYS if key.field is not None)
 INPUT_NAMES: Final = frozenset(name for key in CLAIM_KEYS for name in key.names)
 # All keys of our domain that may be in a pod.
-KNOWN_NAMES: Final = INPUT_NAMES | OUTPUT_NAMES | HINT_NAMES | {WOKEN_AT, WAITING, QUEUED_LABEL}
+KNOWN_NAMES: Final = INPUT_NAMES | OUTPUT_NAMES | HINT_NAMES | {NATIVE, WOKEN_AT, WAITING, QUEUED_LABEL}
 
 # Device requirements are labels: gpuwarden.io/gpu.<key>=<value> and fudo.org/gpu.<x>.
 REQUIREMENT_PREFIX: Final = f"{DOMAIN}/gpu."

@@ -39,6 +39,7 @@ class Objection(StrEnum):
     NOT_READY = "not ready"
     CORDONED = "cordoned"
     TAINTED = "an untolerated taint"
+    DEVICE_PLUGIN = "a device plugin for its GPUs"
     AMBIGUOUS_GPU = "several GPUs that match one name in the map"
     DUPLICATE_GPU = "a GPU that the map names twice"
     FEWER_MATCHING = "fewer than {count} matching GPUs"
@@ -69,7 +70,7 @@ EVIDENCE_OBJECTIONS = {
 SHAPE_OBJECTIONS = {FEWER_MATCHING: Objection.FEWER_MATCHING, FEWER_FREE: Objection.FEWER_FREE}
 
 # These end by themselves, or when an administrator changes the node.
-CONDITIONS = frozenset({Objection.NOT_READY, Objection.CORDONED, Objection.TAINTED})
+CONDITIONS = frozenset({Objection.NOT_READY, Objection.CORDONED, Objection.TAINTED, Objection.DEVICE_PLUGIN})
 
 # GPUs that one denial names.
 MAX_NAMED_GPUS = 8
@@ -445,6 +446,8 @@ class ClaimSearch:
             return Objection.CORDONED
         if node_class.taints and not all(map(self.claim.nodes.tolerates, node_class.taints)):
             return Objection.TAINTED
+        if node_class.is_refused_for_plugin and self.claim.count:
+            return Objection.DEVICE_PLUGIN
         return None
 
     def shape_objection(self, number: int) -> Objection | None:

@@ -40,6 +40,13 @@ class Device:
     labels: frozenset[str] = frozenset()
     shares: int = 1
     is_healthy: bool = True
+    # How the kubelet's use of the device contradicts its reservations, without names; empty if it does not.
+    mismatch: str = ""
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether it may be reserved, if no reservation holds it."""
+        return self.is_healthy and not self.mismatch
 
     @property
     def is_shared(self) -> bool:
@@ -77,6 +84,8 @@ class Node:
     is_ready: bool = True
     is_cordoned: bool = False
     taints: tuple[Taint, ...] = ()
+    # A device plugin may give its devices to any pod, so no claim gets them.
+    is_refused_for_plugin: bool = False
 
 
 Inventory = Mapping[str, Node]

@@ -22,6 +22,7 @@ class DeviceState(StrEnum):
     EXPIRED = "expired"  # pending past its deadline; the reconciler has not released it yet
     ORPHANED = "orphaned"  # its pod is deleted, but containers may still run
     QUARANTINED = "quarantined"  # unhealthy, vanished, or on two nodes with the same UUID
+    MISMATCHED = "mismatched"  # the kubelet gave it to another pod than its reservation, or its pod got another one
 
 
 def free_device_state(
@@ -47,9 +48,12 @@ def device_state(
     now: datetime,
     *,
     is_quarantined: bool,
+    is_mismatched: bool = False,
     if_free: DeviceState = DeviceState.AVAILABLE,
 ) -> DeviceState:
     """The state of a device with these holders. A shared device has the state of its busiest share."""
+    if is_mismatched:
+        return DeviceState.MISMATCHED
     if is_quarantined:
         return DeviceState.QUARANTINED
     if not holders:

@@ -70,6 +70,7 @@ class Fleet:
         # All nodes of a UUID that is on several nodes, or several times on one.
         self._disputed: dict[DeviceUuid, list[str]] = {}
         self._unhealthy: Counter[DeviceUuid] = Counter()
+        self._mismatched: Counter[DeviceUuid] = Counter()
         self._held: dict[DeviceUuid, dict[int, ReservationId]] = {}
         self._held_exclusively: set[DeviceUuid] = set()  # by a pod that did not ask to share
         self._mapped: Mapped = {}
@@ -84,6 +85,7 @@ class Fleet:
         self._kinds_serving: dict[tuple[frozenset[str], bool], frozenset[int]] = {}
         self._kinds_known = 0  # the number of kinds at the start of that cache
         self._spares: dict[tuple[frozenset[int], int], list[int]] = {}
+        self._collected: list[set[str]] = []
         for key in ALWAYS_DIRECTORIES:
             self._add_directory(key)
 
@@ -92,6 +94,17 @@ class Fleet:
         first = list(islice(equals, SPREAD))
         own = self._offset % len(first) if first else 0
         return chain(first[own:], first[:own], islice(equals, SPREAD, None))
+
+    def collect_changes(self) -> set[str]:
+        """A set to which each node is added when its devices, their holders or its evidence may have changed. The
+        caller removes what it has handled."""
+        changed = set(self.indexed_nodes)
+        self._collected.append(changed)
+        return changed
+
+    def _mark_changed(self, name: str) -> None:
+        for changed in self._collected:
+            changed.add(name)
 
     # Nodes and devices.
 
@@ -126,6 +139,7 @@ class Fleet:
         if indexed is None:
             return
         self.changes += 1
+        self._mark_changed(name)
         self._clear_set_aside(indexed.node)
         self._leave_groups(indexed)
         self.states[indexed.state] -= 1
@@ -144,6 +158,8 @@ class Fleet:
         for device in node.devices:
             if not device.is_healthy:
                 self._unhealthy[device.uuid] += 1
+            if device.mismatch:
+                self._mismatched[device.uuid] += 1
             home = self._node_of.get(device.uuid)
             if home is None:
                 self._node_of[device.uuid] = node.name
@@ -167,6 +183,8 @@ class Fleet:
         for device in node.devices:
             if not device.is_healthy:
                 decrement(self._unhealthy, device.uuid)
+            if device.mismatch:
+                decrement(self._mismatched, device.uuid)
             self._remove_device(device.uuid, node.name)
 
     def _remove_device(self, uuid: DeviceUuid, name: str) -> None:
@@ -282,6 +300,7 @@ class Fleet:
 
     def _regroup(self, indexed: IndexedNode) -> None:
         """Move the node to its current groups. The last evidence group is the narrowest."""
+        self._mark_changed(indexed.node.name)
         groups: tuple[EvidenceGroup, ...] = ((indexed.state, None),)
         if indexed.state is EvidenceState.FRESH and indexed.evidence is not None:
             groups += ((indexed.state, indexed.evidence.hash),)
@@ -316,7 +335,9 @@ class Fleet:
 
     def _class_of(self, node: Node) -> int:
         labels = tuple((key, node.labels[key]) for key in self._class_keys if key in node.labels)
-        return self._classes.number(NodeClass(node.is_ready, node.is_cordoned, node.taints, labels))
+        return self._classes.number(
+            NodeClass(node.is_ready, node.is_cordoned, node.taints, labels, node.is_refused_for_plugin)
+        )
 
     def _shape_of(self, indexed: IndexedNode) -> int:
         free: dict[int, int] = {}
@@ -330,9 +351,9 @@ class Fleet:
         return self._kinds.number(DeviceKind(device.labels, device.is_shared))
 
     def is_available(self, device: Device) -> bool:
-        """Healthy, on one node only, and with a free slot."""
+        """Usable, on one node only, and with a free slot."""
         return (
-            device.is_healthy
+            device.is_usable
             and device.uuid not in self._disputed
             and device.uuid not in self._held_exclusively
             and len(self._held.get(device.uuid, ())) < device.shares
@@ -356,8 +377,9 @@ class Fleet:
         return device.uuid not in self._set_aside and not self.is_quarantined(device.uuid)
 
     def is_quarantined(self, uuid: DeviceUuid) -> bool:
-        """Unhealthy, vanished, or on two nodes with the same UUID."""
-        return uuid in self._unhealthy or uuid in self._disputed or uuid not in self._node_of
+        """Unhealthy, mismatched, vanished, or on two nodes with the same UUID."""
+        is_excluded = uuid in self._unhealthy or uuid in self._mismatched or uuid in self._disputed
+        return is_excluded or uuid not in self._node_of
 
     @property
     def device_count(self) -> int:
@@ -371,7 +393,12 @@ class Fleet:
     @property
     def quarantined_devices(self) -> set[DeviceUuid]:
         """The devices in the inventory that no claim can get."""
-        return self._unhealthy.keys() | self._disputed.keys()
+        return self._unhealthy.keys() | self._disputed.keys() | self._mismatched.keys()
+
+    @property
+    def mismatched_devices(self) -> KeysView[DeviceUuid]:
+        """The quarantined devices that the kubelet and the ledger disagree about."""
+        return self._mismatched.keys()
 
     @property
     def most_devices(self) -> int:

@@ -39,6 +39,7 @@ class NodeClass:
     is_cordoned: bool
     taints: tuple[Taint, ...]
     labels: tuple[tuple[str, str], ...]
+    is_refused_for_plugin: bool = False
 
 
 class NodeGroup(NamedTuple):

@@ -34,6 +34,9 @@ RESERVATION_ID: Final = Key(f"{DOMAIN}/reservation-id", (f"{ASSIGNER_DOMAIN}/gpu
 NODE: Final = Key(f"{DOMAIN}/node", (f"{ASSIGNER_DOMAIN}/gpu.node",))
 CLAIM: Final = Key(f"{DOMAIN}/claim")
 
+# Native pods: written by a policy of the API server (native.yaml).
+NATIVE: Final = f"{DOMAIN}/native"
+
 OUTPUTS: Final = (GPU_UUID, RESERVATION_ID, NODE, CLAIM)
 OUTPUT_NAMES: Final = frozenset(name for key in OUTPUTS for name in key.names)
 

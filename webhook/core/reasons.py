@@ -49,6 +49,10 @@ class Reason(StrEnum):
     ORPHAN_ENDED = "OrphanEnded"
     EVIDENCE_CHANGED = "EvidenceChanged"
     EVIDENCE_LOST = "EvidenceLost"
+    GPU_MISMATCHED = "GPUMismatched"
+    GPU_COLLISION = "GPUCollision"
+    GPU_UNRESERVED = "GPUUnreserved"
+    DEVICE_PLUGIN_FOUND = "DevicePluginFound"
     GATE_OPENED = "GateOpened"
 
 
@@ -94,6 +98,10 @@ EVENTS_ONLY = frozenset(
         Reason.ORPHAN_ENDED,
         Reason.EVIDENCE_CHANGED,
         Reason.EVIDENCE_LOST,
+        Reason.GPU_MISMATCHED,
+        Reason.GPU_COLLISION,
+        Reason.GPU_UNRESERVED,
+        Reason.DEVICE_PLUGIN_FOUND,
         Reason.GATE_OPENED,
     }
 )

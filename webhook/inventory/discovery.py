@@ -1,12 +1,13 @@
 """Which GPUs the GPUNode of each node should list, and the writer that keeps it up to date.
 
 The devices of a node come from the inventory file if it lists devices for the node, else from the annotation
-`fudo.org/gpu.device.labels`, else from the GPUs that `gpuwarden export` has read there. Whatever the source, these
-readings fill in missing details. A reserved device is never dropped: while it is not reported, it stays as unhealthy.
+`fudo.org/gpu.device.labels`, else from the ResourceSlices of the GPUs' DRA driver if they are watched, else from the
+GPUs that `gpuwarden export` has read there. Whatever the source, these readings fill in missing details. A reserved
+device is never dropped: while it is not reported, it stays as unhealthy.
 """
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Protocol
 
 import structlog
@@ -21,6 +22,7 @@ from webhook.inventory import InventoryUnavailableError
 from webhook.inventory.file import InventoryFile
 from webhook.inventory.node_annotations import AnnotatedDevices, UnreadableDevicesError, devices_in
 from webhook.inventory.node_gpus import devices_read, gpus_in
+from webhook.inventory.published_gpus import PublishedGpus
 from webhook.kube.api_objects import NodeExistence, ObjectClient
 from webhook.kube.events import Events, Subject
 from webhook.kube.gpu_node import API_VERSION, FINALIZER, GpuNode, UnreadableGpuNodeError, raw_device
@@ -113,6 +115,31 @@ def with_reading(one: Device, read: Device | None) -> Device:
     )
 
 
+def with_marks(devices: Iterable[Device], marks: Mapping[DeviceUuid, str]) -> tuple[Device, ...]:
+    """The devices with these marks, and no others."""
+    return tuple(evolve(one, mismatch=marks.get(one.uuid, "")) for one in devices)
+
+
+class DeviceMarks(Protocol):
+    """Knows which devices the kubelet and the ledger disagree about."""
+
+    def marks_on(self, node: str) -> Mapping[DeviceUuid, str] | None:
+        """The marks of the node's devices; None if they are not known."""
+
+    def take_changes(self) -> Collection[str]:
+        """The nodes whose marks have changed since the last call."""
+
+
+class UnknownMarks:
+    """Leaves the marks as they are."""
+
+    def marks_on(self, node: str) -> Mapping[DeviceUuid, str] | None:
+        return None
+
+    def take_changes(self) -> Collection[str]:
+        return ()
+
+
 class FileEvidenceSink(Protocol):
     """Receives the evidence entries of the inventory file."""
 
@@ -196,6 +223,9 @@ class Discovery:
     _file_inventory: FileInventory
     _events: Events
     _is_current: Callable[[], bool]
+    # None if the slices of DRA drivers are not watched.
+    _published: PublishedGpus | None = None
+    _marks: DeviceMarks = field(factory=UnknownMarks)
     nodes: ObjectView[NodeAnnotations] = field(factory=lambda: ObjectView(annotations_of), init=False)
     gpu_nodes: ObjectView[Raw] = field(factory=lambda: ObjectView(lambda raw: raw), init=False)
     _todo: dict[str, None] = field(factory=dict, init=False)
@@ -209,7 +239,10 @@ class Discovery:
         self._todo.update(dict.fromkeys(await self._file_inventory.refresh()))
         if not (self._file_inventory.is_known and self._is_current()):
             return
-        self._todo.update(dict.fromkeys([*self.nodes.take_changes(), *self.gpu_nodes.take_changes()]))
+        if self._published is not None:
+            self._todo.update(dict.fromkeys(self._published.take_changes()))
+        changes = [*self.nodes.take_changes(), *self.gpu_nodes.take_changes(), *self._marks.take_changes()]
+        self._todo.update(dict.fromkeys(changes))
         batch, self._failures = list(self._todo)[:BATCH_SIZE], 0
         done = await asyncio.gather(*map(self._attempt, batch), return_exceptions=True)
         left = done.count(False)
@@ -273,9 +306,11 @@ class Discovery:
         reported = self._reported(name, is_ours=raw is None or is_ours(raw))
         if reported is None:
             self._record_disputes(name, [one.uuid for one in known.devices] if known else ())
-            return
-        desired = desired_devices(reported, known)
-        self._record_disputes(name, desired.devices)
+            desired = WantedDevices({one.uuid: one for one in known.devices} if known else {})
+        else:
+            desired = desired_devices(reported, known)
+            self._record_disputes(name, desired.devices)
+        desired = self._marked(name, desired, known)
         if raw is None:
             if desired.devices:
                 self.gpu_nodes.changed(await self._objects.create(new_gpu_node(name, desired.devices.values())))
@@ -283,6 +318,12 @@ class Discovery:
         # An object that is being deleted is not written. It is created again when it is gone.
         elif known is not None and not known.is_being_deleted:
             await self._write(raw, known, desired)
+
+    def _marked(self, name: str, desired: WantedDevices, known: GpuNode | None) -> WantedDevices:
+        marks = self._marks.marks_on(name)
+        if marks is None:
+            marks = {one.uuid: one.mismatch for one in known.devices} if known else {}
+        return evolve(desired, devices={one.uuid: one for one in with_marks(desired.devices.values(), marks)})
 
     async def _write(self, raw: Raw, known: GpuNode, desired: WantedDevices) -> None:
         if {one.uuid: one for one in known.devices} == desired.devices:
@@ -307,6 +348,10 @@ class Discovery:
             return None
         self._record_ignored(name, {keys.NODE_GPUS: readings, keys.ASSIGNER_DEVICE_LABELS: labelled})
         listed = self._file_inventory.devices_of(name) or (None if labelled is None else labelled.devices)
+        if listed is None and self._published is not None:
+            if not self._published.is_known(name):
+                return None
+            listed = self._published.devices_of(name)
         found = None if readings is None else readings.devices
         reported = found if listed is None else with_readings(listed, found or ())
         return () if reported is None and is_ours else reported

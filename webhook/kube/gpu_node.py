@@ -41,6 +41,7 @@ class DeviceWire(msgspec.Struct, frozen=True, omit_defaults=True):
     labels: list[str] = []
     shares: int = 1
     healthy: bool = True
+    mismatch: str = ""
 
 
 class HeldSlotWire(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -152,12 +153,21 @@ def device(wire: DeviceWire) -> Device:
         labels=frozenset(wire.labels),
         shares=wire.shares,
         is_healthy=wire.healthy,
+        mismatch=wire.mismatch,
     )
 
 
 def raw_device(one: Device) -> Raw:
     wire = DeviceWire(
-        one.uuid, one.index, one.model, one.memory, one.serial, sorted(one.labels), one.shares, one.is_healthy
+        uuid=one.uuid,
+        index=one.index,
+        model=one.model,
+        memory=one.memory,
+        serial=one.serial,
+        labels=sorted(one.labels),
+        shares=one.shares,
+        healthy=one.is_healthy,
+        mismatch=one.mismatch,
     )
     raw: Raw = msgspec.to_builtins(wire)
     return raw
@@ -252,7 +262,7 @@ def with_held(raw: Raw, held: Collection[Reservation], devices: Iterable[Device]
 
 
 class Numbers(msgspec.Struct, frozen=True):
-    """Counts of device shares. Unhealthy devices and those reserved exclusively have no free shares."""
+    """Counts of device shares. Devices that are not usable and those reserved exclusively have no free shares."""
 
     total: int
     taken: int
@@ -265,7 +275,7 @@ def numbers_of(devices: Iterable[Device], held: Collection[Reservation]) -> Numb
     total = free = 0
     for one in devices:
         total += one.shares
-        if one.is_healthy and one.uuid not in alone:
+        if one.is_usable and one.uuid not in alone:
             free += max(0, one.shares - taken[one.uuid])
     return Numbers(total, taken.total(), free)
 

@@ -55,5 +55,23 @@ def node_of(raw: Raw) -> Node:
     )
 
 
+class NodeCapacityWire(WireStruct, frozen=True):
+    allocatable: dict[str, str] | None = None
+
+
+class NodeWithCapacityWire(WireStruct, frozen=True):
+    status: NodeCapacityWire | None = None
+
+
+def has_device_plugin(raw: Raw, resource: str) -> bool:
+    """Whether a device plugin offers the resource on the node. The kubelet sets 0 when its plugin is gone."""
+    try:
+        wire = msgspec.convert(raw, NodeWithCapacityWire)
+    except msgspec.ValidationError:
+        return False
+    allocatable = (wire.status and wire.status.allocatable) or {}
+    return allocatable.get(resource, "0") != "0"
+
+
 def creation_time_of(raw: Raw) -> datetime | None:
     return msgspec.convert(raw, NodeWire).metadata.creation_timestamp

@@ -18,6 +18,10 @@ from webhook.kube.json_objects import object_in, status_message
 REQUEST_TIMEOUT: Final = 10.0
 MAX_MESSAGE: Final = 400
 JSON: Final = "application/json"
+# The client library writes JSON with spaces. The API server stores parameters of drivers as they are sent, and compares
+# them with its own compact form at each patch: it would refuse all patches of the object. Compact JSON is sent as YAML,
+# which the library passes on unchanged.
+COMPACT: Final = "application/yaml"
 MERGE_PATCH: Final = "application/merge-patch+json"
 JSON_PATCH: Final = "application/json-patch+json"
 POD_PATH: Final = "/api/v1/namespaces/{namespace}/pods/{name}"
@@ -98,6 +102,8 @@ async def send_request(
     """Like `request_json`, with query parameters and the answer's warnings."""
     if not all(map(is_object_name, names.values())):
         return ApiReply(404, b"")
+    if kind == COMPACT:
+        body = msgspec.json.encode(body).decode()
     request = await api.param_serialize(  # reads the token file
         method=method,
         resource_path=path,
@@ -122,8 +128,14 @@ class RateLimitedClient:
 
     async def call(self, method: str, path: str, names: Mapping[str, str], body: Raw | None = None) -> Raw | None:
         """The object, or None for 404. Raises ApiUnavailableError, ApiRefusesError."""
+        return await self._call(method, path, names, body, MERGE_PATCH if method == "PATCH" else JSON)
+
+    async def create_compact(self, path: str, names: Mapping[str, str], body: Raw) -> Raw | None:
+        """Creates an object with parameters of drivers. Like `call`."""
+        return await self._call("POST", path, names, body, COMPACT)
+
+    async def _call(self, method: str, path: str, names: Mapping[str, str], body: Raw | None, kind: str) -> Raw | None:
         await self._limit.acquire()
-        kind = MERGE_PATCH if method == "PATCH" else JSON
         try:
             status, content = await request_json(self._api, method, path, names, body, seconds=self._longest, kind=kind)
         except ApiException as exc:

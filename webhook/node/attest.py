@@ -1,6 +1,7 @@
 """`gpuwarden attest`, run on every node: answers the server's challenges, again when half of a proof's life is over.
 
-With access to the sockets of the kubelet and the container runtime it also reports which orphaned pods have ended.
+With access to the sockets of the kubelet and the container runtime it also reports which orphaned pods have ended. With
+the kubelet's directory of plugins it also is the kubelet's plugin for proof devices, whether or not the server answers.
 """
 
 import asyncio
@@ -10,7 +11,7 @@ import ssl
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from datetime import datetime, timedelta
 from typing import Annotated, Final, TypeVar
 
@@ -25,6 +26,7 @@ from webhook.evidence.jwt.end_reports import MAX_PODS, uid_digest
 from webhook.evidence.jwt.jwt_workload_api import JwtWorkloadApi
 from webhook.evidence.jwt.nonce import is_ours
 from webhook.inventory.local_gpus import local_gpus
+from webhook.node.node_identity import NodeIdentity
 from webhook.node.node_pods import NodePods
 from webhook.node.pod_ends import PodEndDetector
 from webhook.runtime.backoff import Backoff
@@ -79,14 +81,16 @@ class Attester:
     """Attests one node to the server."""
 
     server: str
-    node: str
-    workload_api: JwtWorkloadApi
-    evidence_id: EvidenceId
+    identity: NodeIdentity
     # Called for each connection, because the CA file may have changed.
     trust: Callable[[], ssl.SSLContext]
 
+    @property
+    def node(self) -> str:
+        return self.identity.node
+
     async def attest(self) -> Proven:
-        """Attest the node once. Raises NotAttestedError, or the errors of the Workload API."""
+        """Attest the node once. Raises NotAttestedError, or the errors of the node's identity."""
         async with self._client() as client:
             return await self._answer(await self._challenge(client), client)
 
@@ -107,7 +111,8 @@ class Attester:
             return reported
 
     async def _answer(self, challenge: Challenge, client: httpx.AsyncClient, **more: object) -> Proven:
-        content = {"token": await self._token(challenge.nonce), **more}
+        svid, _ = await self.identity.svid(challenge.nonce)
+        content = {"token": svid.token, **more}
         return decoded(await self._send(client.build_request("POST", self._url(""), json=content), client), Proven)
 
     @asynccontextmanager
@@ -121,19 +126,6 @@ class Attester:
         if not is_ours(challenge.nonce):
             raise NotAttestedError("the server asked for a token with another audience than its own challenge")
         return challenge
-
-    async def _token(self, nonce: str) -> str:
-        """A token of the only identity for this node; the agent may know this workload under other identities too."""
-        svids = await self.workload_api.jwt_svids(nonce)
-        own = {one.spiffe_id: one.token for one in svids if self._is_own_id(one.spiffe_id)}
-        if len(own) != 1:
-            found = ", ".join(sorted(own)) or ", ".join(sorted(one.spiffe_id for one in svids)) or "none"
-            raise NotAttestedError(f"expected exactly one identity for node {self.node}, found: {found}")
-        return own.popitem()[1]
-
-    def _is_own_id(self, spiffe_id: str) -> bool:
-        parts = self.evidence_id.read(spiffe_id)
-        return parts is not None and parts.node == self.node
 
     async def _send(self, request: httpx.Request, client: httpx.AsyncClient) -> bytes:
         try:
@@ -246,9 +238,7 @@ def attester(settings: Settings) -> Attester:
     client_context(settings.server_ca)  # fails at startup if the CA file is unusable
     return Attester(
         server=server,
-        node=node,
-        workload_api=JwtWorkloadApi(workload_api),
-        evidence_id=EvidenceId(settings.evidence_id, trust_domain),
+        identity=NodeIdentity(node, JwtWorkloadApi(workload_api), EvidenceId(settings.evidence_id, trust_domain)),
         trust=lambda: client_context(settings.server_ca),
     )
 
@@ -288,6 +278,16 @@ async def attest(settings: Settings, *, once: bool = False) -> None:
         proven = await one.attest()
         log.info("node attested", node=one.node, hash=proven.hash, until=proven.until)
         return
+    async with AsyncExitStack() as stack:
+        if settings.kubelet_plugins is not None:
+            # The client of the API server takes memory that other nodes need not spend.
+            from webhook.node.dra_plugin import kubelet_plugin
+
+            await stack.enter_async_context(kubelet_plugin(settings, settings.kubelet_plugins, one.identity))
+        await run_until_signal(one, reporter)
+
+
+async def run_until_signal(one: Attester, reporter: EndReporter | None) -> None:
     running = asyncio.ensure_future(one.run())
     beside = [asyncio.ensure_future(log_gpus(one.node))]
     if reporter is not None:

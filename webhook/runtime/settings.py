@@ -62,8 +62,8 @@ AUDIT: Final = frozenset({Command.AUDIT})
 RELEASE: Final = frozenset({Command.RELEASE})
 CERTS_KEEP: Final = frozenset({Command.CERTS_KEEP})
 CERTS: Final = CERTS_KEEP | {Command.CERTS_ENSURE}
-# Talk to an API server.
-CLUSTER: Final = ALL - ATTEST
+# Talk to an API server: `attest` only as the kubelet's plugin.
+CLUSTER: Final = ALL
 # Have a listener.
 LISTENING: Final = SERVE | RECONCILE | SCORE | CERTS_KEEP
 # Ask evidence providers, or read an inventory file.
@@ -328,6 +328,13 @@ class Settings:
         RECONCILE,
         "what happens when evidence ends under a pod: `report` it, `taint` the node, or `evict` the pod",
     )
+    on_mismatch: str = setting(
+        "report",
+        kinds.ON_MISMATCH,
+        RECONCILE,
+        "what happens to a pod to which the kubelet gave other GPUs than those reserved for it: `report` it, or also "
+        "`evict` it",
+    )
     node_hash_map: Mapping[str, str] = setting(
         MappingProxyType({}),
         kinds.HASHES,
@@ -416,7 +423,10 @@ class Settings:
         timedelta(seconds=5), kinds.INTERVAL, PROVIDERS, "how often evidence providers are polled, at most"
     )
     clock_skew: timedelta = setting(
-        timedelta(seconds=5), kinds.DURATION, FLEET | RELEASE, "how much the clocks of other machines may differ"
+        timedelta(seconds=5),
+        kinds.DURATION,
+        FLEET | RELEASE | ATTEST,
+        "how much the clocks of other machines may differ",
     )
     reload_interval: timedelta = setting(
         timedelta(seconds=1),
@@ -456,6 +466,34 @@ class Settings:
         f"{keys.OPT_IN.aliases[0]} opts in too",
     )
     gpu_resource: str = setting("nvidia.com/gpu", kinds.RESOURCE, PODS, "resource by which containers ask for GPUs")
+    gpu_driver: str = setting(
+        "gpu.nvidia.com",
+        kinds.NAME,
+        RECONCILE,
+        "DRA driver whose ResourceSlices list the GPUs; its attribute `uuid` ties a GPU to its proof device",
+    )
+    gpu_device_class: str = setting(
+        "gpu.nvidia.com", kinds.NAME, RECONCILE, "DeviceClass by which native pods get their GPUs"
+    )
+    proof_devices: bool = setting(
+        False,
+        kinds.BOOLEAN,
+        RECONCILE,
+        "publish a proof device for each GPU with fresh evidence, so that ResourceClaims can ask for proven GPUs",
+    )
+    native_templates: bool = setting(
+        False,
+        kinds.BOOLEAN,
+        RECONCILE,
+        "keep the ResourceClaimTemplates of native pods in opted-in namespaces; requires --proof-devices",
+    )
+    strict_devices: bool = setting(
+        False,
+        kinds.BOOLEAN,
+        SERVE | RECONCILE,
+        "place no claim for GPUs on nodes where a device plugin offers --gpu-resource, which may give reserved GPUs "
+        "to any pod",
+    )
     host_paths: tuple[str, ...] = setting(
         (),
         kinds.HOST_PATHS,
@@ -515,6 +553,13 @@ class Settings:
         ATTEST,
         "the node's container runtime (CRI), such as `unix:/run/containerd/containerd.sock`; with it `attest` reports "
         "which orphaned pods have ended",
+    )
+    kubelet_plugins: Path | None = setting(
+        None,
+        kinds.DIRECTORY,
+        ATTEST,
+        "kubelet's directory, `/var/lib/kubelet`, under the path that the kubelet has for it; with it `attest` is the "
+        "kubelet's plugin for proof devices: no pod with one starts without fresh evidence; needs a cluster",
     )
     pod_resources_socket: str = setting(
         "unix:/var/lib/kubelet/pod-resources/kubelet.sock",
@@ -595,6 +640,11 @@ class Settings:
     def queues(self) -> bool:
         """Whether a pod waits if no GPU is free for it."""
         return self.when_unavailable == "queue"
+
+    @property
+    def refused_plugin(self) -> str | None:
+        """The resource whose device plugin keeps claims for GPUs away from a node."""
+        return self.gpu_resource if self.strict_devices else None
 
     @property
     def keeps_in_cluster(self) -> bool:
@@ -719,6 +769,7 @@ class SettingsReader(TableReader):
             self.mistakes.append(f"{where}: no token is required; allowed: with --review-token-audience")
         self._check_plain_extender(values)
         self._check_map_visible(values)
+        self._check_native(values)
         self._check_jwt_svid(values)
         self._check_certs(values)
         ports: dict[object, list[str]] = {}
@@ -735,6 +786,13 @@ class SettingsReader(TableReader):
             self.mistakes.append(
                 f"{self.where(['map_visible'])}: a container that sees some of its node's GPUs counts them from 0; "
                 "allowed: with --injection cuda"
+            )
+
+    def _check_native(self, values: Mapping[str, Any]) -> None:
+        if values.get("native_templates") and not values.get("proof_devices"):
+            self.mistakes.append(
+                f"{self.where(['native_templates'])}: claims of native pods are for proof devices; "
+                "allowed: with --proof-devices true"
             )
 
     def _check_plain_extender(self, values: Mapping[str, Any]) -> None:
@@ -762,6 +820,9 @@ class SettingsReader(TableReader):
         if "scheduler_certs" in self.given:
             where = self.where(["scheduler_certs"])
             self.mistakes.append(f"{where}: a kube-scheduler needs a cluster; name it by --kubeconfig")
+        if "kubelet_plugins" in self.given and self.reads("kubelet_plugins"):
+            where = self.where(["kubelet_plugins"])
+            self.mistakes.append(f"{where}: claims are read from a cluster; name it by --kubeconfig")
         if "review_token_audience" in self.given:
             self.mistakes.append(
                 f"{self.where(['review_token_audience'])}: only a cluster can check a token; name one by --kubeconfig"

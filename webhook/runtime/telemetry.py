@@ -175,6 +175,21 @@ def audit_families(counts: Mapping[str, int]) -> Iterator[GaugeMetricFamily]:
     yield family("gpuwarden_audit_findings", about, "kind", tuple(counts), counts)
 
 
+def proof_families(counts: Mapping[str, int]) -> Iterator[GaugeMetricFamily]:
+    about = "Proof devices in ResourceSlices, by state"
+    yield family("gpuwarden_proof_devices", about, "state", ("published", "ended"), counts)
+
+
+def delivery_families(counts: Mapping[str, int]) -> Iterator[GaugeMetricFamily]:
+    about = "Running pods to which the kubelet gave GPUs that they have not reserved, by fault"
+    yield family("gpuwarden_pods_with_wrong_gpus", about, "fault", tuple(counts), counts)
+
+
+def plugin_families(nodes: int) -> Iterator[GaugeMetricFamily]:
+    about = "Nodes on which a device plugin offers the GPUs of the inventory, too"
+    yield GaugeMetricFamily("gpuwarden_nodes_with_device_plugin", about, nodes)
+
+
 def age_families(ages: Ages) -> Iterator[GaugeMetricFamily]:
     about = "Age of the oldest evidence, by state and class of nodes; evidence without a start time is not counted"
     gauge = GaugeMetricFamily("gpuwarden_evidence_age_seconds", about, labels=["state", "node_class"])
@@ -275,6 +290,9 @@ class Metrics:
         self._provider_errors = self._counter(
             "gpuwarden_evidence_provider_errors_total", "Failed requests to evidence providers", "provider"
         )
+        self._proof_writes = self._counter(
+            "gpuwarden_proof_slice_writes_total", "Writes of ResourceSlices with proof devices", "outcome"
+        )
         self._begin_at_0()
 
     def _begin_at_0(self) -> None:
@@ -338,6 +356,10 @@ class Metrics:
     def count_provider_error(self, provider: str) -> None:
         self._provider_errors[provider].inc()
 
+    def count_proof_write(self, outcome: str) -> None:
+        """Count one write of a ResourceSlice: written, deleted, refused or failed."""
+        self._proof_writes[outcome].inc()
+
     def count_bundle(self, outcome: str) -> None:
         self._bundles[outcome].inc()
 
@@ -369,6 +391,18 @@ class Metrics:
     def watch_audit(self, count: Callable[[], Mapping[str, int]]) -> None:
         """`count` returns the findings of all kinds."""
         self.registry.register(ScrapedCollector[Mapping[str, int]](audit_families, count, {}))
+
+    def watch_proofs(self, count: Callable[[], Mapping[str, int]]) -> None:
+        """`count` returns the proof devices by state."""
+        self.registry.register(ScrapedCollector[Mapping[str, int]](proof_families, count, {}))
+
+    def watch_deliveries(self, count: Callable[[], Mapping[str, int]]) -> None:
+        """`count` returns the number of pods of all faults."""
+        self.registry.register(ScrapedCollector[Mapping[str, int]](delivery_families, count, {}))
+
+    def watch_plugins(self, count: Callable[[], int]) -> None:
+        """`count` returns the number of nodes on which a device plugin offers GPUs of the inventory."""
+        self.registry.register(ScrapedCollector(plugin_families, count, 0))
 
     def watch_ages(self, ages: Callable[[], Ages]) -> None:
         self.registry.register(ScrapedCollector[Ages](age_families, ages, {}))

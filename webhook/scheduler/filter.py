@@ -27,6 +27,7 @@ TEXTS: dict[Objection, str] = {
     Objection.NOT_READY: "node is not ready",
     Objection.CORDONED: "node is cordoned",
     Objection.TAINTED: "node has a taint that the pod does not tolerate",
+    Objection.DEVICE_PLUGIN: "a device plugin serves the GPUs of the node",
     Objection.AMBIGUOUS_GPU: "a name in the placement map means several GPUs",
     Objection.DUPLICATE_GPU: "the placement map names a GPU twice",
     Objection.FEWER_MATCHING: "too few matching GPUs",

@@ -108,12 +108,12 @@ class DevicesView(NamedTuple):
 
     @property
     def trouble(self) -> str:
-        """Why the device is quarantined; empty if it is not."""
+        """Why the device is quarantined or mismatched; empty if it is neither."""
         if self.is_vanished:
             return "vanished"
         if len(self.nodes) > 1:
             return f"on {len(self.nodes)} nodes"
-        return "" if self.device.is_healthy else "unhealthy"
+        return self.device.mismatch or ("" if self.device.is_healthy else "unhealthy")
 
 
 async def in_slices(items: Iterable[T]) -> AsyncIterator[list[T]]:
@@ -207,7 +207,10 @@ def device_views(snapshot: DevicesSnapshot, now: datetime) -> Iterator[DevicesVi
                 holders = snapshot.holders.of(device.uuid)
                 is_quarantined = len(nodes) > 1 or not device.is_healthy
                 own = or_set_aside(if_free, is_set_aside=device.uuid in snapshot.kept)
-                state = device_state(holders, now, is_quarantined=is_quarantined, if_free=own)
+                is_mismatched = bool(device.mismatch)
+                state = device_state(
+                    holders, now, is_quarantined=is_quarantined, is_mismatched=is_mismatched, if_free=own
+                )
                 yield DevicesView(device, nodes, holders, state)
     for uuid in snapshot.vanished:
         holders = snapshot.holders.of(uuid)
@@ -230,6 +233,8 @@ def device_json(seen: DevicesView, now: datetime, evidence: EvidenceState, *, sh
     if seen.holders:
         content["assignment"] = assignment_json(busiest_holder(seen.holders, now), shows_pending_ids=shows_pending_ids)
     content["state"] = seen.state
+    if device.mismatch:
+        content["mismatch"] = device.mismatch
     if len(seen.nodes) > 1:
         content["nodes"] = list(seen.nodes)
     properties = {"index": device.index, "model": device.model, "memory": device.memory, "serial": device.serial}

@@ -171,7 +171,7 @@ def only_audience(claims: dict[str, Any]) -> str:
         case [str() as only]:
             return only
         case _:
-            raise BadTokenError(TokenFault.AUDIENCE, "aud must be a list that contains only the challenge")
+            raise BadTokenError(TokenFault.AUDIENCE, "aud must be a list with one audience")
 
 
 class TokenVerifier:

@@ -1,8 +1,8 @@
 """The webhook configurations, admission policies and roles.
 
-In the files, `CLAIM_ANNOTATIONS` and `CLAIM_LABELS` stand for the keys that make a claim. CEL does not know these
-names, so the API server refuses a file as it is. All other names are those of an installation in the namespace
-`gpuwarden`.
+In the files, `CLAIM_ANNOTATIONS` and `CLAIM_LABELS` stand for the keys that make a claim, `CLAIM_DETAILS` for those
+that only refine one. CEL does not know these names, so the API server refuses a file as it is. All other names are
+those of an installation in the namespace `gpuwarden`.
 """
 
 import base64
@@ -17,7 +17,8 @@ from attrs import field, frozen
 
 from webhook.core import claim_keys, keys
 from webhook.core.host_paths import mistake_in
-from webhook.core.names import is_label_key
+from webhook.core.names import is_label_key, is_object_name
+from webhook.core.proof_devices import DRIVER
 from webhook.kube.install import crds
 
 Manifest = dict[str, Any]
@@ -25,12 +26,17 @@ Manifest = dict[str, Any]
 WEBHOOKS = ("mutating.yaml", "validating.yaml")
 POLICIES = ("protect.yaml", "own.yaml", "grace.yaml", "strip.yaml", "blind.yaml", "isolation.yaml")
 BLIND = "blind.yaml"
+NATIVE = "native.yaml"
 WHILE_DOWN = ("binding.yaml",)
+DRA = ("dra.yaml", "proofs.yaml", "claims.yaml")
+# The policies of `DRA` that act in opted-in namespaces, or in all.
+GUARDS = frozenset(("gpuwarden-claims", "gpuwarden-consumers", "gpuwarden-claiming-pods"))
 
 # The names that stand in a list for a placeholder in the files.
 CLAIM_NAMES: Mapping[str, tuple[str, ...]] = {
     "CLAIM_ANNOTATIONS": tuple(name for key in claim_keys.CLAIM_KEYS if key.makes_claim for name in key.names),
     "CLAIM_LABELS": tuple(key.name for key in claim_keys.CLAIM_KEYS if key.makes_claim and key.is_label),
+    "CLAIM_DETAILS": tuple(name for key in claim_keys.CLAIM_KEYS if not key.makes_claim for name in key.names),
 }
 
 # Debug containers are added through a subresource.
@@ -53,6 +59,11 @@ RESOURCE = "nvidia.com/gpu"
 SCHEDULER = "system:kube-scheduler"
 MAX_GRACE = 3600
 HOST_PATHS = "dyn([])"
+# Whether webhooks review pods.
+REVIEWED = "bool('true')"
+GPU_DRIVER = "gpu.nvidia.com"
+# No DeviceClass has an empty name.
+DEVICE_CLASSES = "dyn([''])"
 OWN_ACCOUNTS = "system:serviceaccount:{}:"
 RECONCILER, SCHEDULER_ACCOUNT, EXPORTER = "gpuwarden-reconcile", "gpuwarden-scheduler", "gpuwarden-export"
 
@@ -68,6 +79,13 @@ class Blinds(StrEnum):
     # The webhook: every pod of opted-in namespaces is sent to it.
     WEBHOOK = "webhook"
     NOBODY = "nobody"
+
+
+class DraGuard(StrEnum):
+    """The namespaces whose ResourceClaims and pods may take GPUs only by what gpuwarden writes."""
+
+    OPTED_IN = "opted-in"
+    ALL = "all"
 
 
 @frozen
@@ -100,19 +118,33 @@ class Installation:
     reviews_bindings: bool = True
     # Who hides GPUs from containers without a claim.
     blinds: Blinds = Blinds.POLICY
+    # Native pods: the API server changes requests for GPUs into claims for proven GPUs, and calls no webhook.
+    native: bool = False
     # Maximum grace period in seconds of a deletion of a pod with GPUs.
     max_grace: int = MAX_GRACE
     # Host directories that pods of opted-in namespaces may mount read-only.
     host_paths: tuple[str, ...] = ()
+    # The DRA driver of the GPUs.
+    gpu_driver: str = GPU_DRIVER
+    dra_guard: DraGuard = DraGuard.OPTED_IN
+    # Classes of other devices, which everyone's claims may use.
+    device_classes: tuple[str, ...] = ()
     names: Mapping[str, str] = field(init=False, eq=False, repr=False)
 
     def __attrs_post_init__(self) -> None:
         wrong = [name for name in self._given() if not is_label_key(name)]
         if wrong:
             raise ValueError(f"{', '.join(map(repr, wrong))}: not the name of a label, an annotation or a resource")
+        if self.native and self.blinds is not Blinds.POLICY:
+            raise ValueError("native: no webhook hides the GPUs of other pods, so a policy has to")
         strange = [name for name in self.schedulers if not USER_NAME.fullmatch(name)]
         if strange:
             raise ValueError(f"{', '.join(map(repr, strange))}: not the name of a user")
+        unfit = [name for name in (self.gpu_driver, *self.device_classes) if not is_object_name(name)]
+        if unfit:
+            raise ValueError(f"{', '.join(map(repr, unfit))}: not the name of a driver or a DeviceClass")
+        if {DRIVER, self.gpu_driver} & {*self.device_classes}:
+            raise ValueError(f"{', '.join(map(repr, self.device_classes))}: a claim of this class takes GPUs or proofs")
         mistakes = [f"{path!r}: {mistake}" for path in self.host_paths if (mistake := mistake_in(path)) is not None]
         if mistakes:
             raise ValueError("; ".join(mistakes))
@@ -131,7 +163,10 @@ class Installation:
             OWN_ACCOUNTS.format(NAMESPACE): OWN_ACCOUNTS.format(self.namespace),
             GPU_NAMESPACE: self.gpu_namespace,
             f"int({MAX_GRACE})": f"int({self.max_grace})",
+            REVIEWED: f"bool('{str(not self.native).lower()}')",
             HOST_PATHS: f"dyn([{', '.join(map(repr, self.host_paths))}])",
+            f"'{GPU_DRIVER}'": f"'{self.gpu_driver}'",
+            DEVICE_CLASSES: f"dyn([{quoted(('', *self.device_classes))}])",
         }
 
     def _accounts(self) -> tuple[tuple[str, str], ...]:
@@ -147,7 +182,10 @@ class Installation:
 
 
 def webhooks(installation: Installation) -> list[Manifest]:
-    """The webhook configurations. Apply them once the server runs: the API server calls it from then on."""
+    """The webhook configurations. Apply them once the server runs: the API server calls it from then on. Native pods
+    need none."""
+    if installation.native:
+        return []
     found = [filled(one, installation) for one in manifests(*WEBHOOKS)]
     for manifest in found:
         manifest["webhooks"] = [
@@ -164,13 +202,41 @@ def webhooks(installation: Installation) -> list[Manifest]:
 def while_down(installation: Installation) -> list[Manifest]:
     """The policies that replace the review of schedulers' Bindings while no replica answers. Apply them before the
     webhooks, which ignore failures for these Bindings."""
-    return [filled(one, installation) for one in manifests(*WHILE_DOWN)] if installation.schedulers else []
+    if installation.native or not installation.schedulers:  # there is no review to replace
+        return []
+    return [filled(one, installation) for one in manifests(*WHILE_DOWN)]
 
 
 def policies(installation: Installation) -> list[Manifest]:
     """The policies and their bindings. They need no server."""
     files = [name for name in POLICIES if name != BLIND or installation.blinds is Blinds.POLICY]
-    return [filled(one, installation) for one in manifests(*files)]
+    return [filled(one, installation) for one in manifests(*files)] + native(installation)
+
+
+def native(installation: Installation) -> list[Manifest]:
+    """The policies of native pods."""
+    return [filled(one, installation) for one in manifests(NATIVE)] if installation.native else []
+
+
+def dra(installation: Installation) -> list[Manifest]:
+    """The class of proof devices, and the policies for them and for claims that take GPUs."""
+    return [guarding(filled(one, installation), installation) for one in manifests(*DRA) if is_bound(one, installation)]
+
+
+def is_bound(manifest: Manifest, installation: Installation) -> bool:
+    """A guard of all namespaces needs no binding for the older label."""
+    name = manifest["metadata"]["name"].removesuffix("-alias")
+    return installation.dra_guard is DraGuard.OPTED_IN or manifest["metadata"]["name"] == name or name not in GUARDS
+
+
+def guarding(manifest: Manifest, installation: Installation) -> Manifest:
+    """A binding of a guard selects the namespaces that are guarded."""
+    is_guard = manifest["kind"].endswith("Binding") and manifest["spec"]["policyName"] in GUARDS
+    if not is_guard or installation.dra_guard is DraGuard.OPTED_IN:
+        return manifest
+    selector = manifest["spec"]["matchResources"]["namespaceSelector"]
+    anywhere = {key: value for key, value in selector.items() if key != "matchLabels"}
+    return {**manifest, "spec": {**manifest["spec"], "matchResources": {"namespaceSelector": anywhere}}}
 
 
 def shipped(file: str) -> Callable[[Installation], list[Manifest]]:
@@ -194,12 +260,14 @@ BY_NAME_ONLY: Mapping[str, Callable[[Installation], list[Manifest]]] = {
     "export": export,
     "certs": certs,
     "score": score,
+    "dra": dra,
 }
 
 
 def as_yaml(what: str, installation: Installation) -> str:
-    """One of `PRINTED` or `BY_NAME_ONLY`, or `all` of `PRINTED`, as YAML documents."""
-    wanted = PRINTED if what == "all" else (what,)
+    """One of `PRINTED` or `BY_NAME_ONLY`, or `all` of `PRINTED`, as YAML documents. All for native pods includes their
+    DeviceClass."""
+    wanted = (*PRINTED, *(("dra",) if installation.native else ())) if what == "all" else (what,)
     found = [one for name in wanted for one in {**PRINTED, **BY_NAME_ONLY}[name](installation)]
     return yaml.safe_dump_all(found, sort_keys=False, width=120, explicit_start=True)
 

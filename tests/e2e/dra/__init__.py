@@ -1,0 +1,1 @@
+"""Tests of Dynamic Resource Allocation on simulated nodes."""

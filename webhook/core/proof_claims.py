@@ -1,0 +1,76 @@
+"""ResourceClaims that take GPUs together with their proof devices."""
+
+import re
+from collections.abc import Iterator
+from typing import Final
+
+from webhook.core.proof_devices import DRIVER
+from webhook.core.raw import Raw
+
+# A claim has at most 32 requests, and each GPU takes two.
+MAX_PAIRS: Final = 16
+EVIDENCE_ENDS: Final = "gpuwarden.io/evidence-ends"
+# The labels of a claim that may take proven GPUs, and of `spec.metadata` in a template of such claims. Without them the
+# API server refuses the allocation (proofs.yaml), and only gpuwarden may write them.
+GPU_CLAIM: Final = "gpuwarden.io/gpu-claim"
+CLAIM_LABELS: Final = {GPU_CLAIM: "true"}
+TEMPLATE_NAME: Final = re.compile(r"gpuwarden-[1-9][0-9]?-([a-z0-9]{1,64})")
+
+
+def template_name(count: int, hash: str) -> str:
+    """The ResourceClaimTemplate for `count` GPUs that are proven for the attribute `hash`."""
+    return f"gpuwarden-{count}-{hash}"
+
+
+def hash_of_template(name: str) -> str | None:
+    """The attribute that claims from the template ask for; None if it is not one of ours."""
+    found = TEMPLATE_NAME.fullmatch(name)
+    return None if found is None else found[1]
+
+
+def claim_spec(count: int, hash: str, *, gpu_driver: str, gpu_class: str, evicts: bool) -> Raw:
+    """The spec of a claim for `count` GPUs that are proven for the attribute `hash`. With `evicts`, the pod is evicted
+    when the evidence ends."""
+    attribute = f"{gpu_driver}/uuid"
+    return {
+        "devices": {
+            "requests": [one for k in range(count) for one in pair(k, count, hash, gpu_class, evicts=evicts)],
+            "constraints": [{"requests": [f"gpu{k}", f"proof{k}"], "matchAttribute": attribute} for k in range(count)],
+            "config": [
+                {
+                    "requests": [f"proof{k}" for k in range(count)],
+                    "opaque": {"driver": DRIVER, "parameters": {"hash": hash}},
+                }
+            ],
+        }
+    }
+
+
+def pair(k: int, count: int, hash: str, gpu_class: str, *, evicts: bool) -> Iterator[Raw]:
+    """The proof first: the allocator then finds its GPU without a search."""
+    yield {
+        "name": f"proof{k}",
+        "exactly": {
+            "deviceClassName": DRIVER,
+            "selectors": [{"cel": {"expression": proof_selector(k, count, hash)}}],
+            "tolerations": [toleration(evicts=evicts)],
+        },
+    }
+    yield {"name": f"gpu{k}", "exactly": {"deviceClassName": gpu_class}}
+
+
+def proof_selector(k: int, count: int, hash: str) -> str:
+    """Selects proofs of the hash for the k-th pair.
+
+    The allocator tries all permutations of requests that could have the same devices, before it gives up on a node. So
+    the k-th of `count` pairs gets only devices that can be the k-th by index: every set of `count` devices, in the
+    order of their indices, satisfies that.
+    """
+    own = f"device.attributes['{DRIVER}']"
+    return f"{own}.hash == '{hash}' && {own}.index >= {k} && {own}.index <= {k - count} + {own}.count"
+
+
+def toleration(*, evicts: bool) -> Raw:
+    """Tolerates the end of the evidence for no time, or for ever."""
+    seconds = {"tolerationSeconds": 0} if evicts else {}
+    return {"key": EVIDENCE_ENDS, "operator": "Exists", "effect": "NoExecute", **seconds}

@@ -1,0 +1,141 @@
+"""Proof devices: the devices that gpuwarden publishes for proven GPUs.
+
+A ResourceClaim asks for a GPU together with the proof device of the same UUID, so Kubernetes allocates proven GPUs
+only. Each proof device ends with the evidence of its node. See docs/decisions/0032.
+"""
+
+import hashlib
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from datetime import UTC, datetime, timedelta
+from typing import Final
+
+from attrs import evolve, frozen
+
+DRIVER: Final = "attested.gpuwarden.io"
+# An attribute is a string of at most 64 bytes, so `sha256:` and 64 digits do not fit.
+HASH_ATTRIBUTE: Final = re.compile(r"[a-z0-9]{1,64}")
+# A DNS label of at most 63 characters has room for a UUID of 40, a dash and these digits of the hash.
+DEVICE_LABEL: Final = re.compile(r"[a-z0-9]([-a-z0-9]{0,48}[a-z0-9])?")
+HASH_DIGITS: Final = 12
+# How long a device stays published after its end. A scheduler that has not seen the end yet may still allocate the
+# device; its pod is evicted only as long as the device and its taint exist.
+KEPT_AFTER_END: Final = timedelta(seconds=30)
+# Evidence with a later end is published with this one: readers take a year after 2999 for a mistake.
+LATEST_END: Final = datetime(2999, 1, 1, tzinfo=UTC)
+
+
+@frozen
+class ProofDevice:
+    """The proof of one GPU, for one hash. Without an end it is proven until it is withdrawn."""
+
+    name: str
+    uuid: str
+    hash: str
+    end: datetime | None = None
+
+    @classmethod
+    def of(cls, uuid: str, hash: str, end: datetime | None) -> "ProofDevice":
+        """The proof device of a GPU, for the hash as the evidence states it."""
+        attribute = hash_attribute(hash)
+        return cls(device_name(uuid, attribute), uuid, attribute, end_of_device(end))
+
+    @classmethod
+    def lost(cls, name: str, now: datetime) -> "ProofDevice":
+        """An ended device of which only the name is known. No claim selects it."""
+        return cls(name, "", "", whole(now))
+
+    def ended(self, now: datetime) -> "ProofDevice":
+        """The device with its end moved to `now`, unless it has ended."""
+        return self if self.has_ended(now) else evolve(self, end=whole(now))
+
+    def has_ended(self, now: datetime) -> bool:
+        return self.end is not None and self.end <= now
+
+
+def hash_attribute(hash: str) -> str:
+    """The hash as an attribute and as a part of object names: its digits, without `sha256:`. A hash of another form,
+    or a longer one, is represented by its SHA-256."""
+    digits = hash.removeprefix("sha256:")
+    return digits if HASH_ATTRIBUTE.fullmatch(digits) else hashlib.sha256(hash.encode()).hexdigest()
+
+
+def device_name(uuid: str, attribute: str) -> str:
+    """A DNS label for a GPU and a hash. A GPU that is proven for another hash is another device: a claim that asks for
+    one hash never gets the other, however late a scheduler sees the change."""
+    label = uuid.lower()
+    if not DEVICE_LABEL.fullmatch(label):
+        label = f"gpu-{hashlib.sha256(uuid.encode()).hexdigest()[:36]}"
+    return f"{label}-{attribute[:HASH_DIGITS]}"
+
+
+def whole(moment: datetime) -> datetime:
+    """Rounded down to the second, as the API server stores it: too early is safe."""
+    return moment.replace(microsecond=0)
+
+
+def end_of_device(end: datetime | None) -> datetime | None:
+    """The end of evidence as the end of a device."""
+    return None if end is None else whole(min(end, LATEST_END))
+
+
+def published(
+    proven: Iterable[ProofDevice], written: Iterable[ProofDevice], used: Collection[str], now: datetime
+) -> tuple[ProofDevice, ...]:
+    """The devices to publish for a node, given those that are written and the names of those in use.
+
+    A device that is no longer proven ends now. It is removed later, and not while a pod uses it: without the device,
+    the pod would not be evicted. For the same reason a device in use that somebody else has removed is published again.
+    """
+    wanted = {one.name: one for one in proven}
+    for one in written:
+        if one.name not in wanted:
+            ended = one.ended(now)
+            if one.name in used or now < removal_of(ended, now):
+                wanted[one.name] = ended
+    for name in used:
+        if name not in wanted:
+            wanted[name] = ProofDevice.lost(name, now)
+    return tuple(wanted[name] for name in sorted(wanted))
+
+
+def removal_of(ended: ProofDevice, now: datetime) -> datetime:
+    """When an ended device is removed if no pod uses it."""
+    return (ended.end or now) + KEPT_AFTER_END
+
+
+def is_write_due(wanted: Iterable[ProofDevice], written: Mapping[str, ProofDevice], now: datetime) -> bool:
+    """Whether the slice has to be written: the devices differ, an end is nearer than written, or at most half of the
+    time that is left is written."""
+    devices = {one.name: one for one in wanted}
+    return devices.keys() != written.keys() or any(is_end_due(one, written[name], now) for name, one in devices.items())
+
+
+def is_end_due(wanted: ProofDevice, written: ProofDevice, now: datetime) -> bool:
+    if wanted.end == written.end:
+        return False
+    if wanted.end is None or written.end is None or wanted.end < written.end:
+        return True
+    return (written.end - now) * 2 < wanted.end - now
+
+
+def next_change(
+    wanted: Iterable[ProofDevice], written: Mapping[str, ProofDevice], used: Collection[str], now: datetime
+) -> datetime | None:
+    """When these devices have to be written even if nothing else changes; None if never. No write is due now."""
+    return min((moment for one in wanted for moment in changes_of(one, written, used, now)), default=None)
+
+
+def changes_of(
+    one: ProofDevice, written: Mapping[str, ProofDevice], used: Collection[str], now: datetime
+) -> Iterator[datetime]:
+    if one.end is None:
+        return
+    if one.has_ended(now):
+        if one.name not in used:
+            yield removal_of(one, now)
+        return
+    before = written[one.name].end if one.name in written else None
+    if before is not None and before < one.end:
+        # At this moment half of the time that is left is written.
+        yield now + max((before - now) * 2 - (one.end - now), timedelta()) + timedelta(seconds=1)

@@ -1,0 +1,290 @@
+"""Publishes proof devices: one for each GPU whose node has fresh evidence, in ResourceSlices of gpuwarden's driver.
+
+Each device ends with the evidence of its node, so Kubernetes evicts its pod even if no process of gpuwarden runs. An
+end that comes nearer is written at once; one that moves away is written when half of the time is over.
+"""
+
+import asyncio
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from datetime import datetime, timedelta
+from typing import Final
+
+import structlog
+from attrs import define, evolve, field, frozen
+
+from webhook.core.device import Device
+from webhook.core.evidence import Evidence, EvidenceState
+from webhook.core.fleet import Fleet
+from webhook.core.proof_devices import (
+    ProofDevice,
+    device_name,
+    end_of_device,
+    hash_attribute,
+    is_write_due,
+    next_change,
+    published,
+)
+from webhook.core.raw import Raw
+from webhook.dra.claims import AllocatedClaims
+from webhook.dra.written_slices import WrittenSlices
+from webhook.kube.api_objects import ObjectClient
+from webhook.kube.resource_slices import ProofSlice, slices_of
+from webhook.kube.store import RefusedError, StaleError, StoreUnavailableError
+from webhook.runtime.clock import Clock
+
+log = structlog.get_logger(__name__)
+
+# Nodes written in one pass, besides those whose evidence is lost.
+BATCH_SIZE: Final = 200
+# Nodes compared before other tasks get to run.
+NODES_AT_A_TIME: Final = 200
+CONCURRENCY: Final = 8
+# Failures after which a pass stops: the API server may be down.
+MAX_FAILURES: Final = 3
+# When a slice that the API server rejects is tried again.
+AGAIN_AFTER: Final = timedelta(minutes=1)
+# A higher generation was not written by us, and leaves no room for the next ones.
+MAX_GENERATION: Final = 2**62
+PUBLISHED, ENDED = "published", "ended"
+
+
+@frozen
+class SliceWrites:
+    """What has to be done for one node, in this order."""
+
+    node: str
+    deleted: tuple[ProofSlice, ...]
+    written: tuple[Raw, ...]
+    # Whether a device ends earlier than it is written.
+    is_urgent: bool
+
+
+@define(eq=False, repr=False)
+class ProofSlices:
+    """The elected leader writes in `step`. `is_current` is about the watches behind the fleet, `are_claims_current`
+    about the one of claims: while it is interrupted, each device counts as used."""
+
+    _objects: ObjectClient
+    _fleet: Fleet
+    _claims: AllocatedClaims
+    _clock: Clock
+    _is_current: Callable[[], bool]
+    _are_claims_current: Callable[[], bool]
+    _gpu_driver: str
+    _count_write: Callable[[str], None] = lambda _: None
+    view: WrittenSlices = field(factory=WrittenSlices, init=False)
+    _changed: set[str] = field(init=False)
+    # Nodes to compare because something has changed, and nodes with writes that are not urgent.
+    _todo: dict[str, None] = field(factory=dict, init=False)
+    _waiting: dict[str, None] = field(factory=dict, init=False)
+    # When nodes have to be compared again, and the first of these moments.
+    _due: dict[str, datetime] = field(factory=dict, init=False)
+    _first_due: datetime | None = field(default=None, init=False)
+    _failures: int = field(default=0, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._changed = self._fleet.collect_changes()
+
+    def begin(self) -> None:
+        """This process was elected: compare all nodes."""
+        self._todo.update(dict.fromkeys((*self._fleet.indexed_nodes, *self.view.nodes())))
+
+    async def step(self) -> None:
+        """One pass over what has changed. What fails is left for the next one."""
+        if not self._is_current():
+            return
+        now = self._clock()
+        self._fleet.advance(now)
+        self._collect(now)
+        batch = await self._needed(now)
+        self._failures, limit = 0, asyncio.Semaphore(CONCURRENCY)
+        done = await asyncio.gather(*(self._attempt(one, limit, now) for one in batch), return_exceptions=True)
+        left = done.count(False)
+        if left:
+            log.warning("proof devices left for the next pass", nodes=left)
+        for one in done:  # a bug with one node must not stop the others
+            if isinstance(one, BaseException):
+                raise one
+
+    def counts(self) -> dict[str, int]:
+        """The written devices by state."""
+        now, found = self._clock(), {PUBLISHED: 0, ENDED: 0}
+        for node in self.view.nodes():
+            for one in self.view.devices(node).values():
+                found[ENDED if one.has_ended(now) else PUBLISHED] += 1
+        return found
+
+    def is_outlasting(self, node: str) -> bool:
+        """Whether a device is written that has to end earlier, because the node has lost its evidence."""
+        evidence, now = self._fresh_evidence(node), self._clock()
+        written = (one for one in self.view.devices(node).values() if not one.has_ended(now))
+        return any(evidence is None or ends_before(evidence, one) for one in written)
+
+    # What has to be written.
+
+    def _collect(self, now: datetime) -> None:
+        """Enters the nodes that have to be compared."""
+        self._todo.update(dict.fromkeys((*self._changed, *self.view.take_changes(), *self._claims.take_changes())))
+        self._changed.clear()
+        if self._first_due is not None and self._first_due <= now:
+            late = [node for node, moment in self._due.items() if moment <= now]
+            for node in late:
+                del self._due[node]
+            self._todo.update(dict.fromkeys(late))
+            self._first_due = min(self._due.values(), default=None)
+
+    async def _needed(self, now: datetime) -> list[SliceWrites]:
+        """All urgent writes, then others until the pass is full. Their nodes are compared again in the next pass:
+        somebody may delete the slice before we see it."""
+        found = []
+        for number, node in enumerate(list(self._todo)):
+            del self._todo[node]
+            self._waiting.pop(node, None)
+            writes = self._compared(node, now)
+            if writes is not None and writes.is_urgent:
+                found.append(writes)
+                self._todo[node] = None
+            elif writes is not None:
+                self._waiting[node] = None
+            if number % NODES_AT_A_TIME == NODES_AT_A_TIME - 1:
+                await asyncio.sleep(0)
+        for node in list(self._waiting)[: max(0, BATCH_SIZE - len(found))]:
+            del self._waiting[node]
+            writes = self._compared(node, now)
+            if writes is not None:
+                found.append(writes)
+                self._todo[node] = None
+        return found
+
+    def _compared(self, node: str, now: datetime) -> SliceWrites | None:
+        slices, written = self.view.of(node), self.view.devices(node)
+        used = {*self._claims.proofs_in_use(node), *(() if self._are_claims_current() else written)}
+        wanted = published(self._proven(node, written, used), written.values(), used, now)
+        is_sound = self._is_sound(node, slices, written)
+        if is_sound and not is_write_due(wanted, written, now):
+            self._compare_at(node, next_change(wanted, written, used, now))
+            return None
+        generation = max((one.generation for one in slices), default=0)
+        is_worn = generation >= MAX_GENERATION
+        if not is_sound or [one.name for one in wanted] != sorted(written):
+            generation = 1 if is_worn else generation + 1
+        raws = slices_of(node, wanted, generation, self._gpu_driver)
+        names = {raw["metadata"]["name"] for raw in raws}
+        return SliceWrites(
+            node,
+            deleted=tuple(one for one in slices if is_worn or one.name not in names),
+            written=tuple(raws),
+            is_urgent=any(ends_earlier(one, written) for one in wanted),
+        )
+
+    def _is_sound(self, node: str, slices: Collection[ProofSlice], written: Mapping[str, ProofDevice]) -> bool:
+        """Whether the slices are as we write them for these devices."""
+        generation = max((one.generation for one in slices), default=0)
+        devices = [written[name] for name in sorted(written)]
+        ours = {raw["metadata"]["name"]: raw for raw in slices_of(node, devices, generation, self._gpu_driver)}
+        return len(ours) == len(slices) and all(one.name in ours and one.has_spec_of(ours[one.name]) for one in slices)
+
+    def _proven(self, node: str, written: Mapping[str, ProofDevice], used: set[str]) -> Iterator[ProofDevice]:
+        """The proven devices of the node. One in use stays proven when its GPU is no longer offered: only the evidence
+        decides whether its pod may go on."""
+        evidence = self._fresh_evidence(node)
+        if evidence is None:
+            return
+        for device in self._fleet.indexed_nodes[node].node.devices:
+            if self._is_offered(device):
+                yield ProofDevice.of(device.uuid, evidence.hash, evidence.until)
+        yield from still_proven((written[name] for name in used if name in written), evidence)
+
+    def _fresh_evidence(self, node: str) -> Evidence | None:
+        indexed = self._fleet.indexed_nodes.get(node)
+        return indexed.evidence if indexed is not None and indexed.state is EvidenceState.FRESH else None
+
+    def _is_offered(self, device: Device) -> bool:
+        """Not held by a reservation or set aside for one, healthy, and on this node only."""
+        return self._fleet.may_be_offered(device) and not self._fleet.holders(device.uuid)
+
+    def _compare_at(self, node: str, moment: datetime | None) -> None:
+        if moment is None:
+            self._due.pop(node, None)
+            return
+        self._due[node] = moment
+        self._first_due = moment if self._first_due is None else min(moment, self._first_due)
+
+    # Writing.
+
+    async def _attempt(self, writes: SliceWrites, limit: asyncio.Semaphore, now: datetime) -> bool:
+        """Whether nothing is left for the next pass."""
+        async with limit:
+            if self._failures >= MAX_FAILURES:
+                return False
+            try:
+                await self._write(writes)
+            except RefusedError as exc:
+                log.warning("proof devices rejected by the API server", node=writes.node, problem=str(exc))
+                self._count_write("refused")
+                self._todo.pop(writes.node, None)
+                self._compare_at(writes.node, now + AGAIN_AFTER)
+            except (StaleError, StoreUnavailableError) as exc:
+                log.debug("proof devices left for the next pass", node=writes.node, exc_info=exc)
+                self._count_write("failed")
+                self._failures = self._failures + 1 if isinstance(exc, StoreUnavailableError) else 0
+                return False
+            self._failures = 0
+            return True
+
+    async def _write(self, writes: SliceWrites) -> None:
+        for one in writes.deleted:
+            await self._delete(one)
+        for raw in writes.written:
+            await self._write_slice(raw)
+        log.info("proof devices written", node=writes.node, slices=len(writes.written))
+
+    async def _delete(self, one: ProofSlice) -> None:
+        try:
+            await self._objects.delete({"metadata": one.metadata})
+        except StaleError:
+            await self._read_again(one.name)
+            raise
+        self.view.forget(one.name)
+        self._count_write("deleted")
+
+    async def _write_slice(self, raw: Raw) -> None:
+        known = self.view.get(raw["metadata"]["name"])
+        if known is not None and known.has_spec_of(raw):
+            return
+        try:
+            if known is None:
+                self.view.changed(await self._objects.create(raw))
+            else:
+                self.view.changed(await self._objects.replace(known.replaced_by(raw)))
+        except StaleError:
+            await self._read_again(raw["metadata"]["name"])
+            raise
+        self._count_write("written")
+
+    async def _read_again(self, name: str) -> None:
+        found = await self._objects.get(name)
+        if found is None:
+            self.view.forget(name)
+        else:
+            self.view.changed(found)
+
+
+def still_proven(used: Iterable[ProofDevice], evidence: Evidence) -> Iterator[ProofDevice]:
+    """The devices that prove the same as this evidence, with its end."""
+    attribute, end = hash_attribute(evidence.hash), end_of_device(evidence.until)
+    for one in used:
+        if one.hash == attribute and one.name == device_name(one.uuid, attribute):
+            yield evolve(one, end=end)
+
+
+def ends_before(evidence: Evidence, one: ProofDevice) -> bool:
+    """Whether the evidence ends before this device, or is no proof of it."""
+    end = end_of_device(evidence.until)
+    is_shorter = end is not None and (one.end is None or end < one.end)
+    return is_shorter or one.hash != hash_attribute(evidence.hash)
+
+
+def ends_earlier(one: ProofDevice, written: Mapping[str, ProofDevice]) -> bool:
+    before = written.get(one.name)
+    return before is not None and one.end is not None and (before.end is None or one.end < before.end)

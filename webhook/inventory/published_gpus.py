@@ -1,0 +1,96 @@
+"""The GPUs that a DRA driver publishes for each node, from a watch of its ResourceSlices."""
+
+from collections.abc import Iterable, Mapping
+from datetime import datetime, timedelta
+from typing import Final
+
+from attrs import define, field
+
+from webhook.core.device import Device
+from webhook.core.raw import Raw
+from webhook.kube.gpu_slices import GpuSlice, gpu_slice
+from webhook.kube.view import ObjectView
+from webhook.runtime.clock import Clock
+
+# kubelet deletes the slices of its node when it starts and when a driver is away for 30 seconds.
+KEPT_WITHOUT_SLICES: Final = timedelta(minutes=2)
+
+
+@define(eq=False, repr=False)
+class PublishedGpus:
+    """Listener of the watch. A pool that is being written, or that has just lost its slices, keeps its last GPUs."""
+
+    _clock: Clock
+    slices: ObjectView[GpuSlice] = field(factory=lambda: ObjectView(gpu_slice), init=False)
+    # Slices by node and name. A node may have several pools.
+    _of_node: dict[str, dict[str, GpuSlice]] = field(factory=dict, init=False)
+    _node_of: dict[str, str] = field(factory=dict, init=False)
+    _known: dict[str, tuple[Device, ...]] = field(factory=dict, init=False)
+    _without_slices: dict[str, datetime] = field(factory=dict, init=False)
+
+    def replaced(self, objects: Mapping[str, Raw]) -> None:
+        self.slices.replaced(objects)
+
+    def changed(self, raw: Raw) -> None:
+        self.slices.changed(raw)
+
+    def deleted(self, raw: Raw) -> None:
+        self.slices.deleted(raw)
+
+    def devices_of(self, node: str) -> tuple[Device, ...] | None:
+        """None if no driver publishes GPUs for the node."""
+        return self._known.get(node)
+
+    def is_known(self, node: str) -> bool:
+        """False if slices exist, and the pool has not been complete yet."""
+        return node in self._known or not self._of_node.get(node)
+
+    def take_changes(self) -> list[str]:
+        """The nodes whose GPUs have changed since the last call."""
+        now = self._clock()
+        nodes = dict.fromkeys(node for name in self.slices.take_changes() for node in self._moved(name))
+        nodes |= dict.fromkeys(
+            node for node, since in self._without_slices.items() if now - since >= KEPT_WITHOUT_SLICES
+        )
+        return [node for node in nodes if self._has_changed(node, now)]
+
+    def _moved(self, name: str) -> set[str]:
+        """Enters the slice. Returns its last node and its current one."""
+        nodes = set()
+        last, current = self._node_of.pop(name, None), self.slices.get(name)
+        if last is not None:
+            del self._of_node[last][name]
+            nodes.add(last)
+        if current is not None and current.node:
+            self._node_of[name] = current.node
+            self._of_node.setdefault(current.node, {})[name] = current
+            nodes.add(current.node)
+        return nodes
+
+    def _has_changed(self, node: str, now: datetime) -> bool:
+        before = self._known.get(node)
+        slices = self._of_node.get(node, {})
+        if slices:
+            self._without_slices.pop(node, None)
+            found = complete_devices(slices.values())
+            if found is not None:
+                self._known[node] = found
+        elif now - self._without_slices.setdefault(node, now) >= KEPT_WITHOUT_SLICES:
+            for states in (self._known, self._without_slices, self._of_node):
+                states.pop(node, None)
+        return self._known.get(node) != before
+
+
+def complete_devices(slices: Iterable[GpuSlice]) -> tuple[Device, ...] | None:
+    """The devices of the newest generation of each pool, once each. None while a pool is incomplete."""
+    pools: dict[str, list[GpuSlice]] = {}
+    for one in slices:
+        pools.setdefault(one.pool, []).append(one)
+    devices = {}
+    for parts in pools.values():
+        newest = max(one.generation for one in parts)
+        current = [one for one in parts if one.generation == newest]
+        if len(current) < max(one.count for one in current):
+            return None
+        devices.update({device.uuid: device for one in current for device in one.devices})
+    return tuple(devices[uuid] for uuid in sorted(devices))

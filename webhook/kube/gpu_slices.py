@@ -1,0 +1,91 @@
+"""Reads ResourceSlices of the driver of the GPUs. Attributes have the names that NVIDIA's driver uses."""
+
+from collections.abc import Iterator
+from typing import Final
+
+import msgspec
+
+from webhook.core.device import Device, DeviceUuid, is_uuid
+from webhook.core.raw import Raw
+from webhook.kube.resource_slices import AttributeWire, PoolWire, UnreadableSliceError
+
+# Others are GPUs or MIG devices in another form, such as a whole GPU for a virtual machine.
+TYPES: Final = ("", "gpu", "mig")
+REPELS: Final = ("NoSchedule", "NoExecute")
+# An attribute has at most 64 bytes. The limit of the GPUNode CRD (manifests/gpunodes.yaml) for the memory.
+MAX_TEXT: Final = 64
+MAX_MEMORY: Final = 32
+
+
+class GpuTaintWire(msgspec.Struct, frozen=True):
+    effect: str = ""
+
+
+class QuantityWire(msgspec.Struct, frozen=True):
+    value: str | int | float = ""
+
+
+class GpuDeviceWire(msgspec.Struct, frozen=True):
+    name: str
+    attributes: dict[str, AttributeWire] = {}
+    capacity: dict[str, QuantityWire] = {}
+    taints: list[GpuTaintWire] = []
+
+    def attribute(self, name: str) -> str:
+        text = self.attributes.get(name, AttributeWire()).string
+        return text if text.isprintable() and len(text) <= MAX_TEXT else ""
+
+
+class GpuPoolWire(PoolWire, frozen=True, rename="camel"):
+    resource_slice_count: int = 1
+
+
+class GpuSliceSpecWire(msgspec.Struct, frozen=True, rename="camel"):
+    pool: GpuPoolWire
+    node_name: str | None = None
+    node_selector: Raw | None = None
+    devices: list[GpuDeviceWire] = []
+
+
+class GpuSliceWire(msgspec.Struct, frozen=True):
+    spec: GpuSliceSpecWire
+
+
+class GpuSlice(msgspec.Struct, frozen=True):
+    """One slice of a pool. `node` is empty if its devices are not those of one node."""
+
+    pool: str
+    node: str
+    generation: int
+    count: int
+    devices: tuple[Device, ...]
+
+
+def gpu_slice(raw: Raw) -> GpuSlice:
+    """Raises UnreadableSliceError."""
+    try:
+        spec = msgspec.convert(raw, GpuSliceWire).spec
+    except msgspec.ValidationError as exc:
+        raise UnreadableSliceError(str(exc)) from exc
+    # A pool that selects its node is named after it.
+    node = spec.node_name or (spec.pool.name if spec.node_selector is not None else "")
+    count = spec.pool.resource_slice_count
+    return GpuSlice(spec.pool.name, node, spec.pool.generation, count, tuple(gpus_of(spec)))
+
+
+def gpus_of(spec: GpuSliceSpecWire) -> Iterator[Device]:
+    """The GPUs and MIG devices with a UUID."""
+    for one in spec.devices:
+        uuid = one.attribute("uuid")
+        if one.attribute("type") in TYPES and is_uuid(uuid):
+            yield Device(
+                uuid=DeviceUuid(uuid),
+                model=" ".join(filter(None, (one.attribute("productName"), one.attribute("profile")))),
+                memory=memory_of(one),
+                is_healthy=not any(taint.effect in REPELS for taint in one.taints),
+            )
+
+
+def memory_of(one: GpuDeviceWire) -> str:
+    text = str(one.capacity.get("memory", QuantityWire()).value)
+    return text if text.isprintable() and len(text) <= MAX_MEMORY else ""

@@ -1,0 +1,173 @@
+"""Reads and writes ResourceSlices of gpuwarden's driver. A node is one pool."""
+
+import hashlib
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Annotated
+
+import msgspec
+
+from webhook.core.errors import GpuwardenError
+from webhook.core.keys import MANAGED_BY, OURS
+from webhook.core.names import MAX_SUBDOMAIN
+from webhook.core.proof_claims import EVIDENCE_ENDS
+from webhook.core.proof_devices import DRIVER, ProofDevice
+from webhook.core.raw import Raw
+from webhook.runtime.clock import LONG_AGO, is_plausible
+
+API_VERSION = "resource.k8s.io/v1"
+# The API server's limit for slices whose devices have taints.
+MAX_DEVICES = 64
+HASH, INDEX, COUNT = "hash", "index", "count"
+
+Timestamp = Annotated[datetime, msgspec.Meta(tz=True)]
+
+
+class UnreadableSliceError(GpuwardenError):
+    """gpuwarden did not write the slice."""
+
+
+class AttributeWire(msgspec.Struct, frozen=True):
+    string: str = ""
+
+
+class ProofTaintWire(msgspec.Struct, frozen=True, rename="camel"):
+    key: str
+    time_added: Timestamp | None = None
+
+
+class ProofDeviceWire(msgspec.Struct, frozen=True):
+    name: str
+    attributes: dict[str, AttributeWire] = {}
+    taints: list[ProofTaintWire] = []
+
+
+class PoolWire(msgspec.Struct, frozen=True):
+    name: str
+    generation: int = 0
+
+
+class SpecWire(msgspec.Struct, frozen=True):
+    driver: str
+    pool: PoolWire
+    devices: list[ProofDeviceWire] = []
+
+
+class SliceWire(msgspec.Struct, frozen=True):
+    spec: SpecWire
+
+
+class ProofSlice(msgspec.Struct, frozen=True):
+    """One slice as it is written. Of the object only what a write needs is kept: a cluster has thousands."""
+
+    node: str
+    generation: int
+    devices: tuple[ProofDevice, ...]
+    metadata: Raw
+    digest: bytes
+
+    @property
+    def name(self) -> str:
+        return str(self.metadata["name"])
+
+    def has_spec_of(self, raw: Raw) -> bool:
+        return self.digest == digest_of(raw["spec"])
+
+    def replaced_by(self, raw: Raw) -> Raw:
+        """The object with the spec of another."""
+        return {**raw, "metadata": self.metadata}
+
+
+def digest_of(spec: Raw) -> bytes:
+    return hashlib.sha256(msgspec.json.encode(spec, order="sorted")).digest()
+
+
+def any_slice(raw: Raw) -> ProofSlice:
+    """A slice of gpuwarden's driver, whoever has written it. One that cannot be parsed has no devices."""
+    metadata, digest = raw["metadata"], digest_of(raw["spec"])
+    try:
+        spec = parsed(raw).spec
+        devices = tuple(map(proof_device, spec.devices))
+    except UnreadableSliceError:
+        return ProofSlice(str(raw["spec"]["pool"]["name"]), 0, (), metadata, digest)
+    return ProofSlice(spec.pool.name, spec.pool.generation, devices, metadata, digest)
+
+
+def proof_devices_of(raw: Raw) -> tuple[ProofDevice, ...]:
+    """The devices of a slice. Raises UnreadableSliceError."""
+    return tuple(map(proof_device, parsed(raw).spec.devices))
+
+
+def parsed(raw: Raw) -> SliceWire:
+    try:
+        wire = msgspec.convert(raw, SliceWire)
+    except msgspec.ValidationError as exc:
+        raise UnreadableSliceError(str(exc)) from exc
+    if wire.spec.driver != DRIVER:
+        raise UnreadableSliceError(f"a slice of the driver {wire.spec.driver}")
+    return wire
+
+
+def proof_device(wire: ProofDeviceWire) -> ProofDevice:
+    uuid = next((one.string for name, one in wire.attributes.items() if name.endswith("/uuid")), "")
+    hash = wire.attributes.get(HASH, AttributeWire()).string
+    return ProofDevice(wire.name, uuid, hash, end_of(wire))
+
+
+def end_of(wire: ProofDeviceWire) -> datetime | None:
+    ends = [one.time_added for one in wire.taints if one.key == EVIDENCE_ENDS]
+    if not ends:
+        return None
+    return min(one if one is not None and is_plausible(one) else LONG_AGO for one in ends)
+
+
+def slices_of(node: str, devices: Sequence[ProofDevice], generation: int, gpu_driver: str) -> list[Raw]:
+    """The slices of a node, in order. Without devices there are none."""
+    parts = [devices[first : first + MAX_DEVICES] for first in range(0, len(devices), MAX_DEVICES)]
+    places = {one.name: place for place, one in enumerate(devices)}
+    return [
+        {
+            "apiVersion": API_VERSION,
+            "kind": "ResourceSlice",
+            "metadata": {"name": slice_name(node, number), "labels": {MANAGED_BY: OURS}},
+            "spec": {
+                "driver": DRIVER,
+                "pool": {"name": node, "generation": generation, "resourceSliceCount": len(parts)},
+                "nodeSelector": on_node(node),
+                "devices": [raw_device(one, places[one.name], len(devices), gpu_driver) for one in part],
+            },
+        }
+        for number, part in enumerate(parts)
+    ]
+
+
+def on_node(node: str) -> Raw:
+    """Selects the node. A kubelet deletes slices that name it in `nodeName` when it starts."""
+    field = {"key": "metadata.name", "operator": "In", "values": [node]}
+    return {"nodeSelectorTerms": [{"matchFields": [field]}]}
+
+
+def raw_device(one: ProofDevice, place: int, count: int, gpu_driver: str) -> Raw:
+    attributes: Raw = {
+        f"{gpu_driver}/uuid": {"string": one.uuid},
+        HASH: {"string": one.hash},
+        INDEX: {"int": place},
+        COUNT: {"int": count},
+    }
+    raw: Raw = {"name": one.name, "attributes": attributes}
+    if one.end is not None:
+        raw["taints"] = [{"key": EVIDENCE_ENDS, "effect": "NoExecute", "timeAdded": stamp(one.end)}]
+    return raw
+
+
+def slice_name(node: str, number: int) -> str:
+    """The name of a slice of the node. Long names of nodes are cut and made unique by a digest."""
+    name = f"gpuwarden-{node}-{number}"
+    if len(name) <= MAX_SUBDOMAIN:
+        return name
+    digest = hashlib.sha256(node.encode()).hexdigest()[:16]
+    return f"gpuwarden-{node[:200].rstrip('-.')}-{digest}-{number}"
+
+
+def stamp(moment: datetime) -> str:
+    return moment.astimezone(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")

@@ -1,0 +1,132 @@
+"""Decides whether a claim with proof devices may be prepared: only while this node is proven for its hash.
+
+Nothing is remembered between two calls. The kubelet repeats a call if another driver of the same pod was not ready, and
+evidence may have ended in between.
+"""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timedelta
+from typing import Final, Protocol
+
+import msgspec
+import structlog
+from attrs import frozen
+
+from webhook.core.errors import GpuwardenError
+from webhook.core.proof_devices import HASH_DIGITS, hash_attribute
+from webhook.core.raw import Raw
+from webhook.evidence.jwt.jwt_svid import MAX_LIFE, read_token
+from webhook.kube.proof_allocations import AllocatedProof, proof_allocation
+from webhook.node.dra_messages import ClaimName, PreparedClaim, PreparedDevice
+from webhook.node.node_identity import NodeIdentity
+from webhook.runtime.clock import Clock
+
+log = structlog.get_logger(__name__)
+
+# Fixed, so that the SPIRE agent keeps a token for it: a short outage of SPIRE Server does not matter. `serve` accepts
+# no token with this audience.
+AUDIENCE: Final = "gpuwarden.io/prepare"
+# The reason is shown in an Event of the pod, with at most 1024 characters.
+MAX_REASON: Final = 500
+# Requests to the API server at the same time.
+MAX_READS: Final = 8
+
+
+class NotPreparedError(GpuwardenError):
+    """The claim must not be prepared now. The text is the reason in the pod's Event."""
+
+
+class PodClaims(Protocol):
+    """Where claims are read from."""
+
+    async def get(self, namespace: str, name: str) -> Raw | None:
+        """None if there is none. Raises GpuwardenError."""
+
+
+@frozen(eq=False)
+class ClaimCheck:
+    """Checks claims against the evidence of this node."""
+
+    identity: NodeIdentity
+    claims: PodClaims
+    clock: Clock
+    skew: timedelta
+    reads: asyncio.Semaphore
+
+    async def prepare(self, names: Sequence[ClaimName]) -> Mapping[str, PreparedClaim]:
+        """The answer for each claim, by uid."""
+        found = await asyncio.gather(*map(self._answer, names))
+        return {name.uid: one for name, one in zip(names, found, strict=True)}
+
+    async def _answer(self, name: ClaimName) -> PreparedClaim:
+        try:
+            async with self.reads:
+                devices = await self._devices(name)
+        except GpuwardenError as exc:
+            log.warning("claim not prepared", claim=str(name), problem=str(exc))
+            return PreparedClaim(error=str(exc)[:MAX_REASON])
+        log.info("claim prepared", claim=str(name), devices=[one.device for one in devices])
+        return PreparedClaim(devices)
+
+    async def _devices(self, name: ClaimName) -> tuple[PreparedDevice, ...]:
+        """The evidence is read after the claim: it has to be good now. Raises GpuwardenError."""
+        proofs = proofs_in(await self.claims.get(name.namespace, name.name), name)
+        hash = await self._proven_hash()
+        for one in proofs:
+            check_proof(one, self.identity.node, hash)
+        return tuple(PreparedDevice(one.request, one.pool, one.device) for one in proofs)
+
+    async def _proven_hash(self) -> str:
+        """The attribute of the hash that this node is proven for at this moment. Raises GpuwardenError."""
+        try:
+            svid, parts = await self.identity.svid(AUDIENCE)
+            check_token(svid.token, svid.spiffe_id, self.clock(), self.skew)
+        except GpuwardenError as exc:
+            raise NotPreparedError(f"node {self.identity.node} has no evidence at this moment: {exc}") from exc
+        return hash_attribute(parts.hash)
+
+
+def proofs_in(raw: Raw | None, name: ClaimName) -> tuple[AllocatedProof, ...]:
+    """The proof devices of the claim. Raises NotPreparedError."""
+    if raw is None:
+        raise NotPreparedError(f"the ResourceClaim {name} does not exist")
+    try:
+        found = proof_allocation(raw)
+    except msgspec.ValidationError as exc:
+        raise NotPreparedError(f"the ResourceClaim {name} cannot be parsed: {exc}") from exc
+    if found.uid != name.uid:
+        raise NotPreparedError(f"the ResourceClaim {name} is another one of the same name")
+    if not found.proofs:
+        raise NotPreparedError(f"the ResourceClaim {name} has no allocated proof device")
+    return found.proofs
+
+
+def check_proof(proof: AllocatedProof, node: str, hash: str) -> None:
+    """Whether the device is a proof of this node for this hash. Raises NotPreparedError."""
+    if proof.pool != node:
+        raise NotPreparedError(f"the proof device {proof.device} is of node {proof.pool}, and this is node {node}")
+    if proof.hash is None:
+        raise NotPreparedError(f"the ResourceClaim does not say which hash the request {proof.request} is for")
+    if proof.hash != hash:
+        raise NotPreparedError(f"node {node} is proven for the hash {hash}, and the pod requires {proof.hash}")
+    if proof.device.rpartition("-")[2] != hash[:HASH_DIGITS]:
+        raise NotPreparedError(f"the proof device {proof.device} is not for the hash {hash}")
+
+
+def check_token(text: str, spiffe_id: str, now: datetime, skew: timedelta) -> None:
+    """The Workload API is trusted, so the signature is not checked; its answer may be old. Raises NotPreparedError or
+    BadTokenError."""
+    token = read_token(text)
+    if (token.subject, token.audience) != (spiffe_id, AUDIENCE):
+        raise NotPreparedError("the Workload API has sent a token for another identity or audience")
+    seconds, life = now.timestamp(), token.expires - token.issued
+    if token.expires <= seconds:
+        raise NotPreparedError(f"its token has expired {seconds - token.expires:.0f} s ago")
+    if max(token.issued, token.not_before) > seconds + skew.total_seconds():
+        raise NotPreparedError("its token was issued in the future")
+    if life > MAX_LIFE.total_seconds():
+        raise NotPreparedError(
+            f"its token is valid for {min(life, 10**9)} s, the maximum is {MAX_LIFE.total_seconds():g} s: "
+            "set jwtSVIDTTL to 60 s in its registration entry"
+        )
