@@ -87,6 +87,7 @@ e2e: parts ## run the tests with a real control plane (needs Go)
 	$(BIN)/python -m pytest tests/e2e -n $(E2E_PROCESSES) --dist loadfile $(ONCE_MORE) $(PYTEST_ARGS)
 
 chaos: parts promtool ## run the long tests, for hours (needs Go)
+	@$(BIN)/python -m scripts.controlplane build kueue
 	$(BIN)/python -m pytest tests/project/test_alerts.py
 	$(BIN)/python -m pytest tests/e2e -m long $(PYTEST_ARGS)
 

@@ -26,6 +26,7 @@ from webhook.kube.install.policies import (
     certs,
     dra,
     export,
+    kueue,
     native,
     policies,
     rbac,
@@ -274,6 +275,7 @@ def crds_template() -> str:
 # Roles that only some installations need: their shipped name, their name in the chart and the condition.
 EXTRA_ROLES: Final = {
     "gpuwarden-extender-bind": ("extender-bind", "serve", ".Values.extender.bind"),
+    "gpuwarden-kueue": ("kueue", "reconcile", "(and .Values.reconcile.enabled .Values.settings.kueue)"),
     # For other clients: not bound to any account.
     "gpuwarden-finalize": ("finalize", "serve", ".Values.serve.enabled"),
 }
@@ -329,7 +331,7 @@ def enabled(component: str) -> str:
 
 def rbac_template() -> str:
     texts = [HEAD]
-    shipped = [*rbac(RELEASE), *export(RELEASE), *certs(RELEASE), *score(RELEASE)]
+    shipped = [*rbac(RELEASE), *export(RELEASE), *certs(RELEASE), *score(RELEASE), *kueue(RELEASE)]
     for component, roles in by_component(one for one in shipped if name_of(one) not in EXTRA_ROLES).items():
         condition = f"and .Values.rbac.create {enabled(component)}"
         texts.append(when(condition, roles_text(roles, component, component)))

@@ -258,9 +258,9 @@ def add_installation(parser: Parser) -> None:
     parser.add_argument(
         "what",
         nargs="?",
-        choices=("rbac", "webhooks", "policies", "crds", "export", "certs", "score", "dra", "all"),
+        choices=("rbac", "webhooks", "policies", "crds", "export", "certs", "score", "dra", "kueue", "all"),
         default="all",
-        help="default: all, without the rights of `export`, `certs` and `score`, and without `dra`",
+        help="default: all, without the rights of `export`, `certs` and `score`, those for Kueue, and without `dra`",
     )
     parser.add_argument(
         "--gpu-namespace", default="gpu-operator", help="namespace of the device plugin's pods (default: gpu-operator)"

@@ -110,6 +110,7 @@ PARSERS = (
     Parser("pod of the list of ends", stored(binding_ends.Unbound.of), "pods", UNREADABLE),
     Parser("BindingEnds", stored(objects.kept_ends), "ends", UNREADABLE),
     Parser("StatefulSet with a map", stored(objects.mapped_set), "sets", UNREADABLE),
+    Parser("Workload of Kueue", stored(objects.of_kueue), "workloads", UNREADABLE),
     Parser("Namespace", stored(objects.namespace), "namespaces", UNREADABLE),
     Parser("node whose kubelet lives", stored(NodeSnapshot.of), "nodes", UNREADABLE),
     Parser("node with readings", stored(discovery.annotations_of), "nodes", UNREADABLE),

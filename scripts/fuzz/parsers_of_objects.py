@@ -7,8 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 from webhook.admission import binding_ends, namespaces, placement_maps
+from webhook.admission.kueue.workload import AdmissionCheck, Workload, flavor_of
 from webhook.core import keys
+from webhook.core.claim import ClaimRules, claim_of
 from webhook.core.fleet import Fleet
+from webhook.core.pod import Pod
 from webhook.evidence.jwt import cluster_proofs as node_proofs
 from webhook.evidence.jwt.jwt_bundle import BadBundleError, JwtBundle, check_succession
 from webhook.kube.json_objects import object_in
@@ -47,6 +50,13 @@ def end_of_pod(raw: Raw) -> object:
 
 def kept_ends(raw: Raw) -> object:
     return binding_ends.StoredEnds.of(raw).ends()
+
+
+def of_kueue(raw: Raw) -> object:
+    """Everything that is read of a Workload, and of the kinds that it refers to."""
+    found = Workload.of(raw)
+    pods = [] if found is None else [one.pod(found.namespace, [flavor_of(raw)]) for one in found.pod_sets]
+    return AdmissionCheck.of(raw), [claim_of(Pod.parse(one), ClaimRules()) for one in pods]
 
 
 def mapped_set(raw: Raw) -> object:

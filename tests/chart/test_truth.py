@@ -23,6 +23,7 @@ from webhook.kube.install.policies import (
     certs,
     dra,
     export,
+    kueue,
     policies,
     rbac,
     score,
@@ -351,6 +352,25 @@ def test_scheduler_permissions_equal_the_example() -> None:
     binding = one(found, "ClusterRoleBinding", called)
     assert binding["subjects"] == one(example, "ClusterRoleBinding", called)["subjects"]
     assert binding["roleRef"]["name"] == called
+
+
+@pytest.mark.parametrize(
+    ("values", "is_made"),
+    [
+        pytest.param({"settings.kueue": True}, True, id="on"),
+        pytest.param({"settings.kueue": False}, False, id="off"),
+        pytest.param({}, False, id="not set"),
+        pytest.param({"settings.kueue": True, "rbac.create": False}, False, id="roles of the user's own"),
+    ],
+)
+def test_reconciler_may_answer_kueue_only_if_it_does(values: dict[str, Any], is_made: bool) -> None:
+    found = rendered(values)
+    called = "gpuwarden-kueue"
+    made = [each for each in of_kind(found, "ClusterRoleBinding") if each["metadata"]["name"] == called]
+    assert bool(made) is is_made
+    if is_made:
+        assert [each["name"] for each in made[0]["subjects"]] == ["gpuwarden-reconcile"]
+        assert one(found, "ClusterRole", called)["rules"] == one(kueue(Installation()), "ClusterRole", called)["rules"]
 
 
 def test_cert_manager_certificate_equals_that_of_certs() -> None:

@@ -56,6 +56,7 @@ ELSEWHERE = {
     "webhook/export/outbox.py": "a file of its own: tests/export/test_outbox.py damages it",
     "webhook/kube/watch.py": "around objects: tests/kube/test_watch_faults.py",
     "webhook/kube/requests.py": "around objects: tests/kube/test_election.py",
+    "webhook/admission/kueue/api_checks.py": "around objects: tests/admission/kueue/test_api_checks.py",
     "webhook/evidence/spire/workload_api.py": "around SVIDs: tests/evidence/spire/test_workload_api.py",
     "webhook/evidence/jwt/bundle_endpoint.py": "around bundles: tests/evidence/jwt/test_bundle_endpoint.py",
     "webhook/node/attest.py": "the server that a node was given: tests/node/test_attest.py",

@@ -7,8 +7,9 @@ from datetime import datetime, timedelta
 from attrs import define, field
 
 from webhook.admission.pending_limits import PendingLimiter, PendingLimits
+from webhook.core.backfill import queued_ahead
 from webhook.core.claim import Claim
-from webhook.core.decide import MAX_PLACEMENTS, ClaimSearch, EvidencePolicy, decide
+from webhook.core.decide import MAX_PLACEMENTS, EvidencePolicy, decide
 from webhook.core.errors import (
     DeadlinePassedError,
     LedgerUnavailableError,
@@ -17,7 +18,7 @@ from webhook.core.errors import (
     SlotsTakenError,
 )
 from webhook.core.fleet import Fleet
-from webhook.core.queue_order import ClaimKind, QueueOrder, earlier_pod_waits
+from webhook.core.queue_order import QueueOrder
 from webhook.core.reasons import Reason
 from webhook.core.reservation import Placement, Reservation, ReservationRequest
 from webhook.core.verdict import Deny
@@ -59,19 +60,9 @@ class Reserver:
         return decide(claim, self.fleet, self.policy, most=most)
 
     def queued_ahead(self, claim: Claim) -> Deny | None:
-        """Denies the claim if a queued claim of its kind can be served first. Queued claims that cannot be served and
-        those without devices do not count.
-
-        One search answers for all queued claims of the kind: they differ in their number of GPUs only.
-        """
-        counts = self.queue_order.counts(ClaimKind.of(claim)) if len(self.queue_order) and claim.count else []
-        counts = [count for count in counts if count]
-        if not counts:
-            return None
+        """Denies the claim if a queued claim of its kind can be served first."""
         self.fleet.advance(self._clock())
-        most = ClaimSearch(claim, self.fleet, self.policy).most_devices()
-        first = next((count for count in counts if count <= most), None)
-        return None if first is None else earlier_pod_waits(claim, first)
+        return queued_ahead(claim, self.queue_order, self.fleet, self.policy)
 
     def exceeds_every_node(self, claim: Claim) -> Deny | None:
         """Denies a claim for more GPUs than any node has: waiting cannot help. A fleet without GPUs is taken as not

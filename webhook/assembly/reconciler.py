@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from typing import Protocol
 
@@ -18,6 +19,10 @@ from webhook.admission.delivery_watch import DeliveryWatch, OnMismatch
 from webhook.admission.device_plugins import DevicePlugins
 from webhook.admission.evictions import ApiEvictor
 from webhook.admission.evidence_loss import EvidenceLoss, OnEvidenceLost, evidence_ages, is_claim_known
+from webhook.admission.kueue.api_checks import ApiChecks
+from webhook.admission.kueue.checks import KueueChecks
+from webhook.admission.kueue.gangs import GangReader
+from webhook.admission.kueue.workloads import Workloads
 from webhook.admission.namespaces import WatchedNamespaces
 from webhook.admission.placement_maps import (
     MapNamespaceListener,
@@ -46,14 +51,17 @@ from webhook.kube.claim_templates import TEMPLATES_PATH, ApiClaimTemplates
 from webhook.kube.client import ApiClient
 from webhook.kube.events import ApiEvents
 from webhook.kube.paths import (
+    ADMISSION_CHECKS_PATH,
     BINDING_ENDS,
     GPU_NODES,
     GPU_NODES_PATH,
     NAMESPACES_PATH,
     PODS_PATH,
     RESOURCE_CLAIMS_PATH,
+    RESOURCE_FLAVORS_PATH,
     RESOURCE_SLICES,
     STATEFUL_SETS_PATH,
+    WORKLOADS_PATH,
 )
 from webhook.kube.requests import RateLimit, RateLimitedClient
 from webhook.kube.view import ListenerGroup
@@ -62,6 +70,7 @@ from webhook.ledger.api_pods import ApiPods
 from webhook.ledger.cluster import ClusterLedger
 from webhook.ledger.end_of_use import OrphanTimes
 from webhook.ledger.reconcile import BindDeadline, OnBindDeadline, Reconciler
+from webhook.runtime.backoff import Backoff
 from webhook.runtime.clock import utc_now
 from webhook.runtime.settings import Settings
 from webhook.runtime.telemetry import Metrics
@@ -73,6 +82,8 @@ log = structlog.get_logger(__name__)
 # Templates written per second, and at once.
 TEMPLATE_RATE, TEMPLATE_BURST = 100.0, 100
 ON_NO_NODE = {"fieldSelector": "spec.nodeName="}
+# Between two lists of a kind that may not be installed.
+WATCH_OPTIONAL = Backoff(timedelta(seconds=1), timedelta(seconds=30), jitter=(0.5, 1.5))
 
 
 class Elected(Protocol):
@@ -86,6 +97,8 @@ class ReconcilerParts:
     """What the leader works with. All replicas keep the watches current."""
 
     watches: tuple[Watch, ...]
+    # Of kinds that may not be installed: no other part waits for them.
+    optional_watches: WatchGroup
     events: ApiEvents
     ledger: ClusterLedger
     reconciler: Reconciler
@@ -198,6 +211,28 @@ def reconciler_parts(settings: Settings, api: ApiClient, metrics: Metrics) -> Re
     native = native_parts(settings, api, fleet, watches, reconciler)
     sets, node_names = MappedStatefulSets(fleet, settings.opt_in_label), NodeNameConflicts(fleet, events)
 
+    optional_watches = WatchGroup()
+    kueue: tuple[KueueChecks, ...] = ()
+    if settings.kueue:
+        kueue = (
+            KueueChecks(
+                Workloads(utc_now, reconciler.wakeup.set),
+                GangReader(rules.claims, rules.dress, ends.namespaces.get),
+                ledger,
+                fleet,
+                policy,
+                ApiChecks(api),
+                utc_now,
+                wait=settings.kueue_wait,
+                is_current=lambda: watches.are_current() and optional_watches.are_current(),
+                list_again=partial(list_workloads_again, api),
+                queue_order=waiting_pods.queue_order,
+                orphans_per_namespace=settings.orphans_per_namespace,
+            ),
+        )
+    for one in kueue:
+        optional_watches.add(*kueue_watches(api, one))
+
     watches.add(
         *writers.watches,
         Watch(
@@ -242,11 +277,21 @@ def reconciler_parts(settings: Settings, api: ApiClient, metrics: Metrics) -> Re
             *(proofs.watches if proofs is not None else ()),
             *(native.watches if native is not None else ()),
         ),
+        optional_watches=optional_watches,
         events=events,
         ledger=ledger,
         reconciler=reconciler,
         steps=(
-            *(reconciler, queue, deliveries, writers, wakeups, evidence_loss, node_names, plugins, offers),
+            reconciler,
+            queue,
+            deliveries,
+            *kueue,
+            writers,
+            wakeups,
+            evidence_loss,
+            node_names,
+            plugins,
+            offers,
             *(() if proofs else (ends,)),
             *([native.templates] if native is not None else ()),
         ),
@@ -257,6 +302,7 @@ def reconciler_parts(settings: Settings, api: ApiClient, metrics: Metrics) -> Re
             *(queue.begin, evidence_loss.begin, offers.begin, writers.begin, ends.begin, deliveries.begin),
             *begins_of(proofs),
             *([native.templates.begin] if native is not None else ()),
+            *(one.begin for one in kueue),
         ),
     )
 
@@ -351,4 +397,24 @@ async def list_again(api: ApiClient, ledger: ClusterLedger, waiting_pods: Waitin
     for raw in gpu_nodes.values():
         ledger.learn(raw)
     waiting_pods.read(known, pods.values())
+    return True
+
+
+def kueue_watches(api: ApiClient, kueue: KueueChecks) -> tuple[Watch, ...]:
+    return (
+        Watch(api, ADMISSION_CHECKS_PATH, kueue.checks, backoff=WATCH_OPTIONAL),
+        Watch(api, RESOURCE_FLAVORS_PATH, kueue.gangs.flavors, backoff=WATCH_OPTIONAL),
+        Watch(api, WORKLOADS_PATH, kueue.workloads, backoff=WATCH_OPTIONAL),
+    )
+
+
+async def list_workloads_again(api: ApiClient, workloads: Workloads) -> bool:
+    """Lists Workloads: the watch may not show yet what the last leader has answered."""
+    try:
+        found, _ = await whole_list(api, WORKLOADS_PATH)
+    except WATCH_ERRORS as exc:
+        log.warning("Workloads not listed again", error=type(exc).__name__)
+        return False
+    for raw in found.values():
+        workloads.changed(raw)
     return True

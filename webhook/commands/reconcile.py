@@ -32,7 +32,7 @@ async def reconcile(settings: Settings) -> None:
 async def work(settings: Settings, api: ApiClient, probes: Probes) -> None:
     parts = reconciler_parts(settings, api, probes.metrics)
     async with asyncio.TaskGroup() as tasks:
-        for watch in parts.watches:
+        for watch in (*parts.watches, *parts.optional_watches):
             tasks.create_task(watch.run())
         tasks.create_task(parts.events.run())
         for watch in parts.watches:

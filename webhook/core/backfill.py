@@ -9,7 +9,7 @@ from webhook.core.claim import Claim
 from webhook.core.decide import MAX_NODE_CHECKS, MAX_PLACEMENTS, ClaimSearch, EvidencePolicy, Objection, decide
 from webhook.core.fleet import Fleet
 from webhook.core.fleet_index import FEWER_MATCHING, IndexedNode
-from webhook.core.queue_order import earlier_pod_waits
+from webhook.core.queue_order import ClaimKind, QueueOrder, earlier_pod_waits
 from webhook.core.reservation import Placement
 from webhook.core.verdict import Deny
 
@@ -20,6 +20,21 @@ class HeldNode:
 
     claim: Claim
     node: str
+
+
+def queued_ahead(claim: Claim, order: QueueOrder, fleet: Fleet, policy: EvidencePolicy) -> Deny | None:
+    """Denies the claim if a queued claim of its kind can be served first. Queued claims that cannot be served and those
+    without devices do not count. `fleet` has been advanced to now.
+
+    One search answers for all queued claims of the kind: they differ in their number of GPUs only.
+    """
+    counts = order.counts(ClaimKind.of(claim)) if len(order) and claim.count else []
+    counts = [count for count in counts if count]
+    if not counts:
+        return None
+    most = ClaimSearch(claim, fleet, policy).most_devices()
+    first = next((count for count in counts if count <= most), None)
+    return None if first is None else earlier_pod_waits(claim, first)
 
 
 def place_around(

@@ -15,3 +15,8 @@ PODS_PATH = "/api/v1/pods"
 VOLUMES_PATH = "/api/v1/persistentvolumes"
 STATEFUL_SETS_PATH = "/apis/apps/v1/statefulsets"
 PRIORITY_CLASSES_PATH = "/apis/scheduling.k8s.io/v1/priorityclasses"
+# Kueue's.
+WORKLOADS_PATH = "/apis/kueue.x-k8s.io/v1beta2/workloads"
+WORKLOAD_PATH = "/apis/kueue.x-k8s.io/v1beta2/namespaces/{namespace}/workloads/{name}"
+ADMISSION_CHECKS_PATH = "/apis/kueue.x-k8s.io/v1beta2/admissionchecks"
+RESOURCE_FLAVORS_PATH = "/apis/kueue.x-k8s.io/v1beta2/resourceflavors"

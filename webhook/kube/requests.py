@@ -24,6 +24,7 @@ JSON: Final = "application/json"
 COMPACT: Final = "application/yaml"
 MERGE_PATCH: Final = "application/merge-patch+json"
 JSON_PATCH: Final = "application/json-patch+json"
+APPLY_PATCH: Final = "application/apply-patch+yaml"
 POD_PATH: Final = "/api/v1/namespaces/{namespace}/pods/{name}"
 NODE_PATH: Final = "/api/v1/nodes/{name}"
 # What the client library raises if there is no usable answer.

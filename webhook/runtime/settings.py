@@ -335,6 +335,19 @@ class Settings:
         "what happens to a pod to which the kubelet gave other GPUs than those reserved for it: `report` it, or also "
         "`evict` it",
     )
+    kueue: bool = setting(
+        False,
+        kinds.BOOLEAN,
+        RECONCILE,
+        "answer Kueue's admission checks of the controller gpuwarden.io/proven-gpus: whether all pods of a Workload "
+        "can have their GPUs now",
+    )
+    kueue_wait: timedelta = setting(
+        timedelta(seconds=30),
+        kinds.DURATION,
+        RECONCILE,
+        "how long a Workload that cannot be served keeps its quota before it gives it back to Kueue",
+    )
     node_hash_map: Mapping[str, str] = setting(
         MappingProxyType({}),
         kinds.HASHES,

@@ -245,8 +245,8 @@ def shipped(file: str) -> Callable[[Installation], list[Manifest]]:
 
 
 # The service accounts of gpuwarden and their roles: of `serve` and `reconcile`, of `export`, of the one that issues
-# certificates if cert-manager does not, and of `score`.
-rbac, export, certs, score = map(shipped, ("rbac.yaml", "export.yaml", "certs.yaml", "score.yaml"))
+# certificates if cert-manager does not, of `score`, and of `reconcile` with `--kueue`.
+rbac, export, certs, score, kueue = map(shipped, ("rbac.yaml", "export.yaml", "certs.yaml", "score.yaml", "kueue.yaml"))
 
 # In the order to apply them. The webhooks come last: from then on pods wait for the server.
 PRINTED: Mapping[str, Callable[[Installation], list[Manifest]]] = {
@@ -261,6 +261,7 @@ BY_NAME_ONLY: Mapping[str, Callable[[Installation], list[Manifest]]] = {
     "certs": certs,
     "score": score,
     "dra": dra,
+    "kueue": kueue,
 }
 
 
