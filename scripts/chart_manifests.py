@@ -84,7 +84,10 @@ SAID: Final[Mapping[str, str]] = {
     GPU_DRIVER: '{{ default "gpu.nvidia.com" .Values.settings.gpuDriver }}',
     RESOURCE: '{{ default "nvidia.com/gpu" .Values.settings.gpuResource }}',
     GPU_NAMESPACE: '{{ default "gpu-operator" .Values.export.settings.namespace }}',
-    **{ACCOUNT.format(component): account_name(component) for component in ("reconcile", "scheduler", "export")},
+    **{
+        ACCOUNT.format(component): account_name(component)
+        for component in ("reconcile", "scheduler", "export", "attest")
+    },
     REVIEWED: "bool('{{ not .Values.native }}')",
     FAILURE_POLICY: "{{ .Values.webhooks.failurePolicy }}",
     str(PATIENCE): "{{ .Values.webhooks.timeoutSeconds }}",
@@ -108,6 +111,7 @@ RELEASE: Final = Installation(
     reconciler=ACCOUNT.format("reconcile"),
     scheduler_account=ACCOUNT.format("scheduler"),
     exporter=ACCOUNT.format("export"),
+    attester=ACCOUNT.format("attest"),
     ca_bundle=BUNDLE,
     max_grace=MAX_GRACE,
     host_paths=(HOST_PATH,),
@@ -252,7 +256,8 @@ def dra_template() -> str:
     guards = template(one for one in opted_in if is_guard(one))
     guards_of_all = template(one for one in everywhere if is_guard(one))
     chosen = f'{{{{- if eq .Values.dra.guard "all" }}}}\n{guards_of_all}{{{{- else }}}}\n{guards}{{{{- end }}}}\n'
-    return HEAD + when(PROOFS, template(common) + chosen)
+    wanted = f'or {PROOFS} (eq (default "nvidia" .Values.settings.injection) "dra")'
+    return HEAD + when(wanted, template(common) + chosen)
 
 
 def is_guard(one: Manifest) -> bool:

@@ -336,7 +336,7 @@ WEBHOOKS: Final = [
         "Which component writes NVIDIA_VISIBLE_DEVICES=void into containers of opted-in namespaces whose pods have no "
         "claim. policy: two MutatingAdmissionPolicies, which about halve the rate of pod creation there; webhook: the "
         "API server sends every pod and debug container of these namespaces to gpuwarden; `nobody`: none; auto: policy "
-        "if Kubernetes is 1.36 or newer and settings.injection is nvidia, else `nobody`.",
+        "if Kubernetes is 1.36 or newer and settings.injection is not cuda, else `nobody`.",
     ),
     Value(
         "dra.guard",
@@ -425,7 +425,8 @@ ATTEST: Final = [
         "",
         PATH_OR_EMPTY,
         "The kubelet's directory on the nodes, such as /var/lib/kubelet. `attest` then runs as root, is the kubelet's "
-        "plugin for proof devices and reads ResourceClaims. Empty: off, and no pod with a proof device starts.",
+        "plugin for proof devices, reads ResourceClaims and closes the node's ended devices; that needs neither serve "
+        "nor jwt-svid. Empty: off, and no pod with a proof device starts.",
     ),
     Value(
         "spire.socketDirectory", "/run/spire/agent-sockets", TEXT, "Directory of the SPIRE agent's socket on the nodes."

@@ -38,7 +38,7 @@
   {{- if not $values.tls.existingSecret }}
     {{- fail "\n\ntls.mode is existingSecret: set tls.existingSecret to the Secret with tls.crt and tls.key." }}
   {{- end }}
-  {{- if and (not $values.tls.caBundle) (or (include "gpuwarden.reviews" .) $values.attest.enabled) }}
+  {{- if and (not $values.tls.caBundle) (or (include "gpuwarden.reviews" .) (and $values.attest.enabled (include "gpuwarden.challenges" .))) }}
     {{- fail "\n\ntls.mode is existingSecret: set tls.caBundle to the CA of its certificate (PEM or base64 of PEM). Without it the API server cannot call the webhooks." }}
   {{- end }}
   {{- if and $values.tls.caBundle (not (contains "-----BEGIN CERTIFICATE-----" (include "gpuwarden.caBundle" . | b64dec))) }}
@@ -140,10 +140,14 @@
   {{- if and (eq (default "https_web" $settings.bundleEndpointProfile) "https_spiffe") (not $values.bundleEndpointCa) (not $settings.spireWorkloadApi) }}
     {{- fail "\n\nsettings.bundleEndpointProfile is https_spiffe, and the endpoint's SVID is verified with its roots: set them by bundleEndpointCa (PEM), or settings.spireWorkloadApi to get them from the agent." }}
   {{- end }}
-{{- else if $values.attest.enabled }}
-  {{- fail "\n\nattest.enabled is true and settings.evidence has no jwt-svid: the nodes would not be challenged." }}
+{{- else if and $values.attest.enabled (not $values.attest.kubeletPlugins) }}
+  {{- fail "\n\nattest.enabled is true and settings.evidence has no jwt-svid: the nodes would not be challenged. As the kubelet's plugin alone, attest needs attest.kubeletPlugins." }}
+{{- else if and $values.attest.enabled $values.attest.runtimeSocket }}
+  {{- fail "\n\nattest.runtimeSocket is set and settings.evidence has no jwt-svid: the ends of pods are reported with the proofs. Remove attest.runtimeSocket." }}
+{{- else if and $values.attest.enabled (not $settings.spireTrustDomain) }}
+  {{- fail "\n\nattest.enabled is true: set settings.spireTrustDomain." }}
 {{- end }}
-{{- if and $values.attest.enabled (not $values.serve.enabled) }}
+{{- if and $values.attest.enabled (include "gpuwarden.challenges" .) (not $values.serve.enabled) }}
   {{- fail "\n\nattest.enabled is true and serve.enabled is false: the nodes' proofs would not be accepted." }}
 {{- end }}
 {{- if and $values.attest.enabled (not $settings.spireWorkloadApi) }}

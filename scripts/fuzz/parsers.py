@@ -19,6 +19,8 @@ from webhook.core.caller import CallersUnavailableError
 from webhook.core.dress import DressRules
 from webhook.core.errors import GpuwardenError
 from webhook.core.evidence_id import DEFAULT_TEMPLATE, EvidenceId
+from webhook.core.reservation import PodIdentity
+from webhook.dra import reserved_claims
 from webhook.evidence import node_evidence
 from webhook.evidence.jwt import jwt_bundle, jwt_svid
 from webhook.evidence.jwt.nonce import Nonces
@@ -27,7 +29,7 @@ from webhook.export import nodes as export_nodes
 from webhook.export import reader, uses
 from webhook.inventory import discovery, node_annotations, node_gpus, nvidia_smi
 from webhook.inventory.file import InventoryParser
-from webhook.kube import gpu_slices, pods, proof_allocations, resource_claims, resource_slices
+from webhook.kube import gpu_slices, pods, resource_claims, resource_slices
 from webhook.kube.gpu_node import GpuNode
 from webhook.kube.json_objects import decoded, object_in, status_message
 from webhook.kube.node import has_device_plugin, node_of
@@ -74,8 +76,21 @@ def claims_of(found: Any) -> object:
     return claim.claim_of(asked, RULES), claim.recorded_claim_or_none(asked), hints.features_of(asked)
 
 
+def compared(found: Any) -> object:
+    is_owned = reserved_claims.is_owned(found, PodIdentity("ml", "train", "uid-1"))
+    return is_owned, reserved_claims.has_gpus_of(found, found)
+
+
 def agents_of(message: bytes) -> object:
     return [spire_messages.AgentMessage.parse(one) for one in spire_messages.AgentPage.parse(message).agents]
+
+
+def allocations_of(found: Any) -> object:
+    return resource_claims.allocated_claim(found), resource_claims.proof_allocation(found)
+
+
+def closed_devices_of(found: Any) -> object:
+    return resource_slices.slice_count(found), resource_slices.close_ended(found, NOW)
 
 
 UNREADABLE = (GpuwardenError, msgspec.DecodeError, msgspec.ValidationError)
@@ -90,8 +105,10 @@ PARSERS = (
     Parser("GPUNode", raw(GpuNode.parse), "gpunodes", UNREADABLE),
     Parser("NodeEvidence", raw(node_evidence.NodeEvidence.parse), "evidence", UNREADABLE),
     Parser("slice of GPUs", raw(gpu_slices.gpu_slice), "slices", UNREADABLE),
-    Parser("slice of proof devices", raw(resource_slices.proof_devices_of), "slices", UNREADABLE),
-    Parser("ResourceClaim", raw(resource_claims.allocated_claim), "resourceclaims", UNREADABLE),
+    Parser("slice of proof devices", raw(closed_devices_of), "slices", UNREADABLE),
+    Parser("ResourceClaim", raw(allocations_of), "resourceclaims", UNREADABLE),
+    Parser("pod that needs a claim", raw(reserved_claims.ClaimingPod.of), "pods", UNREADABLE),
+    Parser("claim of a pod's name", raw(compared), "resourceclaims", UNREADABLE),
     Parser("Node", raw(node_of), "nodes", UNREADABLE),
     Parser("annotation of devices", text(node_annotations.devices_in), "annotations"),
     Parser("annotation of readings", text(node_gpus.gpus_in), "readings"),
@@ -134,7 +151,6 @@ PARSERS = (
     Parser("containers of a container runtime", answers.containers_of_a_runtime, "nodepods"),
     Parser("claims of a kubelet", answers.claims_of_a_kubelet, "draclaims"),
     Parser("registration by a kubelet", answers.status_of_a_kubelet, "draclaims"),
-    Parser("proof devices of a claim", stored(proof_allocations.proof_allocation), "resourceclaims", UNREADABLE),
     Parser("pod that is audited", stored(audit.AuditRules(RULES, DressRules()).pod), "pods", UNREADABLE),
     Parser("pod with devices of a plugin", stored(delivered.GivenDevices.of), "pods", ()),
     Parser("node with a device plugin", stored(lambda one: has_device_plugin(one, "nvidia.com/gpu")), "nodes", ()),

@@ -18,8 +18,9 @@ from webhook.commands.audit import as_json, as_table
 from webhook.core import keys
 from webhook.core.claim import ClaimRules
 from webhook.core.device import DeviceUuid, Slot
-from webhook.core.dress import DressRules, Injection
+from webhook.core.dress import DressRules
 from webhook.core.evidence import Evidence
+from webhook.core.injection import Injection
 from webhook.core.reservation import Orphan, Phase, Reservation, ReservationId
 from webhook.runtime.telemetry import Metrics
 

@@ -1,7 +1,7 @@
 """Sets of values as in real installations; each enables other parts."""
 
 from tests.chart.rendering import Raw
-from tests.chart.test_values import CHALLENGES, EXISTING, PEM
+from tests.chart.test_values import CHALLENGES, EXISTING, PEM, PLUGIN_ALONE
 
 NONCE = {"nonceKey.existingSecret": "nonce"}
 RECORDS = {"export.enabled": True, "export.settings.clusterName": "prod"}
@@ -35,6 +35,13 @@ MATRIX: dict[str, Raw] = {
         **NONCE,
         "attest.enabled": True,
         "attest.kubeletPlugins": "/var/lib/kubelet",
+        "networkPolicy.enabled": True,
+    },
+    "proof-devices-by-spire-server": {
+        **PLUGIN_ALONE,
+        "serve.enabled": False,
+        "webhooks.enabled": False,
+        "native": True,
         "networkPolicy.enabled": True,
     },
     "challenges-by-csi": {**CHALLENGES, **NONCE, "attest.enabled": True, "spire.csiDriver": "csi.spiffe.io"},

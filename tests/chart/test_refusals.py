@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.chart.rendering import APIS, CERT_MANAGER, OPERATOR, Raw, refusal, rendered
-from tests.chart.test_values import CHALLENGES, EXISTING, PEM
+from tests.chart.test_values import CHALLENGES, EXISTING, PEM, PLUGIN_ALONE
 from webhook.export.settings import ExportReader
 from webhook.runtime.settings import SettingsReader
 
@@ -86,6 +86,18 @@ REFUSED: dict[str, tuple[Raw, str]] = {
     "challenges-without-a-domain": (without(CHALLENGES, "settings.spireTrustDomain"), "set settings.spireTrustDomain"),
     "challenges-without-keys": (without(CHALLENGES, "settings.spireWorkloadApi"), "set one"),
     "attest-without-challenges": ({"attest.enabled": True}, "the nodes would not be challenged"),
+    "attest-with-ends-and-without-challenges": (
+        {**PLUGIN_ALONE, "attest.runtimeSocket": "/run/containerd/containerd.sock"},
+        "the ends of pods are reported with the proofs",
+    ),
+    "plugin-without-a-domain": (
+        {**without(PLUGIN_ALONE, "settings.spireTrustDomain"), "settings.evidence": "static"},
+        "set settings.spireTrustDomain",
+    ),
+    "plugin-without-an-agent": (
+        {**without(PLUGIN_ALONE, "settings.spireWorkloadApi"), "settings.evidence": "static"},
+        "set settings.spireWorkloadApi to the agent's socket",
+    ),
     "attest-without-an-agent": (
         {
             **without(CHALLENGES, "settings.spireWorkloadApi"),

@@ -11,7 +11,7 @@ import pytest
 
 from scripts.chart_values import CHART
 from tests.chart.rendering import HELM, Raw, of_kind, one, pods, rendered, settings_of
-from tests.chart.test_values import CHALLENGES, EXISTING, PEM
+from tests.chart.test_values import CHALLENGES, EXISTING, PEM, PLUGIN_ALONE
 from webhook.export import settings as export_settings
 from webhook.runtime.setting_table import SettingsError
 from webhook.runtime.settings import load
@@ -288,7 +288,11 @@ def test_only_attest_as_the_kubelets_plugin_reads_claims_and_has_its_directories
         names = (one for one in objects if one["kind"] == "ClusterRole")
         return [one["rules"] for one in names if one["metadata"]["name"].endswith("-attest")]
 
-    rules: list[Raw] = [{"apiGroups": ["resource.k8s.io"], "resources": ["resourceclaims"], "verbs": ["get"]}]
+    of_dra = {"apiGroups": ["resource.k8s.io"]}
+    rules: list[Raw] = [
+        {**of_dra, "resources": ["resourceclaims"], "verbs": ["get"]},
+        {**of_dra, "resources": ["resourceslices"], "verbs": ["get", "update"]},
+    ]
     assert (roles(off), roles(found)) == ([], [rules])
 
     def ports(objects: list[Raw]) -> list[object]:
@@ -300,6 +304,22 @@ def test_only_attest_as_the_kubelets_plugin_reads_claims_and_has_its_directories
     assert len(ports(found)) > len(ports(off))
     assert 6443 in ports(found)
     assert 6443 not in ports(off)
+
+
+def test_plugin_alone_needs_no_serve_and_no_ca() -> None:
+    off = {"serve.enabled": False, "webhooks.enabled": False, "native": True, "networkPolicy.enabled": True}
+    found = rendered({**PLUGIN_ALONE, **off})
+    spec = dict(pods(found))["attest"]["spec"]
+    (container,) = spec["containers"]
+    assert not [one for one in container["args"] if one.startswith("--server")]
+    assert {"--kubelet-plugins=/var/lib/kubelet", "--spire-trust-domain=example.org"} <= {*container["args"]}
+    assert {one["name"] for one in spec["volumes"]} == {"tmp", "spire", "plugin", "plugins-registry"}
+    (egress,) = (
+        one["spec"]["egress"]
+        for one in found
+        if one["kind"] == "NetworkPolicy" and one["metadata"]["name"].endswith("-attest")
+    )
+    assert not [to for rule in egress for to in rule.get("to", ()) if "podSelector" in to]
 
 
 # The settings as gpuwarden reads them.

@@ -78,6 +78,7 @@ def test_rendered_webhooks_and_policies_equal_gpuwarden_manifests(place: tuple[s
         reconciler=f"{release}-reconcile",
         scheduler_account=f"{release}-scheduler",
         exporter=f"{release}-export",
+        attester=f"{release}-attest",
     )
     expected = compared([*while_down(installation), *webhooks(installation), *policies(installation)])
     mine = [each for each in found if each["apiVersion"].startswith("admissionregistration.k8s.io/")]

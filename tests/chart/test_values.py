@@ -33,6 +33,15 @@ CHALLENGES = {
     "settings.spireTrustDomain": "example.org",
     "settings.spireWorkloadApi": "unix:/spiffe-workload-api/spire-agent.sock",
 }
+# The kubelet's plugin, with evidence that nodes do not push.
+PLUGIN_ALONE = {
+    "settings.evidence": "spire-server",
+    "settings.spireServer": "spire-server.spire.svc:8081",
+    "settings.spireTrustDomain": "example.org",
+    "settings.spireWorkloadApi": "unix:/spiffe-workload-api/spire-agent.sock",
+    "attest.enabled": True,
+    "attest.kubeletPlugins": "/var/lib/kubelet",
+}
 EXISTING = {"tls.mode": "existingSecret", "tls.existingSecret": "ours", "tls.caBundle": PEM}
 GIVEN: dict[str, Raw] = {
     "attest.": {"attest.enabled": True, **CHALLENGES},

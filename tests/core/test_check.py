@@ -47,7 +47,8 @@ from webhook.core.check import (
 )
 from webhook.core.claim import Claim, ClaimRules, recorded_claim
 from webhook.core.decide import EvidencePolicy
-from webhook.core.dress import Allocation, DressRules, Injection, dressed, waiting
+from webhook.core.dress import Allocation, DressRules, dressed, waiting
+from webhook.core.injection import Injection
 from webhook.core.pod import Pod
 from webhook.core.reasons import Reason
 from webhook.core.reservation import Phase, PodIdentity, Reservation

@@ -6,8 +6,10 @@ from typing import Any
 
 import jsonpatch
 import pytest
+from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from tests.builders import (
     REQUIRED,
@@ -27,7 +29,6 @@ from webhook.core.claim_keys import ClaimRecord
 from webhook.core.dress import (
     Allocation,
     DressRules,
-    Injection,
     changes,
     dressed,
     nodes_pinned_to,
@@ -37,6 +38,7 @@ from webhook.core.dress import (
     undressed_with_claim,
     unpinned,
 )
+from webhook.core.injection import Injection
 from webhook.core.nodes_asked import NodesAsked
 from webhook.core.pod import Pod
 
@@ -54,6 +56,12 @@ BOTH = [
 
 def outfit(**asked: int) -> Allocation:
     return Allocation(Claim(ClaimRecord(gpus=2, asked=asked)), ("node-a",), "r-1", UUIDS)
+
+
+def in_dra(fit: Allocation) -> Allocation:
+    """The same with a ResourceClaim."""
+    claim = evolve(fit.claim, record=structs.replace(fit.claim.record, injection="dra"))
+    return evolve(fit, claim=claim, claim_name="gpuwarden-0b2f3c46-0000-4000-8000-00000000000a")
 
 
 PROVEN = Allocation(Claim(ClaimRecord(hashes=("sha256:aa11",))), ("node-a", "node-b"))
@@ -421,7 +429,7 @@ def test_mode_cuda_sets_one_variable_and_leaves_requests() -> None:
 
 
 def test_injection_values_do_not_change() -> None:
-    assert [mode.value for mode in Injection] == ["nvidia", "cuda"]
+    assert [mode.value for mode in Injection] == ["nvidia", "cuda", "dra"]
 
 
 def test_replaced_variables_give_warnings() -> None:
@@ -572,6 +580,7 @@ raw_pods = st.fixed_dictionaries(
 )
 outfits = st.one_of(
     st.sampled_from([outfit(), outfit(c0=1), outfit(i0=1, c1=1), PROVEN]),
+    st.builds(in_dra, st.sampled_from([outfit(), outfit(c0=1), outfit(i0=1, c1=1)])),
     st.builds(lambda n: Allocation(PROVEN.claim, ("node-a", *(f"node-{k}" for k in range(n)))), st.integers(0, 2)),
 )
 rules = st.builds(DressRules, st.sampled_from(Injection), st.just("nvidia.com/gpu"), st.booleans())

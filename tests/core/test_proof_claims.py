@@ -11,6 +11,7 @@ from webhook.core.raw import Raw
 DIGITS = "ab" * 32
 INDICES = re.compile(
     r"device\.attributes\['attested\.gpuwarden\.io'\]\.hash == '(\w+)' && "
+    r"device\.attributes\['attested\.gpuwarden\.io'\]\.mode == 'native' && "
     r"device\.attributes\['attested\.gpuwarden\.io'\]\.index >= (\d+) && "
     r"device\.attributes\['attested\.gpuwarden\.io'\]\.index <= (-\d+) \+ "
     r"device\.attributes\['attested\.gpuwarden\.io'\]\.count"

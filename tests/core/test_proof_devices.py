@@ -4,6 +4,7 @@ import re
 from datetime import UTC, datetime, timedelta
 
 import pytest
+from attrs import evolve
 
 from webhook.core.proof_devices import (
     KEPT_AFTER_END,
@@ -24,6 +25,10 @@ SECOND, MINUTE = timedelta(seconds=1), timedelta(minutes=1)
 
 def proof(uuid: str = UUID, hash: str = "sha256:aa11", end: datetime | None = NOW + 40 * MINUTE) -> ProofDevice:
     return ProofDevice.of(uuid, hash, end)
+
+
+def closed(hash: str = "sha256:aa11", end: datetime = NOW) -> ProofDevice:
+    return evolve(proof(hash=hash, end=end), is_closed=True)
 
 
 def by_name(*devices: ProofDevice) -> dict[str, ProofDevice]:
@@ -60,29 +65,42 @@ def test_proven_devices_are_published_with_the_end_of_the_evidence_in_whole_seco
 def test_device_without_proof_ends_now_and_is_removed_later() -> None:
     now = NOW + 10 * SECOND
     (ended,) = published([], [proof()], (), now)
-    assert ended == proof(end=now)
+    assert ended == closed(end=now)
     until = now + KEPT_AFTER_END
     assert published([], [ended], (), until - SECOND) == (ended,)
     assert published([], [ended], (), until) == ()
 
 
 def test_device_in_use_is_never_removed() -> None:
-    ended = proof(end=NOW - 60 * MINUTE)
+    ended = closed(end=NOW - 60 * MINUTE)
     assert published([], [ended], {ended.name}, NOW) == (ended,)
 
 
 def test_end_in_the_past_is_not_moved() -> None:
-    ended = proof(end=NOW - SECOND)
+    ended = closed(end=NOW - SECOND)
     assert published([], [ended], (), NOW) == (ended,)
 
 
+def test_device_is_closed_at_its_end_and_opened_by_fresh_evidence() -> None:
+    (before,), (after,) = (published([proof(end=NOW)], [], (), now) for now in (NOW - SECOND, NOW))
+    assert (before.is_closed, after.is_closed) == (False, True)
+    (opened,) = published([proof()], [closed()], (), NOW)
+    assert opened == proof()
+
+
+def test_device_is_written_when_it_is_closed_or_opened() -> None:
+    assert is_write_due([closed()], by_name(proof(end=NOW)), NOW)
+    assert is_write_due([proof()], by_name(evolve(proof(), is_closed=True)), NOW)
+    assert not is_write_due([closed()], by_name(closed()), NOW)
+
+
 def test_device_without_an_end_ends_when_its_proof_is_withdrawn() -> None:
-    assert published([], [proof(end=None)], (), NOW) == (proof(end=NOW),)
+    assert published([], [proof(end=None)], (), NOW) == (closed(),)
 
 
 def test_another_hash_ends_the_old_device_and_publishes_a_new_one() -> None:
     old, new = proof(hash="aa11"), proof(hash="bb22")
-    assert set(published([new], [old], {old.name}, NOW)) == {new, proof(hash="aa11", end=NOW)}
+    assert set(published([new], [old], {old.name}, NOW)) == {new, closed(hash="aa11")}
 
 
 def test_renewed_evidence_moves_the_end() -> None:
@@ -118,7 +136,7 @@ def test_added_and_removed_devices_are_written() -> None:
 
 def test_device_in_use_that_somebody_removed_is_published_as_ended() -> None:
     """Its taint evicts the pod."""
-    lost = ProofDevice.lost("gpu-1-aa11", NOW)
+    lost = evolve(ProofDevice.lost("gpu-1-aa11", NOW), is_closed=True)
     assert published([], [], {"gpu-1-aa11"}, NOW) == (lost,)
     assert lost.hash == ""
     assert published([proof()], [], {proof().name}, NOW) == (proof(),)
@@ -147,5 +165,5 @@ def test_next_write_removes_an_ended_device_that_no_pod_uses() -> None:
     ended = proof(end=NOW - SECOND)
     assert next_change([ended], by_name(ended), (), NOW) == NOW - SECOND + KEPT_AFTER_END
     assert next_change([ended], by_name(ended), {ended.name}, NOW) is None
-    assert next_change([proof()], by_name(proof()), (), NOW) is None
+    assert next_change([proof()], by_name(proof()), (), NOW) == NOW + 40 * MINUTE
     assert next_change([proof(end=None)], by_name(proof(end=None)), (), NOW) is None

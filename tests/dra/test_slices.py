@@ -82,6 +82,9 @@ class Scene:
         found = [raw for raw in self.objects.objects.values() if raw["spec"]["pool"]["name"] == name]
         return {device.name: device.end for raw in found for device in proof_devices_of(raw)}
 
+    def are_closed(self) -> bool:
+        return all(one.is_closed for one in proof_devices_of(self.raw))
+
     @property
     def raw(self) -> Raw:
         return self.objects.objects["gpuwarden-node-a-0"]
@@ -192,10 +195,14 @@ async def test_nearer_end_is_written_at_once_and_later_one_at_half_of_the_time(s
     assert await scene.step() == []
 
 
-async def test_device_that_has_ended_by_itself_is_removed_without_another_write(scene: Scene) -> None:
+async def test_device_that_has_ended_by_itself_is_closed_and_then_removed(scene: Scene) -> None:
     scene.proven()
     await scene.step()
-    assert await scene.step(HOUR) == []
+    assert await scene.step(HOUR - SECOND) == []
+    assert not scene.are_closed()
+    assert await scene.step(SECOND) == ["replace gpuwarden-node-a-0"]
+    assert scene.are_closed()
+    assert scene.raw["spec"]["pool"]["generation"] == 1
     assert await scene.step(KEPT_AFTER_END - SECOND) == []
     assert await scene.step(SECOND) == ["delete gpuwarden-node-a-0"]
 
@@ -459,3 +466,43 @@ async def test_pass_over_unchanged_nodes_costs_nearly_nothing(scene: Scene) -> N
     for _ in range(10):
         assert await scene.step() == []
     assert (time.process_time() - begun) / 10 < 0.002
+
+
+# The injection of the node.
+
+
+def modes(scene: Scene) -> dict[str, str]:
+    devices = scene.raw["spec"]["devices"]
+    return {one["name"]: one["attributes"]["mode"]["string"] for one in devices}
+
+
+async def test_gpus_whose_claims_come_from_reservations_have_devices_while_they_are_held(scene: Scene) -> None:
+    labels = {"gpuwarden.io/injection": "dra"}
+    devices = (Device(DeviceUuid("GPU-1")), Device(DeviceUuid("GPU-2")), Device(DeviceUuid("GPU-3"), is_healthy=False))
+    scene.fleet.put(Node(A, labels, devices), scene.now)
+    scene.proves()
+    scene.fleet.hold(reservation(slot("GPU-1"), node=A))
+    scene.fleet.set_aside({A: {"GPU-2": MapOwner("2026-01-01", SetId("set", "ml"))}}, {A})
+    await scene.step()
+    assert modes(scene) == {"gpu-1-aa11": "dra", "gpu-2-aa11": "dra"}
+
+
+@pytest.mark.parametrize("value", [None, "nvidia", "native", "strange"])
+async def test_devices_of_other_nodes_are_for_native_pods(scene: Scene, value: str | None) -> None:
+    labels = {} if value is None else {"gpuwarden.io/injection": value}
+    scene.fleet.put(Node(A, labels, (Device(DeviceUuid("GPU-1")), Device(DeviceUuid("GPU-2")))), scene.now)
+    scene.proves()
+    scene.fleet.hold(reservation(slot("GPU-1"), node=A))
+    await scene.step()
+    assert modes(scene) == {"gpu-2-aa11": "native"}
+
+
+async def test_devices_change_with_the_injection_of_their_node(scene: Scene) -> None:
+    scene.proven(A, "GPU-1")
+    await scene.step()
+    generation = scene.raw["spec"]["pool"]["generation"]
+    scene.fleet.put(Node(A, {"gpuwarden.io/injection": "dra"}, (Device(DeviceUuid("GPU-1")),)), scene.now)
+    assert await scene.step() == ["replace gpuwarden-node-a-0"]
+    assert modes(scene) == {"gpu-1-aa11": "dra"}
+    assert scene.raw["spec"]["pool"]["generation"] > generation
+    assert await scene.step() == []

@@ -142,12 +142,13 @@ def holder_of(raw: Raw) -> Holder:
 
 def shown_gpus(spec: dict[str, Any], annotated: str) -> set[str]:
     """The values that a container runtime uses; a value that refers to the annotation counts as the annotation.
-    Containers without GPUs are left out."""
+    Containers without GPUs are left out. The runtime gives a pod with a ResourceClaim none by its own variable."""
+    variable = "CUDA_VISIBLE_DEVICES" if spec.get("resourceClaims") else "NVIDIA_VISIBLE_DEVICES"
     return {
         env.get("value", "") if "valueFrom" not in env else annotated
         for container in spec["containers"]
         for env in container.get("env", ())
-        if env["name"] == "NVIDIA_VISIBLE_DEVICES" and env.get("value") != "void"
+        if env["name"] == variable and env.get("value") != "void"
     }
 
 

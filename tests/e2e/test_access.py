@@ -15,11 +15,13 @@ import trustme
 from scripts.controlplane.cluster import Cluster, gpu_node
 from tests import builders
 from tests.e2e.conftest import new_namespace
+from tests.e2e.dra.gpus import RESOURCE_CLAIMS
 from tests.e2e.kube import (
     EVENTS,
     JOBS,
     NODES,
     PODS,
+    SUBJECT_REVIEWS,
     ApiError,
     Kube,
     Raw,
@@ -34,7 +36,9 @@ from tests.e2e.webhook_configurations import ENABLED
 from tests.ledger.fake_store import gpu_node as gpu_node_object
 from tests.running import GPUWARDEN, Running, reconciling, serving
 from webhook.admission.evictions import ApiEvictor
+from webhook.core.proof_claims import reserved_claim_spec
 from webhook.core.reservation import PodIdentity
+from webhook.kube.api_claims import ApiClaims
 from webhook.kube.client import connect
 from webhook.kube.install.policies import Installation, rbac
 from webhook.runtime.settings import Settings
@@ -241,6 +245,7 @@ async def test_reviews_need_a_certificate_of_the_client_ca(
 Use = tuple[str, str, str]
 POLICIES_ASK = "the policies ask the authorizer for it; it is in no request"
 PROOFS_ONLY = "only where nodes are challenged, which is not here but in the tests of proofs"
+CLAIMS_ONLY = "only with the injection dra, which is not here but in a test of its own"
 READ_AGAIN = "read again where another writer was faster, which is chance here"
 # Granted, and not always used in this test.
 SPARE: dict[str, dict[Use, str]] = {
@@ -274,6 +279,10 @@ SPARE: dict[str, dict[Use, str]] = {
         ("resource.k8s.io", "resourceslices", "update"): "where a proven GPU is reserved, which is chance here",
         ("resource.k8s.io", "resourceslices", "delete"): "half a minute after the last proof of a node has ended",
         ("resource.k8s.io", "resourceclaimtemplates", "delete"): "an hour after nothing needs the template",
+        ("resource.k8s.io", "resourceclaims", "get"): CLAIMS_ONLY,
+        ("resource.k8s.io", "resourceclaims", "create"): CLAIMS_ONLY,
+        ("resource.k8s.io", "resourceclaims", "delete"): CLAIMS_ONLY,
+        ("", "pods/finalizers", "update"): "a plugin of the API server asks for it; it is in no request",
         ("", "pods", "get"): "one pod is looked at where its watch has not shown it in time, which is chance here",
     },
 }
@@ -358,6 +367,31 @@ async def test_reconciler_account_may_do_what_evidence_loss_needs(cluster: Clust
         await measures.evict(PodIdentity(namespace, "p0", uid))
         await gone(kube, PODS, "p0", namespace)
         await measures.evict(PodIdentity(namespace, "p0", uid))
+
+
+async def test_reconciler_account_may_do_what_claims_of_pods_need(cluster: Cluster, kube: Kube) -> None:
+    settings = Settings(kubeconfig=cluster.service_account_kubeconfig(OURS, "gpuwarden-reconcile"))
+    async with await connect(settings) as api, new_namespace(kube) as namespace:
+        claims, owner = ApiClaims(api), await kube.create(PODS, pod("p0"), namespace)
+        owned = {"apiVersion": "v1", "kind": "Pod", "name": "p0", "uid": owner["metadata"]["uid"]}
+        meta = {"name": "gpuwarden-a", "namespace": namespace, "ownerReferences": [owned]}
+        spec = reserved_claim_spec(["GPU-1"], "aa11", gpu_driver="gpu.nvidia.com", gpu_class="gpu", evicts=True)
+        raw = {"apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaim", "metadata": meta, "spec": spec}
+        made = await claims.create(raw)
+        assert made is not None
+        uid = made["metadata"]["uid"]
+        again = await claims.create(raw)
+        assert again is not None
+        assert again["metadata"]["uid"] == uid
+        await claims.delete(namespace, "gpuwarden-a", "of-another")
+        assert await kube.find(RESOURCE_CLAIMS, "gpuwarden-a", namespace) is not None
+        await claims.delete(namespace, "gpuwarden-a", uid)
+        assert await kube.find(RESOURCE_CLAIMS, "gpuwarden-a", namespace) is None
+        await claims.delete(namespace, "gpuwarden-a", uid)
+    reviewed = {"resource": "pods", "subresource": "finalizers", "verb": "update", "namespace": namespace}
+    user = f"system:serviceaccount:{OURS}:gpuwarden-reconcile"
+    answer = await kube.create(SUBJECT_REVIEWS, {"spec": {"user": user, "resourceAttributes": reviewed}})
+    assert answer["status"]["allowed"]
 
 
 def bearer(cluster: Cluster, namespace: str) -> dict[str, str]:

@@ -15,6 +15,7 @@ from webhook.core.check import GPU_RESOURCES
 from webhook.core.host_paths import PROTECTED_PATHS, STORAGE, WRITABLE
 from webhook.core.isolation import EXEMPT, INJECTING, STRONG
 from webhook.core.native import TEMPLATE_NAME
+from webhook.core.pod_claims import CLAIM_NAME
 from webhook.core.proof_claims import EVIDENCE_ENDS, GPU_CLAIM, template_name
 from webhook.core.proof_devices import DRIVER, HASH_ATTRIBUTE
 from webhook.export.labels import DOMAIN as SERIALS
@@ -584,7 +585,9 @@ def test_names_of_driver_label_and_templates_are_those_of_the_code() -> None:
     assert f"'{DRIVER}'" in policy("gpuwarden-proof-ends")
     assert f"startsWith('{keys.DOMAIN}/')" in policy("gpuwarden-claims"), "the taints' keys"
     assert EVIDENCE_ENDS.startswith(f"{keys.DOMAIN}/")
-    (found,) = re.findall(r"n\.matches\('([^']*)'\)", policy("gpuwarden-claiming-pods"))
+    claim, found = re.findall(r"n\.matches\('([^']*)'\)", policy("gpuwarden-claiming-pods"))
+    assert claim == f"^{CLAIM_NAME.pattern.replace('(?:', '(')}$"
+    assert f"'{keys.CLAIM.name}' in" in policy("gpuwarden-claiming-pods")
     assert re.fullmatch(found, template_name(8, "a" * 64))
     assert not re.fullmatch(found, template_name(9, "a"))
     assert DELETE_PROTECTION in policy("gpuwarden-gpu-claims")
@@ -780,7 +783,8 @@ def test_roles_grant_no_more_than_expected() -> None:
     ours |= {"bindingends", "trustbundles", "trustbundles/status"}  # with --bundle-endpoint
     by_policy = {"nodes", "pods/eviction"}  # with --on-evidence-lost and --on-mismatch
     with_proofs = {"resourceslices", "resourceclaimtemplates"}  # with --proof-devices, --native-templates
-    assert may_write == ours | by_policy | with_proofs | {
+    with_claims = {"resourceclaims", "pods/finalizers"}  # with the injection `dra`
+    assert may_write == ours | by_policy | with_proofs | with_claims | {
         "pods",
         "events",
         "leases",

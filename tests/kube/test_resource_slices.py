@@ -38,11 +38,20 @@ def test_slice_selects_its_node_and_each_device_ends_with_the_evidence() -> None
                     "hash": {"string": "aa11"},
                     "index": {"int": 0},
                     "count": {"int": 1},
+                    "mode": {"string": "native"},
                 },
                 "taints": [{"key": "gpuwarden.io/evidence-ends", "effect": "NoExecute", "timeAdded": end}],
             }
         ],
     }
+
+
+def test_closed_device_has_a_taint_that_no_claim_tolerates() -> None:
+    (closed,) = (one.closed_by(NOW) for one in proofs(1, NOW))
+    (raw,) = slices_of("node-a", [closed], 1, DRIVER)
+    ends, ended = raw["spec"]["devices"][0]["taints"]
+    assert ended == {"key": "gpuwarden.io/evidence-ended", "effect": "NoSchedule", "timeAdded": ends["timeAdded"]}
+    assert proof_devices_of(raw) == (closed,)
 
 
 def test_replacement_keeps_the_metadata() -> None:

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack, asynccontextmanager
 from datetime import timedelta
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import trustme
@@ -404,6 +405,42 @@ def test_runtime_socket_needs_the_pod_uid(tmp_path: Path) -> None:
     sockets = ["--spire-workload-api", "unix:/a", "--runtime-socket", "unix:/b"]
     done = refusing(tmp_path, "attest", *own, *sockets)
     assert (done.returncode, "set --pod-uid as well" in done.stderr) == (1, True), done.stderr
+
+
+def kubeconfig(directory: Path) -> str:
+    """Of a cluster that does not answer."""
+    cluster = {"name": "none", "cluster": {"server": "http://127.0.0.1:9"}}
+    context = {"name": "none", "context": {"cluster": "none", "user": "nobody"}}
+    content = {"clusters": [cluster], "contexts": [context], "current-context": "none"}
+    path = directory / "kubeconfig"
+    path.write_text(json.dumps({**content, "users": [{"name": "nobody", "user": {"token": "x"}}]}))
+    return str(path)
+
+
+async def test_plugin_of_the_kubelet_needs_no_server(agent: JwtWorkloadApiDouble, tmp_path: Path) -> None:
+    """It waits for the kubelet, whether or not the API server answers, and stops on a signal."""
+    with TemporaryDirectory(prefix="kubelet-") as kubelet:
+        for one in ("plugins", "plugins_registry"):
+            (Path(kubelet) / one).mkdir()
+        own = ["--node", "node-a", "--kubelet-plugins", kubelet, "--kubeconfig", kubeconfig(tmp_path)]
+        command = [GPUWARDEN, "attest", *own, *flags(agent)]
+        process = await asyncio.create_subprocess_exec(*command, stderr=subprocess.PIPE)
+        registration = Path(kubelet) / "plugins_registry/attested.gpuwarden.io-reg.sock"
+        await until(registration.is_socket)
+        process.send_signal(signal.SIGTERM)
+        _, log = await asyncio.wait_for(process.communicate(), 30)
+        assert process.returncode == 0, log.decode()
+        assert b"waiting for the kubelet" in log
+        assert not registration.exists()
+    assert agent.audiences == []
+
+
+def test_server_is_needed_without_the_plugin_for_once_and_for_ends_of_pods(tmp_path: Path) -> None:
+    own = ["--node", "node-a", "--spire-trust-domain", TRUST_DOMAIN, "--spire-workload-api", "unix:/a"]
+    plugin = ["--kubelet-plugins", str(tmp_path), "--kubeconfig", kubeconfig(tmp_path)]
+    for more in ([], [*plugin, "--once"], [*plugin, "--runtime-socket", "unix:/b", "--pod-uid", "u"]):
+        done = refusing(tmp_path, "attest", *own, *more)
+        assert (done.returncode, "set --server as well" in done.stderr) == (1, True), done.stderr
 
 
 def test_plugin_of_the_kubelet_needs_a_cluster(tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ from attrs import evolve
 
 from webhook.assembly.parts import times_of
 from webhook.core.claim import ClaimRules
-from webhook.core.dress import DressRules, Injection
+from webhook.core.dress import DressRules
+from webhook.core.injection import Injection
 from webhook.runtime import setting_kinds, settings
 from webhook.runtime.settings import SETTINGS, Settings, SettingsError
 
@@ -315,7 +316,7 @@ WRONG = [
     ("config", "/nowhere", "'/nowhere' is not a readable file; allowed: a readable file"),
     ("log_level", "loud", "'loud' is not an allowed value; allowed: trace, debug, info, warn, error, fatal, report"),
     ("log_level", "INFO", "'INFO' is not an allowed value; allowed: trace, debug, info, warn, error, fatal, report"),
-    ("injection", "cdi", "'cdi' is not an allowed value; allowed: nvidia, cuda"),
+    ("injection", "cdi", "'cdi' is not an allowed value; allowed: nvidia, cuda, dra"),
     ("require_evidence", "none", "'none' is not an allowed value; allowed: asked, all"),
     (
         "host_paths",

@@ -10,7 +10,7 @@ from attrs import field, frozen
 
 from webhook.admission.delivered import DeliveryFault, GivenDevices, WrongDelivery, wrong_deliveries
 from webhook.core import keys
-from webhook.core.check import CLAIMS_FIELD, gpu_fields, grace_within_limit
+from webhook.core.check import RESOURCE_CLAIMS, gpu_fields, grace_within_limit
 from webhook.core.claim import Claim, ClaimRules, claim_of, recorded_claim_or_none
 from webhook.core.device import DeviceUuid
 from webhook.core.dress import DressRules
@@ -130,7 +130,7 @@ class AuditRules:
 
     def _beside_claim(self, pod: Pod) -> str:
         """What would show a native pod a GPU besides its claim."""
-        fields = sorted(set(gpu_fields(pod, self.dress)) - {CLAIMS_FIELD})
+        fields = sorted(set(gpu_fields(pod, self.dress)) - {RESOURCE_CLAIMS})
         return f"{', '.join(fields[:MOST_FIELDS])} would show it a GPU besides its claim" if fields else ""
 
     def _asks(self, pod: Pod, recorded: Claim | None, reserved_pod: ReservedPod | None) -> str:

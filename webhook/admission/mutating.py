@@ -1,5 +1,6 @@
 """The mutating webhook: read the pod, decide, reserve GPUs, and dress the pod."""
 
+import uuid
 from datetime import datetime, timedelta
 
 import structlog
@@ -33,6 +34,7 @@ from webhook.core.hints import hinted as with_hints
 from webhook.core.hints import with_features_in_template
 from webhook.core.nodes_asked import NodesAsked
 from webhook.core.pod import Pod
+from webhook.core.pod_claims import claim_name, own_claim_of
 from webhook.core.queue_order import OWN_IDS
 from webhook.core.reasons import RETRYABLE, RETRYABLE_WITH_MAP, Reason
 from webhook.core.reservation import Phase, Placement, Reservation, ReservationRequest
@@ -143,7 +145,8 @@ class PodMutator:
         if check.still_allows_node(claim, known.node, self._reserver.fleet) is not None:
             return await self._move(raw, pod, claim, known, review, answer_by)
         uuids = gpu_order.in_annotated_order(pod.annotations, self._as_mapped(claim, known))
-        return self._dress(raw, pod, Allocation(claim, (known.node,), known.id, uuids))
+        name = own_claim_of(raw.get("spec") or {}) or new_claim_name()
+        return self._dress(raw, pod, Allocation(claim, (known.node,), known.id, uuids, claim_name=name))
 
     async def _move(
         self, raw: RawPod, pod: Pod, claim: Claim, known: Reservation, review: Review, answer_by: datetime
@@ -173,7 +176,8 @@ class PodMutator:
             if clean is raw and not notes:
                 return NOT_ASKED
             return Admit(changes(raw, clean), warnings=(*copied, *notes), reason=Reason.NOT_ASKED)
-        refused = self._asks_for_more_than_recorded(pod) or check.precheck(pod, claim, self._rules.dress)
+        own = pod if clean is raw else Pod.parse(clean)
+        refused = self._asks_for_more_than_recorded(pod) or check.precheck(own, claim, self._rules.dress)
         if refused is None and self._rules.waits(claim):
             refused = self._reserver.exceeds_every_node(claim)
         if refused is not None:
@@ -199,7 +203,8 @@ class PodMutator:
         return check.no_added_request(pod, recorded, self._rules.dress)
 
     async def _allocate(self, claim: Claim, pod: Pod, review: Review, answer_by: datetime) -> Allocation | Deny:
-        """Decides and reserves. A dry run decides in the same way and reserves nothing."""
+        """Decides and reserves. A dry run decides in the same way and reserves nothing. The ResourceClaim of a copied
+        manifest is another pod's, so the pod gets a new one."""
         if self._rules.waits(claim):
             others = self._reserver.queued_ahead(claim)
             if others is not None:
@@ -212,7 +217,8 @@ class PodMutator:
             held = await self._reserver.reserve(ask, claim, answer_by=answer_by, patience=patience)
             if isinstance(held, Deny):
                 return held
-            return Allocation(claim, (held.node,), held.id, self._as_mapped(claim, held))
+            uuids = self._as_mapped(claim, held)
+            return Allocation(claim, (held.node,), held.id, uuids, claim_name=new_claim_name())
         places = self._reserver.placements(claim, most=1)
         if isinstance(places, Deny):
             return places
@@ -222,7 +228,8 @@ class PodMutator:
         if not claim.count:
             return Allocation(claim, tuple(sorted(place.node for place in places)))
         first = places[0]
-        return Allocation(claim, (first.node,), review.uid, self._as_mapped(claim, first))
+        uuids = self._as_mapped(claim, first)
+        return Allocation(claim, (first.node,), review.uid, uuids, claim_name=new_claim_name())
 
     def _may_wait(self, pod: Pod, claim: Claim, refused: Deny) -> bool:
         """A pod waits only if waiting can help. A pod without GPUs gets its nodes added to each of its node selector
@@ -233,8 +240,9 @@ class PodMutator:
         return bool(claim.count) or claim.nodes.terms is None
 
     def _queue(self, raw: RawPod, clean: RawPod, claim: Claim, refused: Deny) -> Admit:
-        rules = self._rules.dress
-        made: RawPod = waiting(clean, claim, rules, plain(refused.sentence, length=900))
+        rules = self._rules.dress.of(claim)
+        why = plain(refused.sentence, length=900)
+        made: RawPod = waiting(clean, claim, rules, why, claim_name=new_claim_name())
         made, other = (
             (with_runtime_class(made, rules), runtime_class_warnings(raw, rules)) if claim.count else (made, ())
         )
@@ -248,7 +256,7 @@ class PodMutator:
     def _dress(
         self, raw: RawPod, pod: Pod, outfit: Allocation, clean: RawPod | None = None, warnings: tuple[str, ...] = ()
     ) -> Admit:
-        rules = self._rules.dress
+        rules = self._rules.dress.of(outfit.claim)
         made: RawPod = dressed(raw if clean is None else clean, outfit, rules)
         notes: tuple[str, ...] = ()
         if outfit.uuids:
@@ -264,6 +272,10 @@ class PodMutator:
             warnings=(*warnings, *outfit.claim.warnings, *notes),
             audit=audit,
         )
+
+
+def new_claim_name() -> str:
+    return claim_name(str(uuid.uuid4()))
 
 
 def is_this_creation(known: Reservation, claim: Claim, pod: Pod, review: Review) -> bool:

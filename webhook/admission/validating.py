@@ -85,17 +85,18 @@ class PodValidator:
     async def _validate_create(self, review: Review, answer_by: datetime) -> Verdict:
         raw = required_object(review)
         pod = Pod.parse(raw)
-        unblinded = check.no_exposed_containers(pod, self._rules.dress)
+        claim = recorded_claim(pod)
+        rules = self._rules.dress if claim is None else self._rules.dress.of(claim)
+        unblinded = check.no_exposed_containers(pod, rules)
         if unblinded is not None:
             return unblinded
-        claim = recorded_claim(pod)
         if claim is not None and pod.is_gated:
             return await self._validate_queued(raw, pod, claim, review)
         if claim is None:
             return self._validate_without_record(pod, await self._rules.claims.within(review.namespace))
         if not claim.count:
             return self._validate_without_gpus(raw, pod, claim, await self._rules.claims.within(review.namespace))
-        refused = check.grace_within_limit(pod, self._rules.dress) or check.no_bypass_fields(pod, self._rules.dress)
+        refused = check.grace_within_limit(pod, rules) or check.no_bypass_fields(pod, rules)
         if refused is not None:
             return refused
         if review.is_dry_run:
@@ -116,8 +117,10 @@ class PodValidator:
 
     async def _validate_queued(self, raw: RawPod, pod: Pod, claim: Claim, review: Review) -> Verdict:
         claims = await self._rules.claims.within(review.namespace)
-        return check.matches_queued_pod(raw, pod, claim, self._rules.dress, claims) or Admit(
-            audit={"reason": Reason.QUEUED.value}, reason=Reason.QUEUED
+        return (
+            check.has_injection_of_namespace(claim, claims)
+            or check.matches_queued_pod(raw, pod, claim, self._rules.dress, claims)
+            or Admit(audit={"reason": Reason.QUEUED.value}, reason=Reason.QUEUED)
         )
 
     def _validate_without_gpus(self, raw: RawPod, pod: Pod, claim: Claim, claims: ClaimRules) -> Verdict:
@@ -195,7 +198,7 @@ class PodValidator:
         rules = self._rules.dress
         return (
             check.matches_reservation(raw, claim, known, check.identity_of(new), rules, has_waited=True)
-            or check.no_bypass_fields(new, rules)
+            or check.no_bypass_fields(new, rules.of(claim))
             or check.still_proven(claim, known.node, fleet, policy)
             or Admit(audit={"reason": Reason.ADMITTED.value, "reservation": known.id, "node": known.node})
         )

@@ -19,6 +19,7 @@ from webhook.assembly.parts import FleetParts, assembled, hinting_of, limits_of,
 from webhook.core import keys
 from webhook.core.evidence import Evidence
 from webhook.core.fleet import SPREAD, Fleet
+from webhook.core.injection import Injection
 from webhook.core.raw import Raw
 from webhook.evidence.cluster import EvidenceView, EvidenceWriter
 from webhook.evidence.jwt.attestation import attestation_of
@@ -73,9 +74,18 @@ class ClusterParts(FleetParts):
 
     @classmethod
     def of(
-        cls, settings: Settings, clock: Clock, api: ApiClient, pods: ApiPods, *, refused_plugin: str | None = None
+        cls,
+        settings: Settings,
+        clock: Clock,
+        api: ApiClient,
+        pods: ApiPods,
+        injection: Injection = Injection.NVIDIA,
+        *,
+        refused_plugin: str | None = None,
     ) -> "ClusterParts":
-        fleet = Fleet(offset=random.randrange(SPREAD))  # noqa: S311 - only to keep out of step
+        """`injection` is the one of nodes without the label. It matters only for decisions."""
+        offset = random.randrange(SPREAD)  # noqa: S311 - only to keep out of step
+        fleet = Fleet(offset, injection)
         ledger = ClusterLedger(fleet, ApiGpuNodes(api), pods, clock, times_of(settings))
         namespaces = WatchedNamespaces(ApiNamespaces(api))
         fleet_source = ClusterFleetSource(
@@ -100,7 +110,8 @@ def clustered(settings: Settings, clock: Clock, api: ApiClient, pods: ApiPods) -
         log.warning(
             "the inventory file is not read: nodes and devices come from the cluster, where reconcile writes them"
         )
-    found = ClusterParts.of(settings, clock, api, pods, refused_plugin=settings.refused_plugin)
+    injection, plugin = Injection(settings.injection), settings.refused_plugin
+    found = ClusterParts.of(settings, clock, api, pods, injection, refused_plugin=plugin)
     parts = assembled(settings, clock, found, pods, found.namespaces, limits_of(settings))
     waiting = WaitingPods(parts.rules.claims, parts.rules.dress, queue_order=parts.reserver.queue_order)
     found.fleet_source.also(Watch(api, PODS_PATH, waiting, only={"labelSelector": keys.QUEUED_LABEL}))

@@ -19,11 +19,12 @@ from webhook.admission.rules import Rules
 from webhook.core.claim import ClaimRules
 from webhook.core.decide import EvidencePolicy
 from webhook.core.device_state import DeviceState, device_state
-from webhook.core.dress import DressRules, Injection, MapVisible
+from webhook.core.dress import DressRules, MapVisible
 from webhook.core.errors import GpuwardenError
 from webhook.core.evidence import EvidenceState
 from webhook.core.fleet import Fleet
 from webhook.core.hints import Bucket
+from webhook.core.injection import Injection
 from webhook.core.keys import REQUIRED_HASH
 from webhook.core.offer import count_devices
 from webhook.evidence.jwt.attestation import attestation_of
@@ -64,8 +65,9 @@ class LocalFleet(FleetParts):
     proofs: MemoryProofs
 
     @classmethod
-    def of(cls, settings: Settings, clock: Clock) -> "LocalFleet":
-        fleet, metrics = Fleet(), Metrics()
+    def of(cls, settings: Settings, clock: Clock, injection: Injection = Injection.NVIDIA) -> "LocalFleet":
+        """`injection` is the one of nodes without the label. It matters only for decisions."""
+        fleet, metrics = Fleet(injection=injection), Metrics()
         proofs = MemoryProofs(fleet.indexed_nodes.keys, clock, settings.clock_skew)
         providers = providers_of(settings, clock, StaticEvidence(settings.node_hash_map), proofs)
         fleet_source = FleetUpdater(fleet, InventoryFile(inventory_path(settings)), providers, clock, metrics)
@@ -75,7 +77,7 @@ class LocalFleet(FleetParts):
 
 def embedded(settings: Settings, clock: Clock) -> Parts:
     """A server without a cluster."""
-    local = LocalFleet.of(settings, clock)
+    local = LocalFleet.of(settings, clock, Injection(settings.injection))
     parts = assembled(settings, clock, local, ReviewedPods(), NoDemands(), limits_of(settings))
     return evolve(
         parts,
@@ -87,7 +89,8 @@ def embedded(settings: Settings, clock: Clock) -> Parts:
 
 def embedded_dry_run(settings: Settings, clock: Clock) -> Parts:
     """For dry runs on an inventory file. They reserve nothing, so no limit applies, and no node attests itself."""
-    parts = assembled(settings, clock, LocalFleet.of(settings, clock), ReviewedPods(), NoDemands(), PendingLimits())
+    local = LocalFleet.of(settings, clock, Injection(settings.injection))
+    parts = assembled(settings, clock, local, ReviewedPods(), NoDemands(), PendingLimits())
     return evolve(parts, hinting=hinting_of(settings, parts))
 
 
@@ -190,7 +193,10 @@ def hash_aliases(settings: Settings) -> tuple[str, ...]:
 
 def rules_of(settings: Settings, namespaces: NamespaceDemands) -> Rules:
     return Rules(
-        claims=ClaimReader(ClaimRules(settings.gpu_resource, hash_aliases(settings)), namespaces),
+        claims=ClaimReader(
+            ClaimRules(settings.gpu_resource, hash_aliases(settings), default_injection=Injection(settings.injection)),
+            namespaces,
+        ),
         dress=DressRules(
             Injection(settings.injection),
             settings.gpu_resource,

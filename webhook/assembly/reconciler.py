@@ -36,15 +36,18 @@ from webhook.admission.queue.waiting_pods import DemandsListener, WaitingPods
 from webhook.assembly.cluster import ClusterWriters, slices_of_driver, whole
 from webhook.assembly.parts import policy_of, rules_of, times_of
 from webhook.core.fleet import Fleet
+from webhook.core.injection import Injection
 from webhook.core.native import NativeClaim
 from webhook.core.proof_claims import claim_spec
 from webhook.core.proof_devices import DRIVER
 from webhook.core.raw import Raw
 from webhook.dra.claims import AllocatedClaims
+from webhook.dra.reserved_claims import ClaimForm, OnEveryChange, ReservedClaims
 from webhook.dra.slices import ProofSlices
 from webhook.dra.templates import ClaimTemplates
 from webhook.evidence.cluster import EvidenceView
 from webhook.inventory.offers import Offers
+from webhook.kube.api_claims import ApiClaims
 from webhook.kube.api_gpu_nodes import ApiGpuNodes
 from webhook.kube.api_objects import ApiObjects
 from webhook.kube.claim_templates import TEMPLATES_PATH, ApiClaimTemplates
@@ -108,12 +111,14 @@ class ReconcilerParts:
     urgent_steps: tuple[Elected, ...]
     # Set when evidence is lost.
     loss: asyncio.Event
+    # Has passes of its own: its pods cannot be scheduled until their claims exist.
+    claims: ReservedClaims
     # Called after each election.
     begin: tuple[Callable[[], None], ...]
 
 
 def reconciler_parts(settings: Settings, api: ApiClient, metrics: Metrics) -> ReconcilerParts:
-    fleet, pods, watches = Fleet(), ApiPods(api), WatchGroup()
+    fleet, pods, watches = Fleet(injection=Injection(settings.injection)), ApiPods(api), WatchGroup()
     ledger = ClusterLedger(fleet, ApiGpuNodes(api), pods, utc_now, times_of(settings))
     events = ApiEvents(api, utc_now, metrics.count_event)
     policy, namespaces = policy_of(settings), WatchedNamespaces(ApiNamespaces(api))
@@ -135,12 +140,31 @@ def reconciler_parts(settings: Settings, api: ApiClient, metrics: Metrics) -> Re
     )
     offers = Offers(ApiObjects(api, GPU_NODES), fleet, utc_now, needs_evidence=policy.is_always_required)
     plugins = DevicePlugins(fleet, events, settings.gpu_resource, is_strict=settings.strict_devices)
+    claims = ReservedClaims(
+        ApiClaims(api),
+        ledger.of_pod,
+        fleet,
+        events,
+        utc_now,
+        ClaimForm(
+            settings.gpu_driver,
+            settings.gpu_device_class,
+            has_proofs=settings.proof_devices,
+            evicts=settings.on_evidence_lost == OnEvidenceLost.EVICT,
+            needs_evidence=policy.is_always_required,
+        ),
+        is_current=watches.are_current,
+    )
     writers = ClusterWriters(
         settings,
         api,
         events,
         utc_now,
-        gpu_nodes=ListenerGroup(GpuNodesListener(cluster_fleet, learn=ledger.learn, forget=ledger.forget), offers.view),
+        gpu_nodes=ListenerGroup(
+            GpuNodesListener(cluster_fleet, learn=ledger.learn, forget=ledger.forget),
+            offers.view,
+            OnEveryChange(claims.wake),
+        ),
         also_nodes=[NodesListener(cluster_fleet), plugins],
         also_evidences=[evidence],
         count_error=metrics.count_provider_error,
@@ -253,6 +277,7 @@ def reconciler_parts(settings: Settings, api: ApiClient, metrics: Metrics) -> Re
             PODS_PATH,
             ListenerGroup(
                 reconciler,
+                claims,
                 wakeups,
                 evidence_loss,
                 waiting_pods,
@@ -298,9 +323,10 @@ def reconciler_parts(settings: Settings, api: ApiClient, metrics: Metrics) -> Re
         # The ends first: no pod is bound to a node whose devices are about to end.
         urgent_steps=(ends, proofs.slices) if proofs else (),
         loss=loss,
+        claims=claims,
         begin=(
-            *(queue.begin, evidence_loss.begin, offers.begin, writers.begin, ends.begin, deliveries.begin),
-            *begins_of(proofs),
+            *(claims.begin, queue.begin, evidence_loss.begin, offers.begin, writers.begin, ends.begin),
+            *(deliveries.begin, *begins_of(proofs)),
             *([native.templates.begin] if native is not None else ()),
             *(one.begin for one in kueue),
         ),

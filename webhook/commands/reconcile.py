@@ -18,6 +18,7 @@ LEASE = "gpuwarden-reconcile"
 # The longest pause between two passes, and the shortest one after an event.
 PAUSE = 0.5
 BREATH = 0.05
+SHORT_BREATH = 0.005
 
 
 async def reconcile(settings: Settings) -> None:
@@ -43,9 +44,11 @@ async def work(settings: Settings, api: ApiClient, probes: Probes) -> None:
         async def lead() -> None:
             for begin in parts.begin:
                 begin()
+            claims = parts.claims
             async with asyncio.TaskGroup() as passes:
                 loops = ((parts.steps, parts.reconciler.wakeup), (parts.urgent_steps, parts.loss))
                 for steps, wakeup in loops:
                     passes.create_task(run_passes(steps, wakeup, interval=PAUSE, debounce=BREATH))
+                passes.create_task(run_passes((claims,), claims.wakeup, interval=PAUSE, debounce=SHORT_BREATH))
 
         await run_while_elected(settings, api, LEASE, lead, parts.ledger.finish_writes)

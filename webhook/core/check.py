@@ -13,7 +13,6 @@ from webhook.core.decide import ClaimSearch, EvidencePolicy
 from webhook.core.dress import (
     Allocation,
     DressRules,
-    Injection,
     MapVisible,
     RawPod,
     changes,
@@ -24,15 +23,18 @@ from webhook.core.dress import (
 )
 from webhook.core.fleet import Fleet
 from webhook.core.gpu_visibility import exposes_all_gpus, is_harmless, visible_env
+from webhook.core.injection import Injection
 from webhook.core.pod import Container, EnvVar, Pod
+from webhook.core.pod_claims import own_claim_of
+from webhook.core.proof_claims import MAX_PAIRS
 from webhook.core.reasons import Reason
 from webhook.core.reservation import Phase, PodIdentity, Reservation
 from webhook.core.verdict import Deny
 
 # No node has more than a thousand GPUs, so a longer number is a serial number.
 MAX_INDEX_DIGITS = 4
+RESOURCE_CLAIMS = "spec.resourceClaims"
 GPU_RESOURCES = (keys.NVIDIA_RESOURCES, "deviceclass.resource.kubernetes.io/")
-CLAIMS_FIELD = "spec.resourceClaims"
 OTHER_WAYS_HINT = "ask with nvidia.com/gpu, gpuwarden.io/gpu-count or a gpuwarden.io/gpu. label"
 
 
@@ -64,7 +66,7 @@ def bypass_fields(pod: Pod, rules: DressRules) -> Iterator[str]:
             if (is_ours and not rules.removes_request) or (not is_ours and name.startswith(GPU_RESOURCES)):
                 yield f"{path}.resources[{name}]"
     if pod.body.resource_claims:
-        yield CLAIMS_FIELD
+        yield RESOURCE_CLAIMS
 
 
 def no_gpu_fields(pod: Pod, rules: DressRules) -> Deny | None:
@@ -74,9 +76,17 @@ def no_gpu_fields(pod: Pod, rules: DressRules) -> Deny | None:
 
 
 def no_bypass_fields(pod: Pod, rules: DressRules) -> Deny | None:
-    """A pod with a claim gets GPUs from its claim only."""
-    fields = sorted(set(bypass_fields(pod, rules)))
-    return gpu_without_claim(fields, "the pod's GPUs come from its claim only") if fields else None
+    """A pod with a claim gets GPUs from its claim only. `rules` are those of its claim."""
+    fields = set(bypass_fields(pod, rules))
+    if rules.uses_resource_claims and has_only_own_claim(pod):
+        fields.discard(RESOURCE_CLAIMS)
+    return gpu_without_claim(sorted(fields), "the pod's GPUs come from its claim only") if fields else None
+
+
+def has_only_own_claim(pod: Pod) -> bool:
+    """Whether its only ResourceClaim has the form of the one that gpuwarden writes."""
+    claims = pod.body.resource_claims or ()
+    return len(claims) == 1 and bool(own_claim_of({"resourceClaims": claims}))
 
 
 def no_exposed_containers(pod: Pod, rules: DressRules) -> Deny | None:
@@ -89,6 +99,7 @@ def precheck(pod: Pod, claim: Claim, rules: DressRules) -> Deny | None:
     """Why a pod with a claim is denied, whatever nodes there are."""
     if not claim.count:
         return no_gpu_fields(pod, rules)
+    rules = rules.of(claim)
     if rules.map_visible is MapVisible.INDEX and any(is_serial(gpu) for gpu in claim.record.devices):
         return Deny(
             Reason.INVALID_POD,
@@ -99,11 +110,30 @@ def precheck(pod: Pod, claim: Claim, rules: DressRules) -> Deny | None:
     if rules.injection is Injection.CUDA and claim.record.asked:
         return Deny(
             Reason.INJECTION_CONFLICT,
-            f"the containers request {rules.resource}, and this installation only sets {keys.CUDA_ENV}: "
+            f"the containers request {rules.resource}, and with injection cuda only {keys.CUDA_ENV} is set: "
             "the device plugin would allocate a different GPU",
             hint=f"ask with {claim_keys.GPU_COUNT.name} instead",
         )
-    return grace_within_limit(pod, rules) or no_bypass_fields(pod, rules)
+    return no_unclaimable(claim, rules) or grace_within_limit(pod, rules) or no_bypass_fields(pod, rules)
+
+
+def no_unclaimable(claim: Claim, rules: DressRules) -> Deny | None:
+    """Why no ResourceClaim can take the GPUs, if they come from one."""
+    if not rules.uses_resource_claims:
+        return None
+    if claim.is_shared:
+        return Deny(
+            Reason.INJECTION_CONFLICT,
+            f"{claim_keys.SHARED.name}: the pod's GPUs come from a ResourceClaim, which takes whole GPUs",
+            hint="ask for a whole GPU, or use a namespace with another injection",
+        )
+    if claim.count > MAX_PAIRS:
+        return Deny(
+            Reason.INVALID_POD,
+            f"the pod asks for {claim.count} GPUs; a ResourceClaim has at most {MAX_PAIRS}",
+            hint="ask for fewer GPUs",
+        )
+    return None
 
 
 def grace_within_limit(pod: Pod, rules: DressRules) -> Deny | None:
@@ -186,7 +216,8 @@ def matches_reservation(
             else "remove the gpuwarden.io/ annotations from the copied manifest",
         )
     uuids = gpu_order.in_annotated_order(raw["metadata"].get("annotations") or {}, reservation.uuids)
-    outfit = Allocation(claim, (reservation.node,), reservation.id, uuids, has_waited=has_waited)
+    name = own_claim_of(raw.get("spec") or {})
+    outfit = Allocation(claim, (reservation.node,), reservation.id, uuids, has_waited=has_waited, claim_name=name)
     fields = changed_fields(
         raw, (dressed(raw, evolve(outfit, hides_gpus_everywhere=all_), rules) for all_ in (True, False))
     )
@@ -234,15 +265,16 @@ def matches_queued_pod(raw: RawPod, pod: Pod, claim: Claim, rules: DressRules, c
     unexpected = reservation_annotations(pod)
     if unexpected:
         return Deny(Reason.FORGED, f"metadata.annotations[{unexpected[0]}]: a queued pod has no GPUs yet")
-    denied = no_bypass_fields(pod, rules) if claim.count else no_gpu_fields(pod, rules)
+    denied = no_bypass_fields(pod, rules.of(claim)) if claim.count else no_gpu_fields(pod, rules)
     if denied is not None:
         return denied
     asked = claim_of(pod, claims, claim.record.asked)
     if asked is None or not is_at_least_as_strict(claim, asked):
         return Deny(Reason.FORGED, f"metadata.annotations[{keys.CLAIM.name}]: not what the pod asks for")
-    why = pod.annotations.get(keys.WAITING) or ""
+    why, name = pod.annotations.get(keys.WAITING) or "", own_claim_of(raw.get("spec") or {})
     fields = changed_fields(
-        raw, (waiting(raw, claim, rules, why, hides_gpus_everywhere=all_) for all_ in (True, False))
+        raw,
+        (waiting(raw, claim, rules, why, hides_gpus_everywhere=all_, claim_name=name) for all_ in (True, False)),
     )
     if fields or not pod.is_gated:
         return Deny(
@@ -252,6 +284,17 @@ def matches_queued_pod(raw: RawPod, pod: Pod, claim: Claim, rules: DressRules, c
             causes=tuple(fields[:20]),
         )
     return preset_node(pod, ())
+
+
+def has_injection_of_namespace(claim: Claim, rules: ClaimRules) -> Deny | None:
+    """A new pod in the queue has the injection of its namespace. No ledger knows its claim yet."""
+    if not claim.count or claim.record.injection == rules.injection:
+        return None
+    return Deny(
+        Reason.FORGED,
+        f"metadata.annotations[{keys.CLAIM.name}]: not the injection of the pod's namespace",
+        hint="create the pod again if the injection of its namespace has changed",
+    )
 
 
 def no_stray_gate(pod: Pod) -> Deny | None:
@@ -318,9 +361,10 @@ def allows_only_proven_nodes(raw: RawPod, claim: Claim, fleet: Fleet, policy: Ev
 def is_at_least_as_strict(recorded: Claim, asked: Claim) -> bool:
     """Whether the recorded claim equals what the pod asks for now, or allows fewer hashes: the namespace may allow more
     hashes since. A record that allows more hashes is not trusted where no ledger knows it. `named` is not compared: a
-    copy of a dressed pod names the node to which it was pinned."""
+    copy of a dressed pod names the node to which it was pinned. Neither is `injection`: a pod keeps the one with which
+    it was created."""
     own = asked.record
-    alike = msgspec.structs.replace(recorded.record, hashes=own.hashes, named=own.named) == own
+    alike = msgspec.structs.replace(recorded.record, hashes=own.hashes, named=own.named, injection=own.injection) == own
     return alike and (not asked.hashes or (bool(recorded.hashes) and recorded.hashes <= asked.hashes))
 
 

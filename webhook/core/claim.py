@@ -12,6 +12,7 @@ from webhook.core.claim_keys import FIELDS, ClaimField, ClaimKey, ClaimRecord
 from webhook.core.errors import InvalidPodError
 from webhook.core.gpu_map import ORDINAL, MapEntry, SetId, parse_map
 from webhook.core.hashes import NO_HASH_POLICY, HashPolicy, hashes_in
+from webhook.core.injection import Injection, recorded_injection
 from webhook.core.nodes_asked import NodesAsked
 from webhook.core.pod import Pod, whole_number
 
@@ -31,6 +32,13 @@ class ClaimRules:
     resource: str = "nvidia.com/gpu"
     hash_aliases: tuple[str, ...] = claim_keys.REQUIRED_HASH.aliases
     hash_policy: HashPolicy = NO_HASH_POLICY
+    # The installation's injection, which namespaces may override.
+    default_injection: Injection = Injection.NVIDIA
+
+    @property
+    def injection(self) -> str | None:
+        """The injection of new pods with GPUs, for the record of their claims."""
+        return recorded_injection(self.hash_policy.injection, self.default_injection)
 
     @property
     def required_hash(self) -> ClaimKey:
@@ -184,6 +192,7 @@ class ClaimParser:
             asked=asked,
             containers=() if asked or not gpus else tuple(c.name for _, c in self.pod.containers()),
             named=bool(gpus) and any(term.is_one_node for term in nodes.terms or ()),
+            injection=self.rules.injection if gpus else None,
             **values,
         )
         self._warn_of_unknown_keys()

@@ -100,6 +100,8 @@ class ClaimRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     containers: tuple[str, ...] = ()
     # Whether the pod's own affinity names one node. It cannot be distinguished from gpuwarden's own pin.
     named: bool = False
+    # What gives the containers their GPUs (`core/injection.py`); None: the installation's default.
+    injection: str | None = None
 
     @classmethod
     def parse(cls, text: str) -> "ClaimRecord":
@@ -121,7 +123,7 @@ class ClaimRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     @property
     def selects_devices(self) -> bool:
         """Whether only gpuwarden can select the devices. A new field counts unless it is listed here."""
-        others = structs.replace(self.without_count(), hashes=(), node=None, devices=(), unmapped=None)
+        others = structs.replace(self.without_count(), hashes=(), node=None, devices=(), unmapped=None, injection=None)
         return others != ClaimRecord()
 
 

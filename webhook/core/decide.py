@@ -7,6 +7,7 @@ from itertools import islice
 
 from attrs import evolve, frozen
 
+from webhook.core import keys
 from webhook.core.claim import Claim
 from webhook.core.claim_keys import GPU_MAP
 from webhook.core.device import Device, Slot
@@ -14,6 +15,7 @@ from webhook.core.evidence import EvidenceState
 from webhook.core.fleet import Fleet
 from webhook.core.fleet_index import FEWER_FREE, FEWER_MATCHING, ClassNodes, EvidenceGroup, IndexedNode
 from webhook.core.gpu_map import MapEntry
+from webhook.core.injection import injection_asked
 from webhook.core.keys import LOGICAL_NODE_LABEL
 from webhook.core.nodes_asked import NAME_FIELD, NodeTerm
 from webhook.core.reasons import Reason
@@ -31,6 +33,7 @@ class Objection(StrEnum):
     """Why a node cannot serve a claim, in the order of the checks."""
 
     NOT_SELECTED = "not selected by the pod"
+    OTHER_INJECTION = "another injection"
     STALE = "stale evidence"
     ABSENT = "no evidence"
     BANNED = "banned"
@@ -90,7 +93,7 @@ REASONS: tuple[tuple[Reason, frozenset[Objection]], ...] = (
     ),
     (Reason.NODE_NOT_READY, CONDITIONS),
     (Reason.NO_PROVEN_NODE, frozenset({*EVIDENCE_OBJECTIONS.values(), Objection.OTHER_HASH})),
-    (Reason.NO_SUITABLE_NODE, frozenset({Objection.NOT_SELECTED})),
+    (Reason.NO_SUITABLE_NODE, frozenset({Objection.NOT_SELECTED, Objection.OTHER_INJECTION})),
 )
 
 HINTS = {
@@ -100,6 +103,7 @@ HINTS = {
     Reason.NO_PROVEN_NODE: "ask for a hash that a node has proven, or have the node attested",
     Reason.NO_SUITABLE_NODE: "loosen the pod's nodeName, nodeSelector or node affinity",
 }
+INJECTION_HINT = f"the nodes' label {keys.INJECTION} and the namespace's annotation of that name have to agree"
 MAP_HINTS = {
     Objection.AMBIGUOUS_GPU: "name GPUs by UUID",
     Objection.DUPLICATE_GPU: "give each GPU one name in the line",
@@ -217,6 +221,7 @@ class ClaimSearch:
         self.needs_evidence = bool(claim.hashes) or policy.is_always_required
         self.directory_keys = fleet.index_labels(claim.nodes)  # may renumber kinds, so it comes first
         self.kinds = fleet.kinds_serving(claim.requirements, is_shared=claim.is_shared)
+        self._injection = injection_asked(claim.record.injection, fleet.injection) if claim.count else None
         self._class_objections: dict[int, Objection | None] = {}
         self._unavailable = 0  # nodes that have the devices, and on which no pod can run now
         self.spare = fleet.spare_by_shape(self.kinds, claim.count)
@@ -390,7 +395,11 @@ class ClaimSearch:
             return Objection.NOT_SELECTED
         if self.claim.is_mapped and indexed.node.name not in (self.allowed_names() or ()):
             return Objection.NOT_SELECTED
-        return self.evidence_objection(indexed) or self._condition_objection(indexed.node_group.node_class)
+        return (
+            self.injection_objection(indexed)
+            or self.evidence_objection(indexed)
+            or self._condition_objection(indexed.node_group.node_class)
+        )
 
     def _map_objection(self, indexed: IndexedNode, entry: MapEntry, found: int) -> Objection | None:
         if found == self.claim.count:
@@ -402,6 +411,15 @@ class ClaimSearch:
             return Objection.DUPLICATE_GPU
         serving = sum(map(self.can_serve, mapped_devices(indexed, entry)))
         return Objection.FEWER_FREE if serving == self.claim.count else Objection.FEWER_MATCHING
+
+    def injection_objection(self, indexed: IndexedNode) -> Objection | None:
+        return self._class_injection_objection(indexed.node_group.node_class)
+
+    def _class_injection_objection(self, number: int) -> Objection | None:
+        """A claim without GPUs fits nodes of any injection."""
+        if self._injection is None or self._injection == self.fleet.node_class(number).injection:
+            return None
+        return Objection.OTHER_INJECTION
 
     def evidence_objection(self, indexed: IndexedNode) -> Objection | None:
         if not self.needs_evidence:
@@ -415,10 +433,13 @@ class ClaimSearch:
     def class_objection(self, number: int) -> Objection | None:
         """The objection to every node of a class. Labels outside the index are checked node by node."""
         if number not in self._class_objections:
-            self._class_objections[number] = (
-                None if self._class_is_selected(number) else Objection.NOT_SELECTED
-            ) or self._condition_objection(number)
+            self._class_objections[number] = self._selection_objection(number) or self._condition_objection(number)
         return self._class_objections[number]
+
+    def _selection_objection(self, number: int) -> Objection | None:
+        if not self._class_is_selected(number):
+            return Objection.NOT_SELECTED
+        return self._class_injection_objection(number)
 
     def _class_is_selected(self, number: int) -> bool:
         if self.takes_any_node or self.checks_each_node:
@@ -473,6 +494,8 @@ class ClaimSearch:
     def _hint(self, reason: Reason, counts: Counter[Objection]) -> str:
         if reason is Reason.NO_PROVEN_NODE and not self.claim.hashes:
             return HINT_FOR_ALL
+        if reason is Reason.NO_SUITABLE_NODE and counts[Objection.OTHER_INJECTION]:
+            return INJECTION_HINT
         return next((hint for objection, hint in MAP_HINTS.items() if counts[objection]), HINTS[reason])
 
     def _reason_without_nodes(self) -> Reason:
@@ -539,8 +562,9 @@ class ClaimSearch:
         counts: Counter[Objection] = Counter()
         for state in EvidenceState:
             for node_class, row in self.fleet.rows((state, None)).items():
-                if not self._class_is_selected(node_class):
-                    counts[Objection.NOT_SELECTED] += row.count
+                not_selected = self._selection_objection(node_class)
+                if not_selected is not None:
+                    counts[not_selected] += row.count
                 elif self.needs_evidence and state is not EvidenceState.FRESH:
                     counts[EVIDENCE_OBJECTIONS[state]] += row.count
                 else:

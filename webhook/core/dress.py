@@ -5,20 +5,29 @@ from datetime import timedelta
 from enum import StrEnum
 from typing import Any
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from webhook.core import keys
 from webhook.core.claim import Claim, ClaimRules, claim_of, recorded_claim_or_none
 from webhook.core.difference import Change, difference
 from webhook.core.gpu_visibility import env_hiding_gpus, hidden_unless_set, hides_all, is_harmless, with_gpus_hidden
+from webhook.core.injection import Injection, injection_of
 from webhook.core.keys import Key
 from webhook.core.pod import Pod
+from webhook.core.pod_claims import (
+    pod_claim,
+    with_container_claim,
+    with_entry,
+    without_container_claim,
+    without_own_claim,
+)
 
 Json = Any
 RawPod = Mapping[str, Json]
 RawTerm = dict[str, Json]
 
 REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
+CONTAINER_GROUPS = ("initContainers", "containers")
 # What hints can change in a pod, besides annotations, labels and affinity.
 HINTED = ("priorityClassName", "priority", "preemptionPolicy", "nodeSelector", "tolerations")
 
@@ -33,13 +42,6 @@ class MapVisible(StrEnum):
     INDEX = "index"
 
 
-class Injection(StrEnum):
-    """What makes a GPU visible in a container: NVIDIA's runtime, or CUDA alone."""
-
-    NVIDIA = "nvidia"
-    CUDA = "cuda"
-
-
 @frozen
 class DressRules:
     """How pods are dressed in this installation."""
@@ -52,20 +54,41 @@ class DressRules:
     # The longest grace period of a pod with GPUs; None: unlimited.
     max_grace: timedelta | None = None
 
+    def of(self, claim: Claim) -> "DressRules":
+        """The rules for the pod with this claim: its injection may not be the installation's. Raises InvalidPodError.
+
+        With a ResourceClaim no other runtime is needed. An index means something else to a container that sees some of
+        its node's GPUs.
+        """
+        if not claim.count:
+            return self
+        injection = injection_of(claim.record.injection, self.injection)
+        return evolve(
+            self,
+            injection=injection,
+            runtime_class=None if injection is Injection.DRA else self.runtime_class,
+            map_visible=self.map_visible if injection is Injection.CUDA else MapVisible.UUID,
+        )
+
     @property
     def env_names(self) -> tuple[str, ...]:
-        """The variables that gpuwarden sets."""
+        """The variables that gpuwarden sets to the pod's GPUs."""
         return keys.GPU_ENV if self.injection is Injection.NVIDIA else (keys.CUDA_ENV,)
 
     @property
     def hides_gpus(self) -> bool:
         """Whether containers without GPUs see none. With `cuda` every container sees all GPUs."""
-        return self.injection is Injection.NVIDIA
+        return self.injection is not Injection.CUDA
 
     @property
     def removes_request(self) -> bool:
         """A device plugin that sees the request would allocate another GPU than the reserved one."""
-        return self.injection is Injection.NVIDIA
+        return self.injection is not Injection.CUDA
+
+    @property
+    def uses_resource_claims(self) -> bool:
+        """Whether the GPUs come from a ResourceClaim. The variable of NVIDIA's runtime then hides all others."""
+        return self.injection is Injection.DRA
 
 
 @frozen
@@ -81,6 +104,8 @@ class Allocation:
     has_waited: bool = False
     # False for a pod of an older version, which hid GPUs only from containers with `envFrom`.
     hides_gpus_everywhere: bool = True
+    # The ResourceClaim of the pod, if its GPUs come from one.
+    claim_name: str = ""
 
     @property
     def visible(self) -> str:
@@ -96,6 +121,7 @@ class Allocation:
 
 def dressed(raw: RawPod, outfit: Allocation, rules: DressRules) -> dict[str, Json]:
     """The dressed pod. Parts that dressing does not change are shared with `raw`."""
+    rules = rules.of(outfit.claim)
     meta = without_outputs(raw)
     meta["annotations"].update(annotations(outfit, rules))
     spec = ungated(raw.get("spec") or {})
@@ -107,9 +133,16 @@ def dressed(raw: RawPod, outfit: Allocation, rules: DressRules) -> dict[str, Jso
 
 
 def waiting(
-    raw: RawPod, claim: Claim, rules: DressRules, why: str, *, hides_gpus_everywhere: bool = True
+    raw: RawPod,
+    claim: Claim,
+    rules: DressRules,
+    why: str,
+    *,
+    hides_gpus_everywhere: bool = True,
+    claim_name: str = "",
 ) -> dict[str, Json]:
     """The dressed pod for the queue: gated, with all that cannot be changed after its creation."""
+    rules = rules.of(claim)
     meta = without_outputs(raw)
     meta["annotations"] |= {keys.CLAIM.name: claim.record.text(), keys.WAITING: why}
     meta["labels"] = {**(meta.get("labels") or {}), keys.QUEUED_LABEL: "true"}
@@ -118,9 +151,10 @@ def waiting(
         spec["schedulingGates"] = [*(spec.get("schedulingGates") or ()), {"name": keys.QUEUE_GATE}]
     made = {**raw, "metadata": meta, "spec": spec}
     if claim.count:
-        spec |= dressed_containers(
-            spec, Allocation(claim, (), has_waited=True, hides_gpus_everywhere=hides_gpus_everywhere), rules
+        outfit = Allocation(
+            claim, (), has_waited=True, hides_gpus_everywhere=hides_gpus_everywhere, claim_name=claim_name
         )
+        spec |= dressed_containers(spec, outfit, rules)
     return dict(hide_gpus(made, rules)) if hides_gpus_everywhere and not claim.count else made
 
 
@@ -140,11 +174,15 @@ def hide_gpus_from_debug_containers(raw: RawPod, old: RawPod, rules: DressRules)
 
 
 def dressed_containers(spec: Mapping[str, Json], outfit: Allocation, rules: DressRules) -> dict[str, Json]:
-    return {
+    """The containers, and the ResourceClaim if they get their GPUs from one."""
+    made = {
         group: [dressed_container(one, outfit, rules) for one in spec[group]]
-        for group in ("initContainers", "containers")
+        for group in CONTAINER_GROUPS
         if spec.get(group)
     }
+    if rules.uses_resource_claims:
+        made["resourceClaims"] = with_entry(spec.get("resourceClaims") or (), pod_claim(outfit.claim_name))
+    return made
 
 
 def with_runtime_class(raw: RawPod, rules: DressRules) -> RawPod:
@@ -166,9 +204,9 @@ def runtime_class_warnings(raw: RawPod, rules: DressRules) -> Iterator[str]:
 
 
 def undressed(raw: RawPod) -> dict[str, Json]:
-    """The pod without our annotations and gate."""
+    """The pod without our annotations, gate and ResourceClaim."""
     clean = {**raw, "metadata": without_outputs(raw)}
-    return {**clean, "spec": ungated(raw["spec"])} if raw.get("spec") else clean
+    return {**clean, "spec": without_own_claim(ungated(raw["spec"]))} if raw.get("spec") else clean
 
 
 def ungated(spec: Mapping[str, Json]) -> dict[str, Json]:
@@ -299,17 +337,22 @@ def nodes_pinned_to(raw: RawPod) -> set[str | None]:
 def dressed_container(raw: dict[str, Json], outfit: Allocation, rules: DressRules) -> dict[str, Json]:
     container = dict(raw)
     named = outfit.claim.record.asked or outfit.claim.record.containers
-    if not named or raw.get("name") in named or shows_gpus(raw.get("env") or (), rules):
+    gets_gpus = not named or raw.get("name") in named or shows_gpus(raw.get("env") or (), rules)
+    if gets_gpus:
         container["env"] = dressed_env(raw.get("env") or [], outfit, rules)
     elif rules.hides_gpus and (outfit.hides_gpus_everywhere or has_unseen_variables(raw)):
         container["env"] = env_hiding_gpus(raw.get("env") or [])
     if rules.removes_request and raw.get("resources"):
         container["resources"] = without_request(raw["resources"], rules.resource)
+    if rules.uses_resource_claims:
+        container["env"] = env_hiding_gpus(container.get("env") or [])
+        container |= with_container_claim(container) if gets_gpus else without_container_claim(container)
     return container
 
 
 def shows_gpus(env: Iterable[Mapping[str, Json]], rules: DressRules) -> bool:
-    return any(one.get("name") in rules.env_names and not hides_all(one) for one in env)
+    names = keys.GPU_ENV if rules.hides_gpus else rules.env_names
+    return any(one.get("name") in names and not hides_all(one) for one in env)
 
 
 def has_unseen_variables(container: Mapping[str, Json]) -> bool:
@@ -366,11 +409,11 @@ def touched(raw: RawPod) -> dict[str, Json]:
     if parts.get("metadata"):
         parts["metadata"] = members(parts["metadata"], "annotations", "labels")
     if parts.get("spec"):
-        groups = ("affinity", "initContainers", "containers", "schedulingGates", "runtimeClassName", *HINTED)
-        spec = parts["spec"] = members(parts["spec"], *groups)
+        changed = ("affinity", "schedulingGates", "runtimeClassName", "resourceClaims", *HINTED)
+        spec = parts["spec"] = members(parts["spec"], *changed, *CONTAINER_GROUPS)
         if spec.get("affinity"):
             spec["affinity"] = members(spec["affinity"], "nodeAffinity", "podAntiAffinity")
-        for group in ("initContainers", "containers"):
+        for group in CONTAINER_GROUPS:
             if spec.get(group):
                 spec[group] = [members(one, "env", "resources") for one in spec[group]]
     return parts

@@ -29,6 +29,7 @@ from webhook.core.fleet_index import (
     spare_devices,
 )
 from webhook.core.gpu_map import MapOwner, Mapped, SetId
+from webhook.core.injection import Injection, injection_of_node
 from webhook.core.keys import GPU_TYPE_LABELS, HOSTNAME_LABEL, LOGICAL_NODE_LABEL
 from webhook.core.nodes_asked import Labels, NodesAsked
 from webhook.core.reservation import Reservation, ReservationId
@@ -53,10 +54,11 @@ Item = TypeVar("Item")
 class Fleet:
     """All input of a decision except the claim. Callers keep it current."""
 
-    def __init__(self, offset: int = 0) -> None:
+    def __init__(self, offset: int = 0, injection: Injection = Injection.NVIDIA) -> None:
         """Fleets with different offsets prefer different nodes among equal ones, so that replicas rarely choose the
-        same."""
+        same. `injection` is the one of nodes without the label."""
         self._offset = offset
+        self.injection = injection
         self.indexed_nodes: dict[str, IndexedNode] = {}
         self.states: Counter[EvidenceState] = Counter()
         self.changes = 0
@@ -335,8 +337,9 @@ class Fleet:
 
     def _class_of(self, node: Node) -> int:
         labels = tuple((key, node.labels[key]) for key in self._class_keys if key in node.labels)
+        injection = injection_of_node(node.labels, self.injection)
         return self._classes.number(
-            NodeClass(node.is_ready, node.is_cordoned, node.taints, labels, node.is_refused_for_plugin)
+            NodeClass(node.is_ready, node.is_cordoned, node.taints, labels, node.is_refused_for_plugin, injection)
         )
 
     def _shape_of(self, indexed: IndexedNode) -> int:

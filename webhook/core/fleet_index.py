@@ -8,6 +8,7 @@ from attrs import define, field, frozen
 
 from webhook.core.device import Node, Taint
 from webhook.core.evidence import Evidence, EvidenceState
+from webhook.core.injection import Injection
 from webhook.core.nodes_asked import Labels
 
 Item = TypeVar("Item", bound=Hashable)
@@ -33,13 +34,14 @@ Shape = tuple[DeviceStock, ...]
 
 @frozen
 class NodeClass:
-    """The conditions of a node, and the labels by which claims have selected so far."""
+    """The conditions of a node, its injection, and the labels by which claims have selected so far."""
 
     is_ready: bool
     is_cordoned: bool
     taints: tuple[Taint, ...]
     labels: tuple[tuple[str, str], ...]
     is_refused_for_plugin: bool = False
+    injection: Injection | None = None
 
 
 class NodeGroup(NamedTuple):

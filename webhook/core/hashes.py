@@ -1,10 +1,11 @@
-"""Lists of hashes in annotations, and the hashes that a namespace allows its pods."""
+"""Lists of hashes in annotations, and what a namespace requires of its pods: their hashes and their injection."""
 
 from collections.abc import Mapping, Sequence
 
 from attrs import frozen
 
-from webhook.core.keys import REQUIRED_HASH
+from webhook.core.injection import ALLOWED, Injection, known_injection
+from webhook.core.keys import INJECTION, REQUIRED_HASH
 
 MAX_HASHES = 64
 MAX_HASH = 256
@@ -28,20 +29,27 @@ def hashes_in(text: str, where: str) -> tuple[tuple[str, ...], list[str]]:
 
 @frozen
 class HashPolicy:
-    """The hashes that a namespace allows its pods. A pod may name fewer, never others."""
+    """The hashes that a namespace allows its pods, and the injection of its pods with GPUs. A pod may name fewer
+    hashes, never others."""
 
     namespace: str = ""
     hashes: tuple[str, ...] = ()
     mistakes: tuple[str, ...] = ()
-    """What is wrong with the namespace's annotation. If something is, every claim in the namespace is denied."""
+    """What is wrong with the namespace's annotations. If something is, every claim in the namespace is denied."""
+    injection: Injection | None = None
 
     @classmethod
     def of(cls, namespace: str, annotations: Mapping[str, str | None]) -> "HashPolicy":
-        text = annotations.get(REQUIRED_HASH.name)
-        if text is None:
+        text, injection = annotations.get(REQUIRED_HASH.name), annotations.get(INJECTION)
+        if text is None and injection is None:
             return NO_HASH_POLICY
-        hashes, mistakes = hashes_in(text, f"namespace {namespace}: its annotation {REQUIRED_HASH.name}")
-        return cls(namespace, () if mistakes else hashes, tuple(mistakes))
+        where = f"namespace {namespace}: its annotation"
+        hashes, mistakes = ((), []) if text is None else hashes_in(text, f"{where} {REQUIRED_HASH.name}")
+        hashes = () if mistakes else hashes
+        known = None if injection is None else known_injection(injection)
+        if injection is not None and known is None:
+            mistakes.append(f"{where} {INJECTION} is {injection[:40]!r}; allowed are {ALLOWED}")
+        return cls(namespace, hashes, tuple(mistakes), known)
 
     def restrict(self, own: Sequence[str]) -> tuple[str, ...]:
         """The hashes that a claim with these hashes of its own accepts; none if the namespace allows none of them."""

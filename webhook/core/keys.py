@@ -60,6 +60,8 @@ WOKEN_AT: Final = f"{DOMAIN}/woken-at"
 
 # A label of a namespace, set by administrators: the maps of its StatefulSets set GPUs aside.
 MAPS_LABEL: Final = f"{DOMAIN}/maps"
+# What gives containers their GPUs: a label of nodes, and an annotation of namespaces for their new pods.
+INJECTION: Final = f"{DOMAIN}/injection"
 # With the value `none` on a namespace, its pods may use devices of their nodes.
 ISOLATION_LABEL: Final = f"{DOMAIN}/isolation"
 

@@ -1,15 +1,17 @@
 """ResourceClaims that take GPUs together with their proof devices."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final
 
-from webhook.core.proof_devices import DRIVER
+from webhook.core.proof_devices import DRIVER, ProofMode
 from webhook.core.raw import Raw
 
 # A claim has at most 32 requests, and each GPU takes two.
 MAX_PAIRS: Final = 16
 EVIDENCE_ENDS: Final = "gpuwarden.io/evidence-ends"
+# The taint of closed devices, which no claim tolerates.
+EVIDENCE_ENDED: Final = "gpuwarden.io/evidence-ended"
 # The labels of a claim that may take proven GPUs, and of `spec.metadata` in a template of such claims. Without them the
 # API server refuses the allocation (proofs.yaml), and only gpuwarden may write them.
 GPU_CLAIM: Final = "gpuwarden.io/gpu-claim"
@@ -31,43 +33,66 @@ def hash_of_template(name: str) -> str | None:
 def claim_spec(count: int, hash: str, *, gpu_driver: str, gpu_class: str, evicts: bool) -> Raw:
     """The spec of a claim for `count` GPUs that are proven for the attribute `hash`. With `evicts`, the pod is evicted
     when the evidence ends."""
-    attribute = f"{gpu_driver}/uuid"
     return {
         "devices": {
             "requests": [one for k in range(count) for one in pair(k, count, hash, gpu_class, evicts=evicts)],
-            "constraints": [{"requests": [f"gpu{k}", f"proof{k}"], "matchAttribute": attribute} for k in range(count)],
-            "config": [
-                {
-                    "requests": [f"proof{k}" for k in range(count)],
-                    "opaque": {"driver": DRIVER, "parameters": {"hash": hash}},
-                }
-            ],
+            **tied(count, hash, gpu_driver),
         }
+    }
+
+
+def tied(count: int, hash: str, gpu_driver: str) -> Raw:
+    """The constraints that both devices of a pair are for one GPU, and the hash for the plugin on the node."""
+    attribute = f"{gpu_driver}/uuid"
+    return {
+        "constraints": [{"requests": [f"gpu{k}", f"proof{k}"], "matchAttribute": attribute} for k in range(count)],
+        "config": [
+            {
+                "requests": [f"proof{k}" for k in range(count)],
+                "opaque": {"driver": DRIVER, "parameters": {"hash": hash}},
+            }
+        ],
     }
 
 
 def pair(k: int, count: int, hash: str, gpu_class: str, *, evicts: bool) -> Iterator[Raw]:
     """The proof first: the allocator then finds its GPU without a search."""
-    yield {
-        "name": f"proof{k}",
-        "exactly": {
-            "deviceClassName": DRIVER,
-            "selectors": [{"cel": {"expression": proof_selector(k, count, hash)}}],
-            "tolerations": [toleration(evicts=evicts)],
-        },
-    }
+    yield request(f"proof{k}", DRIVER, proof_selector(k, count, hash), tolerations=[toleration(evicts=evicts)])
     yield {"name": f"gpu{k}", "exactly": {"deviceClassName": gpu_class}}
 
 
+def request(name: str, device_class: str, selector: str, **members: object) -> Raw:
+    exactly = {"deviceClassName": device_class, "selectors": [{"cel": {"expression": selector}}], **members}
+    return {"name": name, "exactly": exactly}
+
+
 def proof_selector(k: int, count: int, hash: str) -> str:
-    """Selects proofs of the hash for the k-th pair.
+    """Selects proofs of the hash for the k-th pair, on nodes whose GPUs do not come from the claims of reservations.
 
     The allocator tries all permutations of requests that could have the same devices, before it gives up on a node. So
     the k-th of `count` pairs gets only devices that can be the k-th by index: every set of `count` devices, in the
     order of their indices, satisfies that.
     """
     own = f"device.attributes['{DRIVER}']"
-    return f"{own}.hash == '{hash}' && {own}.index >= {k} && {own}.index <= {k - count} + {own}.count"
+    places = f"{own}.index >= {k} && {own}.index <= {k - count} + {own}.count"
+    return f"{own}.hash == '{hash}' && {own}.mode == '{ProofMode.NATIVE}' && {places}"
+
+
+def reserved_claim_spec(
+    uuids: Sequence[str], hash: str | None, *, gpu_driver: str, gpu_class: str, evicts: bool
+) -> Raw:
+    """The spec of a claim for the GPUs of a reservation, each with its proof for the attribute `hash` if there is one.
+    UUIDs have no quotes (`core/device.UUID`)."""
+    requests: list[Raw] = []
+    for k, uuid in enumerate(uuids):
+        is_gpu = f"device.attributes['{gpu_driver}'].uuid == '{uuid}'"
+        if hash is not None:
+            own = f"device.attributes['{DRIVER}']"
+            selector = f"{own}.hash == '{hash}' && {own}.mode == '{ProofMode.DRA}' && {is_gpu}"
+            requests.append(request(f"proof{k}", DRIVER, selector, tolerations=[toleration(evicts=evicts)]))
+        requests.append(request(f"gpu{k}", gpu_class, is_gpu))
+    devices: Raw = {"requests": requests}
+    return {"devices": devices if hash is None else devices | tied(len(uuids), hash, gpu_driver)}
 
 
 def toleration(*, evicts: bool) -> Raw:

@@ -8,6 +8,7 @@ import hashlib
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from datetime import UTC, datetime, timedelta
+from enum import StrEnum
 from typing import Final
 
 from attrs import evolve, frozen
@@ -25,6 +26,13 @@ KEPT_AFTER_END: Final = timedelta(seconds=30)
 LATEST_END: Final = datetime(2999, 1, 1, tzinfo=UTC)
 
 
+class ProofMode(StrEnum):
+    """Which claims take the proof devices of a node: those of reservations, or those that the scheduler chooses for."""
+
+    DRA = "dra"
+    NATIVE = "native"
+
+
 @frozen
 class ProofDevice:
     """The proof of one GPU, for one hash. Without an end it is proven until it is withdrawn."""
@@ -33,6 +41,8 @@ class ProofDevice:
     uuid: str
     hash: str
     end: datetime | None = None
+    # No pod is scheduled to it. An ended device would attract pods whose allocation the API server refuses.
+    is_closed: bool = False
 
     @classmethod
     def of(cls, uuid: str, hash: str, end: datetime | None) -> "ProofDevice":
@@ -48,6 +58,10 @@ class ProofDevice:
     def ended(self, now: datetime) -> "ProofDevice":
         """The device with its end moved to `now`, unless it has ended."""
         return self if self.has_ended(now) else evolve(self, end=whole(now))
+
+    def closed_by(self, now: datetime) -> "ProofDevice":
+        """The device, closed if it has ended, else open."""
+        return evolve(self, is_closed=self.has_ended(now))
 
     def has_ended(self, now: datetime) -> bool:
         return self.end is not None and self.end <= now
@@ -86,6 +100,7 @@ def published(
 
     A device that is no longer proven ends now. It is removed later, and not while a pod uses it: without the device,
     the pod would not be evicted. For the same reason a device in use that somebody else has removed is published again.
+    All that have ended are closed.
     """
     wanted = {one.name: one for one in proven}
     for one in written:
@@ -96,7 +111,7 @@ def published(
     for name in used:
         if name not in wanted:
             wanted[name] = ProofDevice.lost(name, now)
-    return tuple(wanted[name] for name in sorted(wanted))
+    return tuple(wanted[name].closed_by(now) for name in sorted(wanted))
 
 
 def removal_of(ended: ProofDevice, now: datetime) -> datetime:
@@ -105,10 +120,12 @@ def removal_of(ended: ProofDevice, now: datetime) -> datetime:
 
 
 def is_write_due(wanted: Iterable[ProofDevice], written: Mapping[str, ProofDevice], now: datetime) -> bool:
-    """Whether the slice has to be written: the devices differ, an end is nearer than written, or at most half of the
-    time that is left is written."""
+    """Whether the slice has to be written: the devices differ, one is to be closed or opened, an end is nearer than
+    written, or at most half of the time that is left is written."""
     devices = {one.name: one for one in wanted}
-    return devices.keys() != written.keys() or any(is_end_due(one, written[name], now) for name, one in devices.items())
+    return devices.keys() != written.keys() or any(
+        one.is_closed != written[name].is_closed or is_end_due(one, written[name], now) for name, one in devices.items()
+    )
 
 
 def is_end_due(wanted: ProofDevice, written: ProofDevice, now: datetime) -> bool:
@@ -135,6 +152,7 @@ def changes_of(
         if one.name not in used:
             yield removal_of(one, now)
         return
+    yield one.end
     before = written[one.name].end if one.name in written else None
     if before is not None and before < one.end:
         # At this moment half of the time that is left is written.

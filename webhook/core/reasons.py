@@ -54,6 +54,7 @@ class Reason(StrEnum):
     GPU_UNRESERVED = "GPUUnreserved"
     DEVICE_PLUGIN_FOUND = "DevicePluginFound"
     GATE_OPENED = "GateOpened"
+    RESOURCE_CLAIM_TAKEN = "ResourceClaimTaken"
 
 
 # The status codes that clients of the API server get with the reasons.
@@ -103,6 +104,7 @@ EVENTS_ONLY = frozenset(
         Reason.GPU_UNRESERVED,
         Reason.DEVICE_PLUGIN_FOUND,
         Reason.GATE_OPENED,
+        Reason.RESOURCE_CLAIM_TAKEN,
     }
 )
 

@@ -15,8 +15,10 @@ from attrs import define, evolve, field, frozen
 from webhook.core.device import Device
 from webhook.core.evidence import Evidence, EvidenceState
 from webhook.core.fleet import Fleet
+from webhook.core.injection import Injection, injection_of_node
 from webhook.core.proof_devices import (
     ProofDevice,
+    ProofMode,
     device_name,
     end_of_device,
     hash_attribute,
@@ -168,7 +170,7 @@ class ProofSlices:
         is_worn = generation >= MAX_GENERATION
         if not is_sound or [one.name for one in wanted] != sorted(written):
             generation = 1 if is_worn else generation + 1
-        raws = slices_of(node, wanted, generation, self._gpu_driver)
+        raws = slices_of(node, wanted, generation, self._gpu_driver, self._mode(node))
         names = {raw["metadata"]["name"] for raw in raws}
         return SliceWrites(
             node,
@@ -181,7 +183,8 @@ class ProofSlices:
         """Whether the slices are as we write them for these devices."""
         generation = max((one.generation for one in slices), default=0)
         devices = [written[name] for name in sorted(written)]
-        ours = {raw["metadata"]["name"]: raw for raw in slices_of(node, devices, generation, self._gpu_driver)}
+        raws = slices_of(node, devices, generation, self._gpu_driver, self._mode(node))
+        ours = {raw["metadata"]["name"]: raw for raw in raws}
         return len(ours) == len(slices) and all(one.name in ours and one.has_spec_of(ours[one.name]) for one in slices)
 
     def _proven(self, node: str, written: Mapping[str, ProofDevice], used: set[str]) -> Iterator[ProofDevice]:
@@ -191,7 +194,7 @@ class ProofSlices:
         if evidence is None:
             return
         for device in self._fleet.indexed_nodes[node].node.devices:
-            if self._is_offered(device):
+            if self._is_offered(node, device):
                 yield ProofDevice.of(device.uuid, evidence.hash, evidence.until)
         yield from still_proven((written[name] for name in used if name in written), evidence)
 
@@ -199,9 +202,18 @@ class ProofSlices:
         indexed = self._fleet.indexed_nodes.get(node)
         return indexed.evidence if indexed is not None and indexed.state is EvidenceState.FRESH else None
 
-    def _is_offered(self, device: Device) -> bool:
-        """Not held by a reservation or set aside for one, healthy, and on this node only."""
+    def _is_offered(self, node: str, device: Device) -> bool:
+        """Healthy, on this node only, and not held by a reservation or set aside for one. On a node whose GPUs come
+        from the claims of reservations, those are offered too: such a claim names the UUIDs of its reservation."""
+        if self._mode(node) is ProofMode.DRA:
+            return not self._fleet.is_quarantined(device.uuid)
         return self._fleet.may_be_offered(device) and not self._fleet.holders(device.uuid)
+
+    def _mode(self, node: str) -> ProofMode:
+        indexed = self._fleet.indexed_nodes.get(node)
+        if indexed is None or injection_of_node(indexed.labels, self._fleet.injection) is not Injection.DRA:
+            return ProofMode.NATIVE
+        return ProofMode.DRA
 
     def _compare_at(self, node: str, moment: datetime | None) -> None:
         if moment is None:

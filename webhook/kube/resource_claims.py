@@ -1,11 +1,28 @@
-"""Reads what ResourceClaims have allocated, and for which pods."""
+"""Reads ResourceClaims: what they have allocated, for which pods, and the hash that each proof device is for."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any, Final
 
 import msgspec
 from attrs import frozen
 
+from webhook.core.proof_devices import DRIVER
 from webhook.core.raw import Raw
+from webhook.kube.requests import RateLimitedClient
+
+RESOURCE_CLAIM_PATH: Final = "/apis/resource.k8s.io/v1/namespaces/{namespace}/resourceclaims/{name}"
+
+
+class OpaqueWire(msgspec.Struct, frozen=True):
+    driver: str
+    # Each driver has parameters of its own.
+    parameters: Any = None
+
+
+class ConfigWire(msgspec.Struct, frozen=True):
+    source: str = ""
+    requests: list[str] | None = None
+    opaque: OpaqueWire | None = None
 
 
 class ResultWire(msgspec.Struct, frozen=True):
@@ -17,6 +34,8 @@ class ResultWire(msgspec.Struct, frozen=True):
 
 class DevicesWire(msgspec.Struct, frozen=True):
     results: list[ResultWire] | None = None
+    # Parsed only where the hash is needed: a watch reads all claims of the cluster.
+    config: Any = None
 
 
 class AllocationWire(msgspec.Struct, frozen=True):
@@ -66,10 +85,27 @@ class AllocatedClaim:
     pods: tuple[str, ...]
 
 
+@frozen
+class AllocatedProof:
+    """A proof device of a claim. `hash` is the attribute that the claim asks for; None if it does not say so."""
+
+    device: AllocatedDevice
+    hash: str | None
+
+
+@frozen
+class ProofAllocation:
+    """The proof devices of one claim; None without an allocation."""
+
+    uid: str
+    proofs: tuple[AllocatedProof, ...] | None
+
+
 def allocated_claim(raw: Raw) -> AllocatedClaim | None:
     """None without an allocation. A claim that cannot be parsed raises msgspec.ValidationError."""
     wire = msgspec.convert(raw, ClaimWire)
-    devices = tuple(devices_of(wire))
+    allocation = wire.status.allocation if wire.status is not None else None
+    devices = tuple(devices_of(allocation))
     if not devices:
         return None
     consumers = (wire.status and wire.status.reserved_for) or ()
@@ -77,7 +113,57 @@ def allocated_claim(raw: Raw) -> AllocatedClaim | None:
     return AllocatedClaim(wire.metadata.uid, wire.metadata.namespace, wire.metadata.name, devices, pods)
 
 
-def devices_of(wire: ClaimWire) -> Iterator[AllocatedDevice]:
-    allocation = wire.status and wire.status.allocation
+def proof_allocation(raw: Raw) -> ProofAllocation:
+    """A claim that cannot be parsed raises msgspec.ValidationError."""
+    wire = msgspec.convert(raw, ClaimWire)
+    allocation = wire.status.allocation if wire.status is not None else None
+    if allocation is None:
+        return ProofAllocation(wire.metadata.uid, None)
+    config = msgspec.convert(allocation.devices and allocation.devices.config, list[ConfigWire] | None) or ()
+    proofs = tuple(
+        AllocatedProof(one, hash_of(one.request, config)) for one in devices_of(allocation) if one.driver == DRIVER
+    )
+    return ProofAllocation(wire.metadata.uid, proofs)
+
+
+def devices_of(allocation: AllocationWire | None) -> Iterator[AllocatedDevice]:
     for one in (allocation and allocation.devices and allocation.devices.results) or ():
         yield AllocatedDevice(one.driver, one.pool, one.device, one.request)
+
+
+def hash_of(request: str, config: Iterable[ConfigWire]) -> str | None:
+    """The hash in the parameters for our driver. They must be those of the claim: a class names no hash.
+
+    kube-scheduler repeats the parameters of a claim for each of its requests.
+    """
+    found = {
+        parameter_hash(one)
+        for one in config
+        if one.opaque is not None and one.opaque.driver == DRIVER and is_for(request, one.requests)
+    }
+    return found.pop() if len(found) == 1 else None
+
+
+def parameter_hash(one: ConfigWire) -> str | None:
+    match one.source, one.opaque and one.opaque.parameters:
+        case "FromClaim", {"hash": str() as hash}:
+            return hash
+        case _:
+            return None
+
+
+def is_for(request: str, requests: list[str] | None) -> bool:
+    """A subrequest is named `request/subrequest`. Parameters of a request are for its subrequests too, and parameters
+    without requests for all."""
+    return not requests or request in requests or request.partition("/")[0] in requests
+
+
+class ResourceClaims:
+    """Reads single claims from the API server."""
+
+    def __init__(self, client: RateLimitedClient) -> None:
+        self._client = client
+
+    async def get(self, namespace: str, name: str) -> Raw | None:
+        """None if there is none. Raises ApiUnavailableError or ApiRefusesError."""
+        return await self._client.call("GET", RESOURCE_CLAIM_PATH, {"namespace": namespace, "name": name})

@@ -10,15 +10,15 @@ import msgspec
 from webhook.core.errors import GpuwardenError
 from webhook.core.keys import MANAGED_BY, OURS
 from webhook.core.names import MAX_SUBDOMAIN
-from webhook.core.proof_claims import EVIDENCE_ENDS
-from webhook.core.proof_devices import DRIVER, ProofDevice
+from webhook.core.proof_claims import EVIDENCE_ENDED, EVIDENCE_ENDS
+from webhook.core.proof_devices import DRIVER, ProofDevice, ProofMode
 from webhook.core.raw import Raw
 from webhook.runtime.clock import LONG_AGO, is_plausible
 
 API_VERSION = "resource.k8s.io/v1"
 # The API server's limit for slices whose devices have taints.
 MAX_DEVICES = 64
-HASH, INDEX, COUNT = "hash", "index", "count"
+HASH, INDEX, COUNT, MODE = "hash", "index", "count", "mode"
 
 Timestamp = Annotated[datetime, msgspec.Meta(tz=True)]
 
@@ -42,9 +42,10 @@ class ProofDeviceWire(msgspec.Struct, frozen=True):
     taints: list[ProofTaintWire] = []
 
 
-class PoolWire(msgspec.Struct, frozen=True):
+class PoolWire(msgspec.Struct, frozen=True, rename="camel"):
     name: str
     generation: int = 0
+    resource_slice_count: int = 1
 
 
 class SpecWire(msgspec.Struct, frozen=True):
@@ -98,6 +99,24 @@ def proof_devices_of(raw: Raw) -> tuple[ProofDevice, ...]:
     return tuple(map(proof_device, parsed(raw).spec.devices))
 
 
+def slice_count(raw: Raw) -> int:
+    """The number of slices of the node. Raises UnreadableSliceError."""
+    return parsed(raw).spec.pool.resource_slice_count
+
+
+def close_ended(raw: Raw, now: datetime) -> list[str]:
+    """Closes the devices that have ended, in place, and returns their names. Nothing else of the slice is changed, not
+    even the form of a time. Raises UnreadableSliceError."""
+    found = []
+    for number, device in enumerate(proof_devices_of(raw)):
+        if device.has_ended(now) and not device.is_closed:
+            taints = raw["spec"]["devices"][number]["taints"]
+            end = next(one.get("timeAdded") for one in taints if one["key"] == EVIDENCE_ENDS)
+            taints.append(closing_taint(end))
+            found.append(device.name)
+    return found
+
+
 def parsed(raw: Raw) -> SliceWire:
     try:
         wire = msgspec.convert(raw, SliceWire)
@@ -111,7 +130,8 @@ def parsed(raw: Raw) -> SliceWire:
 def proof_device(wire: ProofDeviceWire) -> ProofDevice:
     uuid = next((one.string for name, one in wire.attributes.items() if name.endswith("/uuid")), "")
     hash = wire.attributes.get(HASH, AttributeWire()).string
-    return ProofDevice(wire.name, uuid, hash, end_of(wire))
+    is_closed = any(one.key == EVIDENCE_ENDED for one in wire.taints)
+    return ProofDevice(wire.name, uuid, hash, end_of(wire), is_closed)
 
 
 def end_of(wire: ProofDeviceWire) -> datetime | None:
@@ -121,7 +141,13 @@ def end_of(wire: ProofDeviceWire) -> datetime | None:
     return min(one if one is not None and is_plausible(one) else LONG_AGO for one in ends)
 
 
-def slices_of(node: str, devices: Sequence[ProofDevice], generation: int, gpu_driver: str) -> list[Raw]:
+def slices_of(
+    node: str,
+    devices: Sequence[ProofDevice],
+    generation: int,
+    gpu_driver: str,
+    mode: ProofMode = ProofMode.NATIVE,
+) -> list[Raw]:
     """The slices of a node, in order. Without devices there are none."""
     parts = [devices[first : first + MAX_DEVICES] for first in range(0, len(devices), MAX_DEVICES)]
     places = {one.name: place for place, one in enumerate(devices)}
@@ -134,7 +160,7 @@ def slices_of(node: str, devices: Sequence[ProofDevice], generation: int, gpu_dr
                 "driver": DRIVER,
                 "pool": {"name": node, "generation": generation, "resourceSliceCount": len(parts)},
                 "nodeSelector": on_node(node),
-                "devices": [raw_device(one, places[one.name], len(devices), gpu_driver) for one in part],
+                "devices": [raw_device(one, places[one.name], len(devices), gpu_driver, mode) for one in part],
             },
         }
         for number, part in enumerate(parts)
@@ -147,17 +173,25 @@ def on_node(node: str) -> Raw:
     return {"nodeSelectorTerms": [{"matchFields": [field]}]}
 
 
-def raw_device(one: ProofDevice, place: int, count: int, gpu_driver: str) -> Raw:
+def raw_device(one: ProofDevice, place: int, count: int, gpu_driver: str, mode: ProofMode) -> Raw:
     attributes: Raw = {
         f"{gpu_driver}/uuid": {"string": one.uuid},
         HASH: {"string": one.hash},
         INDEX: {"int": place},
         COUNT: {"int": count},
+        MODE: {"string": mode.value},
     }
     raw: Raw = {"name": one.name, "attributes": attributes}
     if one.end is not None:
         raw["taints"] = [{"key": EVIDENCE_ENDS, "effect": "NoExecute", "timeAdded": stamp(one.end)}]
+        if one.is_closed:
+            raw["taints"].append(closing_taint(stamp(one.end)))
     return raw
+
+
+def closing_taint(end: str | None) -> Raw:
+    """The API server would set a time that is missing."""
+    return {"key": EVIDENCE_ENDED, "effect": "NoSchedule", "timeAdded": end}
 
 
 def slice_name(node: str, number: int) -> str:

@@ -2,6 +2,7 @@
 
 With access to the sockets of the kubelet and the container runtime it also reports which orphaned pods have ended. With
 the kubelet's directory of plugins it also is the kubelet's plugin for proof devices, whether or not the server answers.
+Evidence that nodes do not push, such as that of a SPIRE Server, needs only the plugin, and no server.
 """
 
 import asyncio
@@ -10,7 +11,7 @@ import signal
 import ssl
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from datetime import datetime, timedelta
 from typing import Annotated, Final, TypeVar
@@ -222,31 +223,36 @@ def decoded(content: bytes, kind: type[T]) -> T:
         raise NotAttestedError("the server's answer cannot be parsed") from exc
 
 
-def attester(settings: Settings) -> Attester:
-    """Raises GpuwardenError that names every missing setting."""
+def node_identity(settings: Settings, *, needs_server: bool) -> NodeIdentity:
+    """Raises GpuwardenError that names every missing setting, --server too if it is needed."""
     server, node = settings.server, settings.node
     trust_domain, workload_api = settings.spire_trust_domain, settings.spire_workload_api
-    if server is None or node is None or trust_domain is None or workload_api is None:
+    if node is None or trust_domain is None or workload_api is None or (needs_server and server is None):
         needed = {
-            "--server": server,
+            **({"--server": server} if needs_server else {}),
             "--node": node,
             "--spire-trust-domain": trust_domain,
             "--spire-workload-api": workload_api,
         }
         missing = [flag for flag, value in needed.items() if value is None]
         raise GpuwardenError(f"set {', '.join(missing)} as well")
+    return NodeIdentity(node, JwtWorkloadApi(workload_api), EvidenceId(settings.evidence_id, trust_domain))
+
+
+def attester(settings: Settings, identity: NodeIdentity) -> Attester | None:
+    """None without a server. Raises GpuwardenError."""
+    if settings.server is None:
+        return None
     client_context(settings.server_ca)  # fails at startup if the CA file is unusable
-    return Attester(
-        server=server,
-        identity=NodeIdentity(node, JwtWorkloadApi(workload_api), EvidenceId(settings.evidence_id, trust_domain)),
-        trust=lambda: client_context(settings.server_ca),
-    )
+    return Attester(settings.server, identity, trust=lambda: client_context(settings.server_ca))
 
 
-def end_reporter(settings: Settings, attester: Attester) -> EndReporter | None:
+def end_reporter(settings: Settings, attester: Attester | None) -> EndReporter | None:
     """None without a runtime socket. Raises GpuwardenError."""
     if settings.runtime_socket is None:
         return None
+    if attester is None:
+        raise GpuwardenError("set --server as well: with --runtime-socket the ends of pods are reported to it")
     if settings.pod_uid is None:
         raise GpuwardenError("set --pod-uid as well: --runtime-socket must belong to the node of that pod")
     return EndReporter(attester, NodePods(settings.runtime_socket, settings.pod_resources_socket, settings.pod_uid))
@@ -272,26 +278,34 @@ async def log_gpus(node: str) -> None:
 async def attest(settings: Settings, *, once: bool = False) -> None:
     """Run until SIGTERM or SIGINT, or attest once."""
     configure_logging(settings.log_level)
-    one = attester(settings)
+    identity = node_identity(settings, needs_server=once or settings.kubelet_plugins is None)
+    one = attester(settings, identity)
     reporter = end_reporter(settings, one)
-    if once:
+    if one is not None and once:
         proven = await one.attest()
         log.info("node attested", node=one.node, hash=proven.hash, until=proven.until)
         return
     async with AsyncExitStack() as stack:
+        running = [one.run()] if one is not None else []
+        beside = [log_gpus(identity.node), *([reporter.run()] if reporter is not None else [])]
         if settings.kubelet_plugins is not None:
             # The client of the API server takes memory that other nodes need not spend.
             from webhook.node.dra_plugin import kubelet_plugin
 
-            await stack.enter_async_context(kubelet_plugin(settings, settings.kubelet_plugins, one.identity))
-        await run_until_signal(one, reporter)
+            plugin = kubelet_plugin(settings, settings.kubelet_plugins, identity)
+            closer = await stack.enter_async_context(plugin)
+            running.append(closer.run())
+        await run_until_signal(running, beside)
 
 
-async def run_until_signal(one: Attester, reporter: EndReporter | None) -> None:
-    running = asyncio.ensure_future(one.run())
-    beside = [asyncio.ensure_future(log_gpus(one.node))]
-    if reporter is not None:
-        beside.append(asyncio.ensure_future(reporter.run()))
+async def run_together(endless: Iterable[Awaitable[None]]) -> None:
+    await asyncio.gather(*endless)
+
+
+async def run_until_signal(endless: Iterable[Awaitable[None]], others: Iterable[Awaitable[None]]) -> None:
+    """Runs all until a signal. An exception of the endless ones ends the process."""
+    running = asyncio.ensure_future(run_together(endless))
+    beside = [asyncio.ensure_future(one) for one in others]
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, running.cancel)
     await asyncio.wait([running])

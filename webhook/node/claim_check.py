@@ -5,21 +5,25 @@ evidence may have ended in between.
 """
 
 import asyncio
+import itertools
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import Final, Protocol
 
 import msgspec
 import structlog
-from attrs import frozen
+from attrs import field, frozen
 
 from webhook.core.errors import GpuwardenError
 from webhook.core.proof_devices import HASH_DIGITS, hash_attribute
 from webhook.core.raw import Raw
+from webhook.evidence import EvidenceUnavailableError
 from webhook.evidence.jwt.jwt_svid import MAX_LIFE, read_token
-from webhook.kube.proof_allocations import AllocatedProof, proof_allocation
+from webhook.kube.requests import ApiRefusesError, ApiUnavailableError
+from webhook.kube.resource_claims import AllocatedProof, proof_allocation
 from webhook.node.dra_messages import ClaimName, PreparedClaim, PreparedDevice
-from webhook.node.node_identity import NodeIdentity
+from webhook.node.node_identity import NodeIdentity, NotOneIdentityError
+from webhook.runtime.backoff import Backoff
 from webhook.runtime.clock import Clock
 
 log = structlog.get_logger(__name__)
@@ -29,12 +33,25 @@ log = structlog.get_logger(__name__)
 AUDIENCE: Final = "gpuwarden.io/prepare"
 # The reason is shown in an Event of the pod, with at most 1024 characters.
 MAX_REASON: Final = 500
-# Requests to the API server at the same time.
+# How long a problem that may pass is waited for. After an error the kubelet calls again only 60 to 90 s later.
+PATIENCE: Final = timedelta(seconds=15)
+BACKOFF: Final = Backoff(timedelta(seconds=0.5), timedelta(seconds=4), jitter=(0.8, 1.2))
+# Claims that are checked at the same time, and those of them that are checked again. The latter are fewer than the
+# former, so that claims that wait for something do not delay others.
 MAX_READS: Final = 8
+MAX_REPEATED_READS: Final = 4
 
 
 class NotPreparedError(GpuwardenError):
     """The claim must not be prepared now. The text is the reason in the pod's Event."""
+
+
+class NotYetPreparedError(NotPreparedError):
+    """The reason may be gone within seconds."""
+
+
+# The node authorizer and RBAC may not know a new pod or role yet.
+PASSING: Final = (NotYetPreparedError, ApiUnavailableError, ApiRefusesError)
 
 
 class PodClaims(Protocol):
@@ -52,7 +69,9 @@ class ClaimCheck:
     claims: PodClaims
     clock: Clock
     skew: timedelta
-    reads: asyncio.Semaphore
+    patience: timedelta = PATIENCE
+    _first: asyncio.Semaphore = field(factory=lambda: asyncio.Semaphore(MAX_READS), init=False)
+    _repeated: asyncio.Semaphore = field(factory=lambda: asyncio.Semaphore(MAX_REPEATED_READS), init=False)
 
     async def prepare(self, names: Sequence[ClaimName]) -> Mapping[str, PreparedClaim]:
         """The answer for each claim, by uid."""
@@ -61,13 +80,28 @@ class ClaimCheck:
 
     async def _answer(self, name: ClaimName) -> PreparedClaim:
         try:
-            async with self.reads:
-                devices = await self._devices(name)
+            devices = await self._devices_in_time(name)
         except GpuwardenError as exc:
             log.warning("claim not prepared", claim=str(name), problem=str(exc))
             return PreparedClaim(error=str(exc)[:MAX_REASON])
         log.info("claim prepared", claim=str(name), devices=[one.device for one in devices])
         return PreparedClaim(devices)
+
+    async def _devices_in_time(self, name: ClaimName) -> tuple[PreparedDevice, ...]:
+        """Tries again for a while if the problem may pass. Raises GpuwardenError."""
+        problem: GpuwardenError = NotPreparedError("the checks before it have taken too long")
+        try:
+            async with asyncio.timeout(self.patience.total_seconds()):
+                for failures in itertools.count(1):
+                    try:
+                        async with self._first if failures == 1 else self._repeated:
+                            return await self._devices(name)
+                    except PASSING as exc:
+                        problem = exc
+                    await asyncio.sleep(BACKOFF.seconds(failures))
+        except TimeoutError:
+            pass
+        raise problem
 
     async def _devices(self, name: ClaimName) -> tuple[PreparedDevice, ...]:
         """The evidence is read after the claim: it has to be good now. Raises GpuwardenError."""
@@ -75,7 +109,7 @@ class ClaimCheck:
         hash = await self._proven_hash()
         for one in proofs:
             check_proof(one, self.identity.node, hash)
-        return tuple(PreparedDevice(one.request, one.pool, one.device) for one in proofs)
+        return tuple(PreparedDevice(one.device.request, one.device.pool, one.device.name) for one in proofs)
 
     async def _proven_hash(self) -> str:
         """The attribute of the hash that this node is proven for at this moment. Raises GpuwardenError."""
@@ -83,7 +117,9 @@ class ClaimCheck:
             svid, parts = await self.identity.svid(AUDIENCE)
             check_token(svid.token, svid.spiffe_id, self.clock(), self.skew)
         except GpuwardenError as exc:
-            raise NotPreparedError(f"node {self.identity.node} has no evidence at this moment: {exc}") from exc
+            may_pass = isinstance(exc, EvidenceUnavailableError | NotOneIdentityError)
+            error = NotYetPreparedError if may_pass else NotPreparedError
+            raise error(f"node {self.identity.node} has no evidence at this moment: {exc}") from exc
         return hash_attribute(parts.hash)
 
 
@@ -98,20 +134,23 @@ def proofs_in(raw: Raw | None, name: ClaimName) -> tuple[AllocatedProof, ...]:
     if found.uid != name.uid:
         raise NotPreparedError(f"the ResourceClaim {name} is another one of the same name")
     if not found.proofs:
-        raise NotPreparedError(f"the ResourceClaim {name} has no allocated proof device")
+        # The scheduler's write may not be in this answer yet.
+        error = NotYetPreparedError if found.proofs is None else NotPreparedError
+        raise error(f"the ResourceClaim {name} has no allocated proof device")
     return found.proofs
 
 
 def check_proof(proof: AllocatedProof, node: str, hash: str) -> None:
     """Whether the device is a proof of this node for this hash. Raises NotPreparedError."""
-    if proof.pool != node:
-        raise NotPreparedError(f"the proof device {proof.device} is of node {proof.pool}, and this is node {node}")
+    device = proof.device
+    if device.pool != node:
+        raise NotPreparedError(f"the proof device {device.name} is of node {device.pool}, and this is node {node}")
     if proof.hash is None:
-        raise NotPreparedError(f"the ResourceClaim does not say which hash the request {proof.request} is for")
+        raise NotPreparedError(f"the ResourceClaim does not say which hash the request {device.request} is for")
     if proof.hash != hash:
         raise NotPreparedError(f"node {node} is proven for the hash {hash}, and the pod requires {proof.hash}")
-    if proof.device.rpartition("-")[2] != hash[:HASH_DIGITS]:
-        raise NotPreparedError(f"the proof device {proof.device} is not for the hash {hash}")
+    if device.name.rpartition("-")[2] != hash[:HASH_DIGITS]:
+        raise NotPreparedError(f"the proof device {device.name} is not for the hash {hash}")
 
 
 def check_token(text: str, spiffe_id: str, now: datetime, skew: timedelta) -> None:

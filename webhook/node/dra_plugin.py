@@ -22,9 +22,10 @@ from webhook.core.errors import GpuwardenError
 from webhook.core.proof_devices import DRIVER
 from webhook.evidence.rpc import RawCodec
 from webhook.kube.client import connect
-from webhook.kube.proof_allocations import ResourceClaims
 from webhook.kube.requests import RateLimit, RateLimitedClient
-from webhook.node.claim_check import MAX_READS, ClaimCheck
+from webhook.kube.resource_claims import ResourceClaims
+from webhook.node.claim_check import ClaimCheck
+from webhook.node.device_closer import DeviceCloser, NodeSlices
 from webhook.node.dra_messages import (
     GET_INFO,
     NOTIFY_STATUS,
@@ -46,12 +47,15 @@ REGISTRATION: Final = Path("plugins_registry", f"{DRIVER}-reg.sock")
 SERVICE: Final = Path("plugins", DRIVER, "dra.sock")
 # A request has some hundred bytes.
 MAX_REQUEST: Final = 256 * 1024
-# The kubelet waits for 45 s, and calls again.
+# The kubelet waits for 45 s, and calls again a minute later.
 DEADLINE: Final = 20.0
-MAX_CALLS: Final = 16
+# The kubelet makes one call at a time for each pod of its node. Most calls wait here for the API server or the
+# Workload API, and the work of those that do not is limited by `MAX_READS`.
+MAX_CALLS: Final = 256
 # The API server responds in milliseconds.
 READ_TIMEOUT: Final = 5.0
 READS_PER_SECOND: Final = 20.0
+READS_AT_ONCE: Final = 16
 # How long calls in progress may delay the end of the process.
 CLOSE_TIMEOUT: Final = 1.0
 
@@ -203,12 +207,13 @@ def remove_socket(path: Path, inode: int) -> None:
 
 
 @asynccontextmanager
-async def kubelet_plugin(settings: Settings, directory: Path, identity: NodeIdentity) -> AsyncIterator[None]:
-    """The plugin in the kubelet's directory. Raises GpuwardenError."""
+async def kubelet_plugin(settings: Settings, directory: Path, identity: NodeIdentity) -> AsyncIterator[DeviceCloser]:
+    """The plugin in the kubelet's directory, and what closes the node's ended devices. Raises GpuwardenError."""
     async with await connect(settings) as api:
-        limit = RateLimit(READS_PER_SECOND, MAX_CALLS, time.monotonic)
+        limit = RateLimit(READS_PER_SECOND, READS_AT_ONCE, time.monotonic)
         claims = ResourceClaims(RateLimitedClient(api, limit, READ_TIMEOUT))
-        check = ClaimCheck(identity, claims, utc_now, settings.clock_skew, asyncio.Semaphore(MAX_READS))
+        check = ClaimCheck(identity, claims, utc_now, settings.clock_skew)
+        slices = NodeSlices(identity.node, RateLimitedClient(api, RateLimit(READS_PER_SECOND, 1, time.monotonic)))
         async with ProofPlugin(directory, check).listening():
             log.info("waiting for the kubelet", driver=DRIVER, directory=str(directory))
-            yield
+            yield DeviceCloser(slices, utc_now)

@@ -466,7 +466,9 @@ class Settings:
         "nvidia",
         kinds.INJECTION,
         PODS,
-        "variables that give a container its GPUs: NVIDIA_VISIBLE_DEVICES and CUDA_VISIBLE_DEVICES, or only the latter",
+        "what gives a container its GPUs: `nvidia` the variables NVIDIA_VISIBLE_DEVICES and CUDA_VISIBLE_DEVICES, "
+        "`cuda` only the latter, `dra` a ResourceClaim; a Namespace (annotation) and a Node (label) may have their own "
+        f"under {keys.INJECTION}",
     )
     runtime_class: str | None = setting(
         None, kinds.NAME, PODS, "RuntimeClass of pods with GPUs that name none; not set: unchanged"
@@ -572,7 +574,8 @@ class Settings:
         kinds.DIRECTORY,
         ATTEST,
         "kubelet's directory, `/var/lib/kubelet`, under the path that the kubelet has for it; with it `attest` is the "
-        "kubelet's plugin for proof devices: no pod with one starts without fresh evidence; needs a cluster",
+        "kubelet's plugin for proof devices: no pod with one starts without fresh evidence; needs a cluster, and no "
+        "--server",
     )
     pod_resources_socket: str = setting(
         "unix:/var/lib/kubelet/pod-resources/kubelet.sock",

@@ -7,6 +7,7 @@ itself is the same for all nodes.
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from attrs import evolve, frozen
+from msgspec import structs
 
 from webhook.core.claim import Claim
 from webhook.core.claim_keys import ClaimRecord
@@ -19,6 +20,7 @@ from webhook.core.verdict import plain
 
 TEXTS: dict[Objection, str] = {
     Objection.NOT_SELECTED: "not selected by the pod",
+    Objection.OTHER_INJECTION: "node has another injection",
     Objection.STALE: "attestation evidence for this node is stale",
     Objection.ABSENT: "no attestation evidence for this node",
     Objection.BANNED: "the attestation agent of this node is banned",
@@ -57,7 +59,7 @@ class NodeQuery:
     @property
     def is_of_gpus_alone(self) -> bool:
         """Whether the claim is only for a number of GPUs, which the scheduler can count itself."""
-        return self.claim.record.without_count() == ClaimRecord()
+        return structs.replace(self.claim.record.without_count(), injection=None) == ClaimRecord()
 
 
 def passes_unchecked(query: NodeQuery | None, policy: EvidencePolicy) -> bool:

@@ -34,7 +34,8 @@ from webhook.admission.audit import AuditRules, Facts, FindingKind, findings
 from webhook.admission.placement_maps import opted_in
 from webhook.core import keys
 from webhook.core.claim import ClaimRules
-from webhook.core.dress import DressRules, Injection
+from webhook.core.dress import DressRules
+from webhook.core.injection import Injection
 from webhook.core.isolation import is_isolated
 from webhook.kube.install.policies import NAMESPACE, Installation, policies
 from webhook.runtime.clock import utc_now

@@ -210,7 +210,11 @@ async def claim_of_pod(kube: Kube, namespace: str, name: str) -> Raw:
 
 async def allocation(kube: Kube, namespace: str, name: str) -> list[AllocatedPair]:
     """The pairs that the pod's claim has, in the order of its requests. Asserts that each pair is of one node."""
-    claim = await claim_of_pod(kube, namespace, name)
+    return await pairs_of(kube, await claim_of_pod(kube, namespace, name))
+
+
+async def pairs_of(kube: Kube, claim: Raw) -> list[AllocatedPair]:
+    """The pairs that the claim has, in the order of its requests. Asserts that each pair is of one node."""
     results = {one["request"]: one for one in claim["status"]["allocation"]["devices"]["results"]}
     slices = await kube.list(RESOURCE_SLICES)
     found = []

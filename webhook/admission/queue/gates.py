@@ -13,6 +13,7 @@ from webhook.core import keys
 from webhook.core.difference import Change
 from webhook.core.dress import Allocation, DressRules, RawPod, changes, dressed
 from webhook.core.errors import GpuwardenError
+from webhook.core.pod_claims import own_claim_of
 from webhook.core.queue_order import QueuedPod
 from webhook.core.reasons import Reason
 from webhook.core.reservation import PodIdentity
@@ -96,10 +97,11 @@ def opening_patch(raw: RawPod, outfit: Allocation, rules: DressRules) -> list[Ch
     creation; older versions did not blind all of them, and those cannot be changed any more."""
     meta: dict[str, Any] = raw["metadata"]
     gates = raw["spec"]["schedulingGates"]
+    outfit = evolve(outfit, hides_gpus_everywhere=False, claim_name=own_claim_of(raw["spec"]))
     place = next(number for number, gate in enumerate(gates) if gate.get("name") == keys.QUEUE_GATE)
     return [
         {"op": "test", "path": "/metadata/uid", "value": meta["uid"]},
         {"op": "test", "path": "/metadata/resourceVersion", "value": meta["resourceVersion"]},
         {"op": "test", "path": f"/spec/schedulingGates/{place}/name", "value": keys.QUEUE_GATE},
-        *changes(raw, dressed(raw, evolve(outfit, hides_gpus_everywhere=False), rules)),
+        *changes(raw, dressed(raw, outfit, rules)),
     ]

@@ -12,7 +12,7 @@ from webhook.admission.queue.gates import GateClient, GateError
 from webhook.admission.queue.waiting_pods import WaitingPods
 from webhook.core import check
 from webhook.core.claim import Claim
-from webhook.core.decide import EvidencePolicy
+from webhook.core.decide import ClaimSearch, EvidencePolicy
 from webhook.core.errors import LedgerError
 from webhook.core.fleet import Fleet
 from webhook.core.queue_order import OWN_IDS, QueuedPod
@@ -68,8 +68,11 @@ class QueueReservations:
         unproven = check.still_proven(claim, node, self._fleet, self._policy)
         if unproven is not None:
             return unproven.message
-        is_selected = claim.nodes.matches(node, self._fleet.indexed_nodes[node].labels)
-        return "" if is_selected else f"the pod no longer selects node {node}"
+        indexed = self._fleet.indexed_nodes[node]
+        if not claim.nodes.matches(node, indexed.labels):
+            return f"the pod no longer selects node {node}"
+        other = ClaimSearch(claim, self._fleet, self._policy).injection_objection(indexed)
+        return "" if other is None else f"node {node} has {other}"
 
     async def release(self, pod: PodIdentity, held: Reservation, why: str) -> bool:
         """Releases the reservation; returns whether it is free. Does nothing if the gate is open already: an answer may

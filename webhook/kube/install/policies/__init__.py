@@ -66,6 +66,7 @@ GPU_DRIVER = "gpu.nvidia.com"
 DEVICE_CLASSES = "dyn([''])"
 OWN_ACCOUNTS = "system:serviceaccount:{}:"
 RECONCILER, SCHEDULER_ACCOUNT, EXPORTER = "gpuwarden-reconcile", "gpuwarden-scheduler", "gpuwarden-export"
+ATTESTER = "gpuwarden-attest"
 
 # Users' names that can be quoted in CEL without escapes; then names of labels, annotations and resources.
 USER_NAME = re.compile(r"[A-Za-z0-9@:._/-]+")
@@ -104,6 +105,8 @@ class Installation:
     # The account of the scheduler that the chart runs.
     scheduler_account: str = SCHEDULER_ACCOUNT
     exporter: str = EXPORTER
+    # The account of `attest` as the kubelet's plugin.
+    attester: str = ATTESTER
     # In PEM. If empty, the API server uses its system roots.
     ca_bundle: bytes = b""
     opt_in: str = OPT_IN
@@ -170,7 +173,12 @@ class Installation:
         }
 
     def _accounts(self) -> tuple[tuple[str, str], ...]:
-        return ((RECONCILER, self.reconciler), (SCHEDULER_ACCOUNT, self.scheduler_account), (EXPORTER, self.exporter))
+        return (
+            (RECONCILER, self.reconciler),
+            (SCHEDULER_ACCOUNT, self.scheduler_account),
+            (EXPORTER, self.exporter),
+            (ATTESTER, self.attester),
+        )
 
     @staticmethod
     def _account(namespace: str, name: str) -> str:
@@ -178,7 +186,7 @@ class Installation:
 
     def _given(self) -> tuple[str, ...]:
         names = (self.namespace, self.service, self.gpu_namespace, self.opt_in, self.resource, *self.hash_aliases)
-        return (*names, self.reconciler, self.scheduler_account, self.exporter)
+        return (*names, *(own for _, own in self._accounts()))
 
 
 def webhooks(installation: Installation) -> list[Manifest]:

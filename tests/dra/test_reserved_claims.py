@@ -1,0 +1,440 @@
+"""The claims of pods whose GPUs are reserved: when they are made, for whom, and what they ask for."""
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from tests.builders import (
+    HASH,
+    NOW,
+    OTHER_HASH,
+    Raw,
+    claim,
+    created,
+    device,
+    evidence,
+    node,
+    raw_container,
+    raw_pod,
+    slot,
+)
+from tests.builders import reservation as built_reservation
+from tests.recorded_events import RecordedEvents
+from webhook.core.claim import ClaimRules
+from webhook.core.claim_keys import ClaimRecord
+from webhook.core.dress import Allocation, DressRules, dressed, waiting
+from webhook.core.fleet import Fleet
+from webhook.core.hashes import HashPolicy
+from webhook.core.injection import Injection
+from webhook.core.reasons import Reason
+from webhook.core.reservation import Orphan, Phase, Reservation
+from webhook.dra.reserved_claims import CHECKED_EVERY, ClaimForm, OnEveryChange, ReservedClaims
+from webhook.kube.api_claims import ClaimRequestError
+
+NAME = "gpuwarden-0b2f3c46-0000-4000-8000-00000000000a"
+IN_DRA = ClaimRules(hash_policy=HashPolicy("ml", injection=Injection.DRA))
+FORM = ClaimForm("gpu.nvidia.com", "gpu.nvidia.com", has_proofs=True, evicts=True, needs_evidence=False)
+UUID_OF = "device.attributes['gpu.nvidia.com'].uuid == '{}'"
+OWN = "device.attributes['attested.gpuwarden.io']"
+
+
+class FakeClaims:
+    """The API server's claims by name. `fails` refuses requests, `loses_answers` carries them out without an answer."""
+
+    def __init__(self) -> None:
+        self.claims: dict[str, Raw] = {}
+        self.requests: list[str] = []
+        self.fails = self.loses_answers = self.vanishes = False
+
+    async def create(self, raw: Raw) -> Raw | None:
+        self.requests.append(f"create {raw['metadata']['name']}")
+        if self.fails:
+            raise ClaimRequestError("away")
+        name = raw["metadata"]["name"]
+        if self.vanishes:
+            return None
+        if name not in self.claims:
+            self.claims[name] = {**raw, "metadata": {**raw["metadata"], "uid": f"uid-of-{name}"}}
+        if self.loses_answers:
+            raise ClaimRequestError("no answer")
+        return self.claims[name]
+
+    async def find(self, namespace: str, name: str) -> Raw | None:
+        self.requests.append(f"find {name}")
+        if self.fails:
+            raise ClaimRequestError("away")
+        return self.claims.get(name)
+
+    async def delete(self, namespace: str, name: str, uid: str) -> None:
+        self.requests.append(f"delete {name} {uid}")
+        if self.fails:
+            raise ClaimRequestError("away")
+        if name in self.claims and self.claims[name]["metadata"]["uid"] == uid:
+            del self.claims[name]
+
+
+class Scene:
+    """An elected writer, one node with evidence, and reservations by the uids of their pods."""
+
+    def __init__(self, form: ClaimForm = FORM) -> None:
+        self.now, self.is_current = NOW, True
+        self.fleet = Fleet(injection=Injection.DRA)
+        self.fleet.put(node("node-a", device("GPU-1"), device("GPU-2")), NOW)
+        self.proves(HASH)
+        self.objects, self.heard = FakeClaims(), RecordedEvents()
+        self.ledger: dict[str, Reservation] = {}
+        self.claims = self.another(form)
+
+    def another(self, form: ClaimForm = FORM) -> ReservedClaims:
+        return ReservedClaims(
+            self.objects, self.ledger.get, self.fleet, self.heard, lambda: self.now, form, lambda: self.is_current
+        )
+
+    def proves(self, digest: str | None) -> None:
+        self.fleet.set_evidence("node-a", None if digest is None else evidence("node-a", digest), NOW)
+
+    def reserve(self, raw: Raw, **members: Any) -> None:
+        meta = raw["metadata"]
+        uuids = meta["annotations"]["gpuwarden.io/gpu-uuid"].split(",")
+        given = {"id": "r-1", "phase": Phase.FINALIZED, "uid": meta["uid"], "digest": digest_of(raw), **members}
+        self.ledger[meta["uid"]] = built_reservation(*map(slot, uuids), **given)
+
+    def come(self, raw: Raw, **members: Any) -> None:
+        """The pod exists and has its reservation."""
+        self.reserve(raw, **members)
+        self.claims.changed(raw)
+
+    async def step(self, after: timedelta = timedelta()) -> list[str]:
+        """The requests of one pass."""
+        self.now += after
+        self.objects.requests.clear()
+        await self.claims.step()
+        return list(self.objects.requests)
+
+
+def wished(*uuids: str, hash: str | None = HASH, name: str = NAME, **members: Any) -> Raw:
+    asked = {"gpuwarden.io/required-hash": hash} if hash else {}
+    wish = raw_pod(raw_container("main", gpus=len(uuids)), annotations=asked)
+    fit = Allocation(claim(wish, IN_DRA), ("node-a",), "r-1", uuids, claim_name=name)
+    raw = created(dressed(wish, fit, DressRules()))
+    raw["metadata"] |= members.pop("metadata", {})
+    raw["spec"] |= members
+    return raw
+
+
+def digest_of(raw: Raw) -> str:
+    return ClaimRecord.parse(raw["metadata"]["annotations"]["gpuwarden.io/claim"]).digest()
+
+
+@pytest.fixture
+def scene() -> Scene:
+    return Scene()
+
+
+def selectors(raw: Raw) -> dict[str, str]:
+    requests = raw["spec"]["devices"]["requests"]
+    return {one["name"]: one["exactly"]["selectors"][0]["cel"]["expression"] for one in requests}
+
+
+async def test_claim_takes_the_reserved_gpus_with_their_proofs(scene: Scene) -> None:
+    raw = wished("GPU-2", "GPU-1")
+    scene.come(raw)
+    assert scene.claims.wakeup.is_set()
+    assert await scene.step() == [f"create {NAME}"]
+    made = scene.objects.claims[NAME]
+    meta = raw["metadata"]
+    owner = {"apiVersion": "v1", "kind": "Pod", "name": meta["name"], "uid": meta["uid"]}
+    assert made["metadata"]["ownerReferences"] == [{**owner, "controller": True, "blockOwnerDeletion": True}]
+    assert made["metadata"]["namespace"] == meta["namespace"]
+    assert made["metadata"]["labels"] == {
+        "app.kubernetes.io/managed-by": "gpuwarden",
+        "gpuwarden.io/gpu-claim": "true",
+    }
+    proof = f"{OWN}.hash == 'aa11' && {OWN}.mode == 'dra' && "
+    assert selectors(made) == {
+        "proof0": proof + UUID_OF.format("GPU-1"),
+        "gpu0": UUID_OF.format("GPU-1"),
+        "proof1": proof + UUID_OF.format("GPU-2"),
+        "gpu1": UUID_OF.format("GPU-2"),
+    }
+    devices = made["spec"]["devices"]
+    assert [one["requests"] for one in devices["constraints"]] == [["gpu0", "proof0"], ["gpu1", "proof1"]]
+    assert {one["matchAttribute"] for one in devices["constraints"]} == {"gpu.nvidia.com/uuid"}
+    assert devices["config"][0]["requests"] == ["proof0", "proof1"]
+    tolerations = [one["exactly"].get("tolerations") for one in devices["requests"]]
+    assert [one and one[0]["tolerationSeconds"] for one in tolerations] == [0, None, 0, None]
+
+
+async def test_without_proof_devices_the_claim_takes_gpus_only() -> None:
+    scene = Scene(ClaimForm("gpu.nvidia.com", "class", has_proofs=False, evicts=True, needs_evidence=True))
+    scene.proves(None)
+    scene.come(wished("GPU-1"))
+    await scene.step()
+    made = scene.objects.claims[NAME]
+    assert made["spec"] == {
+        "devices": {
+            "requests": [
+                {
+                    "name": "gpu0",
+                    "exactly": {
+                        "deviceClassName": "class",
+                        "selectors": [{"cel": {"expression": UUID_OF.format("GPU-1")}}],
+                    },
+                }
+            ]
+        }
+    }
+
+
+@pytest.mark.parametrize(
+    ("hash", "proven", "needs", "is_made"),
+    [
+        (HASH, HASH, False, True),
+        (HASH, OTHER_HASH, False, False),
+        (HASH, None, False, False),
+        (None, None, False, True),
+        (None, None, True, False),
+        (None, OTHER_HASH, True, True),
+    ],
+)
+async def test_claim_waits_for_the_evidence_that_the_pod_needs(
+    hash: str | None, proven: str | None, needs: bool, is_made: bool
+) -> None:
+    scene = Scene(ClaimForm("gpu.nvidia.com", "class", has_proofs=True, evicts=False, needs_evidence=needs))
+    scene.proves(proven)
+    scene.come(wished("GPU-1", hash=hash))
+    await scene.step()
+    assert (NAME in scene.objects.claims) is is_made
+    scene.proves(HASH)
+    await scene.step()
+    assert NAME in scene.objects.claims
+
+
+# Pods that get no claim.
+
+
+@pytest.mark.parametrize(
+    "held",
+    [
+        {"uid": "another"},
+        {"id": "r-2"},
+        {"digest": "another"},
+        {"namespace": "other"},
+        {"phase": Phase.RELEASING},
+    ],
+    ids=str,
+)
+async def test_pod_without_this_reservation_gets_no_claim(scene: Scene, held: Raw) -> None:
+    scene.come(wished("GPU-1"), **held)
+    assert await scene.step() == []
+
+
+async def test_pod_without_a_reservation_gets_its_claim_once_the_reservation_is_known(scene: Scene) -> None:
+    raw = wished("GPU-1")
+    scene.claims.changed(raw)
+    assert await scene.step() == []
+    scene.reserve(raw)
+    scene.claims.wakeup.clear()
+    listener = OnEveryChange(scene.claims.wake)
+    listener.changed({})
+    assert scene.claims.wakeup.is_set()
+    assert await scene.step() == [f"create {NAME}"]
+
+
+async def test_orphan_gets_no_claim(scene: Scene) -> None:
+    raw = wished("GPU-1")
+    scene.come(raw)
+    held = scene.ledger[raw["metadata"]["uid"]]
+    scene.ledger[raw["metadata"]["uid"]] = held.orphaned(Orphan(NOW, timedelta()))
+    assert await scene.step() == []
+
+
+@pytest.mark.parametrize(
+    "members",
+    [
+        {"nodeName": "node-a"},
+        {"metadata": {"deletionTimestamp": "2026-01-01T00:00:00Z"}},
+        {"resourceClaims": [{"name": "gpuwarden", "resourceClaimName": "another"}]},
+        {"resourceClaims": [{"name": "gpuwarden", "resourceClaimTemplateName": NAME}]},
+        {"schedulingGates": [{"name": "gpuwarden.io/queue"}]},
+    ],
+    ids=str,
+)
+async def test_pod_that_needs_no_claim_gets_none(scene: Scene, members: Raw) -> None:
+    scene.come(wished("GPU-1", **members))
+    assert await scene.step() == []
+
+
+async def test_queued_pod_gets_its_claim_when_its_gate_is_open(scene: Scene) -> None:
+    wish = raw_pod(raw_container("main", gpus=1))
+    asked = claim(wish, IN_DRA)
+    gated = created(waiting(wish, asked, DressRules(), "because", claim_name=NAME))
+    scene.claims.changed(gated)
+    assert await scene.step() == []
+    fit = Allocation(asked, ("node-a",), "r-1", ("GPU-1",), has_waited=True, claim_name=NAME)
+    scene.come(dressed(gated, fit, DressRules()))
+    assert await scene.step() == [f"create {NAME}"]
+
+
+async def test_nothing_is_written_on_old_data(scene: Scene) -> None:
+    scene.come(wished("GPU-1"))
+    scene.is_current = False
+    assert await scene.step() == []
+
+
+# Repetitions and failures.
+
+
+async def test_claim_is_made_once_and_checked_again_later(scene: Scene) -> None:
+    raw = wished("GPU-1")
+    scene.come(raw)
+    await scene.step()
+    scene.claims.changed(raw)
+    assert await scene.step() == []
+    assert await scene.step(CHECKED_EVERY) == [f"create {NAME}"]
+    del scene.objects.claims[NAME]
+    await scene.step(CHECKED_EVERY)
+    assert NAME in scene.objects.claims
+    assert scene.heard.recorded == []
+    scene.claims.changed({**raw, "spec": {**raw["spec"], "nodeName": "node-a"}})
+    assert await scene.step(CHECKED_EVERY) == []
+
+
+@pytest.mark.parametrize("failure", ["fails", "loses_answers"])
+async def test_failed_request_is_repeated_after_a_pause(scene: Scene, failure: str) -> None:
+    setattr(scene.objects, failure, True)
+    scene.come(wished("GPU-1"))
+    await scene.step()
+    assert await scene.step() == []
+    setattr(scene.objects, failure, False)
+    assert await scene.step(timedelta(seconds=1)) == [f"create {NAME}"]
+    assert NAME in scene.objects.claims
+    assert scene.heard.recorded == []
+
+
+async def test_claim_that_is_deleted_in_between_is_made_in_the_next_pass(scene: Scene) -> None:
+    scene.objects.vanishes = True
+    scene.come(wished("GPU-1"))
+    await scene.step()
+    scene.objects.vanishes = False
+    assert await scene.step() == [f"create {NAME}"]
+    assert NAME in scene.objects.claims
+
+
+async def test_restarted_process_finds_its_claim(scene: Scene) -> None:
+    raw = wished("GPU-1")
+    scene.come(raw)
+    await scene.step()
+    made = scene.objects.claims[NAME]
+    scene.proves(OTHER_HASH)  # a claim is not made again when the evidence has changed
+    scene.proves(HASH)
+    scene.claims = scene.another()
+    scene.claims.replaced({"train": raw})
+    assert await scene.step() == [f"create {NAME}"]
+    assert scene.objects.claims == {NAME: made}
+    assert scene.heard.recorded == []
+
+
+async def test_newly_elected_process_checks_each_claim(scene: Scene) -> None:
+    scene.come(wished("GPU-1"))
+    await scene.step()
+    scene.claims.begin()
+    assert await scene.step() == [f"create {NAME}"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"ownerReferences": []},
+        {"ownerReferences": [{"apiVersion": "v1", "kind": "Pod", "name": "x", "uid": "another", "controller": True}]},
+        {"labels": None},
+    ],
+    ids=str,
+)
+async def test_claim_of_another_is_reported_and_left_alone(scene: Scene, change: Raw) -> None:
+    raw = wished("GPU-1")
+    scene.come(raw)
+    await scene.step()
+    made = scene.objects.claims[NAME]
+    foreign = scene.objects.claims[NAME] = {**made, "metadata": {**made["metadata"], **change}}
+    scene.claims = scene.another()
+    scene.come(raw)
+    await scene.step()
+    assert scene.objects.claims == {NAME: foreign}
+    assert scene.heard.recorded == [(raw["metadata"]["name"], Reason.RESOURCE_CLAIM_TAKEN)]
+    assert NAME in scene.heard.messages[0]
+    # It is not withdrawn with the reservation either.
+    scene.ledger.clear()
+    await scene.step(CHECKED_EVERY)
+    assert await scene.step(CHECKED_EVERY) == [f"find {NAME}"]
+    assert scene.objects.claims == {NAME: foreign}
+
+
+@pytest.mark.parametrize("spec", [{}, {"devices": {"requests": [{"name": "gpu0"}]}}, {"devices": "x"}], ids=str)
+async def test_claim_for_other_devices_is_reported(scene: Scene, spec: Raw) -> None:
+    raw = wished("GPU-1")
+    scene.come(raw)
+    await scene.step()
+    scene.objects.claims[NAME]["spec"] = spec
+    await scene.step(CHECKED_EVERY)
+    assert scene.heard.recorded == [(raw["metadata"]["name"], Reason.RESOURCE_CLAIM_TAKEN)]
+
+
+async def test_claim_whose_hash_has_changed_is_the_pods_own(scene: Scene) -> None:
+    scene.come(wished("GPU-1", hash=None))
+    await scene.step()
+    scene.proves(OTHER_HASH)
+    await scene.step(CHECKED_EVERY)
+    assert scene.heard.recorded == []
+
+
+async def test_second_pod_of_one_claim_gets_none(scene: Scene) -> None:
+    scene.come(wished("GPU-1"))
+    await scene.step()
+    second = wished("GPU-2", metadata={"uid": "uid-2", "name": "second"})
+    scene.come(second)
+    await scene.step()
+    assert selectors(scene.objects.claims[NAME])["gpu0"] == UUID_OF.format("GPU-1")
+    assert scene.heard.recorded == [("second", Reason.RESOURCE_CLAIM_TAKEN)]
+
+
+# Withdrawal.
+
+
+async def test_claim_of_a_pod_that_lost_its_reservation_is_deleted(scene: Scene) -> None:
+    """A pod that was not bound in time may stay. Its claim would keep a GPU that others can reserve."""
+    scene.come(wished("GPU-1"))
+    await scene.step()
+    scene.ledger.clear()
+    scene.objects.fails = True
+    await scene.step(CHECKED_EVERY)
+    scene.objects.fails = False
+    assert await scene.step(CHECKED_EVERY) == [f"delete {NAME} uid-of-{NAME}"]
+    assert await scene.step() == []
+
+
+async def test_claim_that_an_earlier_leader_has_left_is_deleted(scene: Scene) -> None:
+    """Not at once: the reservation of a new pod may not be known yet."""
+    raw = wished("GPU-1")
+    scene.come(raw)
+    await scene.step()
+    scene.ledger.clear()
+    scene.claims = scene.another()
+    scene.claims.changed(raw)
+    assert await scene.step() == []
+    assert await scene.step(CHECKED_EVERY) == [f"find {NAME}", f"delete {NAME} uid-of-{NAME}"]
+    assert await scene.step() == []
+    scene.reserve(raw)
+    assert await scene.step() == [f"create {NAME}"]
+
+
+@pytest.mark.parametrize("is_listed", [False, True])
+async def test_deleted_pod_is_forgotten(scene: Scene, is_listed: bool) -> None:
+    raw = wished("GPU-1")
+    scene.come(raw)
+    if is_listed:
+        scene.claims.replaced({})
+    else:
+        scene.claims.deleted(raw)
+    assert await scene.step() == []

@@ -1,0 +1,56 @@
+"""The injection: what gives containers their GPUs. Each node and each pod with GPUs has one.
+
+A node has the one in its label, a pod the one in its namespace's annotation when it was created; without these, both
+have the installation's. A pod with GPUs goes to nodes of its own injection only.
+"""
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Final
+
+from webhook.core.errors import InvalidPodError
+from webhook.core.keys import INJECTION
+
+
+class Injection(StrEnum):
+    """What makes a GPU visible in a container: NVIDIA's runtime, CUDA alone, or the kubelet by a ResourceClaim."""
+
+    NVIDIA = "nvidia"
+    CUDA = "cuda"
+    DRA = "dra"
+
+
+ALLOWED: Final = ", ".join(Injection)
+
+
+def recorded_injection(own: Injection | None, default: Injection) -> str | None:
+    """For the record of a claim. The default is not recorded: older versions know no other. They know no `dra` either,
+    so it is recorded always."""
+    injection = default if own is None else own
+    return None if injection is default and injection is not Injection.DRA else injection.value
+
+
+def injection_asked(recorded: str | None, default: Injection) -> str:
+    """The injection of a pod by the record of its claim. A newer version may have recorded one that is not known."""
+    if recorded is None:
+        return Injection.NVIDIA if default is Injection.DRA else default
+    return recorded
+
+
+def injection_of(recorded: str | None, default: Injection) -> Injection:
+    """The same. Raises InvalidPodError if it is not known."""
+    asked = injection_asked(recorded, default)
+    found = known_injection(asked)
+    if found is None:
+        raise InvalidPodError(f"the injection {asked[:40]!r} is not known; allowed are {ALLOWED}")
+    return found
+
+
+def injection_of_node(labels: Mapping[str, str], default: Injection) -> Injection | None:
+    """None if the label has another value: no pod with GPUs goes to the node."""
+    value = labels.get(INJECTION)
+    return default if value is None else known_injection(value)
+
+
+def known_injection(value: str) -> Injection | None:
+    return Injection(value) if value in tuple(Injection) else None
