@@ -31,6 +31,16 @@
     {{- fail (printf "\n\nnative is true and GPUs are hidden from other pods by %s: without webhooks a policy has to. Set policies.blind=policy and settings.injection=nvidia." (include "gpuwarden.blinds" .)) }}
   {{- end }}
 {{- end }}
+{{- /* The reservations do not show the GPUs of native pods: another pod would get the same ones. */ -}}
+{{- if and (include "gpuwarden.reviews" .) (.Capabilities.APIVersions.Has "resource.k8s.io/v1/ResourceClaim") }}
+  {{- range (lookup "resource.k8s.io/v1" "ResourceClaim" "" "").items }}
+    {{- $annotations := default dict .metadata.annotations }}
+    {{- $labels := default dict .metadata.labels }}
+    {{- if and (dig "status" "allocation" "" .) (eq (get $labels "gpuwarden.io/gpu-claim") "true") (eq (get $annotations "resource.kubernetes.io/pod-claim-name") "gpuwarden") }}
+      {{- fail (printf "\n\nnative is false and native pods have GPUs, such as the pod of ResourceClaim %s/%s: webhooks would give the same GPUs to other pods. Delete the native pods first, or set native=true." .metadata.namespace .metadata.name) }}
+    {{- end }}
+  {{- end }}
+{{- end }}
 {{- if and $values.prometheusRule.enabled (not $values.serve.enabled) }}
   {{- fail "\n\nprometheusRule.enabled is true and serve.enabled is false: the alerts are about serve, and the first of them would always fire." }}
 {{- end }}

@@ -1,5 +1,6 @@
 """What is done about GPUs that kubelets gave to pods without a reservation of them."""
 
+import random
 from datetime import timedelta
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from tests.admission.given_pods import ended_pod, given_container, given_pod
 from tests.builders import NOW, Raw, device, node, reservation, slot
 from tests.recorded_events import RecordedEvents
+from webhook.admission.delivered import wrong_deliveries
 from webhook.admission.delivery_watch import SETTLED, DeliveryWatch, OnMismatch
 from webhook.admission.evidence_loss import EvictionError
 from webhook.core.device import DeviceUuid
@@ -320,3 +322,33 @@ async def test_malformed_status_does_not_break_a_pass(scene: Scene) -> None:
     scene.watch.changed(given_pod(name="odd", containerStatuses=[7]))
     scene.watch.changed(given_pod(name="odder", containerStatuses=[given_container(allocatedResourcesStatus=[[]])]))
     assert await scene.step() == {"GPU-b": IN_USE}
+
+
+@pytest.mark.parametrize("seed", range(20))
+async def test_comparing_what_has_changed_finds_what_comparing_everything_finds(seed: int) -> None:
+    chance, scene = random.Random(seed), Scene()  # noqa: S311 - a test
+    gpus, names, pods = ("GPU-a", "GPU-b", "GPU-c", "GPU-x"), ("node-a", "node-b"), ("train", "infer", "plain")
+    for _ in range(60):
+        gpu, name, pod = chance.choice(gpus), chance.choice(names), chance.choice(pods)
+        match chance.randrange(6):
+            case 0:
+                held = reservation(slot(gpu), node=name, phase=Phase.FINALIZED, uid=f"uid-{pod}", pod_name=pod)
+                scene.ledger._index.replace(name, chance.choice([{}, {held.id: held}]))
+            case 1:
+                scene.fleet.put(node(name, *map(device, chance.sample(gpus, chance.randint(0, 3)))), NOW)
+            case 2:
+                scene.fleet.remove(name)
+            case 3:
+                scene.watch.deleted(given_pod(gpu, name=pod, node=name))
+            case _:
+                scene.watch.changed(given_pod(gpu, name=pod, node=name))
+        if chance.random() < 0.7:
+            await scene.step()
+            given = list(scene.watch._given.values())
+            found = [
+                list(
+                    wrong_deliveries(one, scene.ledger.of_pod(one.pod.uid), scene.ledger.of_device, scene.watch._lists)
+                )
+                for one in sorted(given, key=lambda one: one.pod.uid)
+            ]
+            assert scene.watch._found() == [one for wrong in found for one in wrong]

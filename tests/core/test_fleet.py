@@ -733,6 +733,14 @@ def test_unchanged_node_is_no_change() -> None:
     assert there.device_count == 1
 
 
+def test_all_nodes_that_list_a_held_gpu_are_collected() -> None:
+    found = fleet(node("node-a", device("GPU-a")), node("node-b", device("GPU-a")))
+    changed = found.collect_changes()
+    changed.clear()
+    found.hold(reservation(slot("GPU-a"), node="node-b"))
+    assert changed == {"node-a", "node-b"}
+
+
 def test_changed_nodes_are_collected_until_the_caller_removes_them() -> None:
     found = fleet(node("node-a", device("GPU-a")), node("node-b", device("GPU-b")))
     changed = found.collect_changes()

@@ -6,6 +6,7 @@ from datetime import datetime, timedelta
 from typing import Any
 
 import pytest
+from kubernetes.aio.client.exceptions import ApiException
 
 from tests.builders import HASH, NOW, OTHER_HASH, SECOND, Raw, evidence, reservation, slot
 from tests.dra.test_claims import OURS, claim
@@ -19,6 +20,7 @@ from webhook.core.proof_devices import KEPT_AFTER_END, ProofDevice
 from webhook.dra.claims import AllocatedClaims
 from webhook.dra.slices import BATCH_SIZE, MAX_FAILURES, MAX_GENERATION, ProofSlices
 from webhook.kube.resource_slices import proof_devices_of, slices_of
+from webhook.kube.store import StoreUnavailableError
 
 A, B = "node-a", "node-b"
 HOUR, MINUTE = timedelta(hours=1), timedelta(minutes=1)
@@ -232,6 +234,44 @@ async def test_lost_evidence_comes_before_all_other_writes(scene: Scene) -> None
     assert await scene.step() == []
 
 
+async def test_lost_evidence_does_not_wait_for_slow_writes_of_a_pass(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene.proven(B)
+    await scene.step()
+    for number in range(BATCH_SIZE):
+        scene.proven(f"node-{number}")
+    create, loss = scene.objects.create, asyncio.Event()
+
+    async def lose(raw: Raw) -> Raw:
+        monkeypatch.setattr(scene.objects, "create", create)
+        scene.says(B, None)
+        tell_loss(scene.slices, loss, B)
+        return await create(raw)
+
+    monkeypatch.setattr(scene.objects, "create", lose)
+    assert len(await scene.step()) == 1
+    done = await scene.step()
+    assert done[0] == "replace gpuwarden-node-b-0"
+    assert len(done) == BATCH_SIZE
+
+
+async def test_slice_that_was_deleted_behind_an_interrupted_watch_is_created_again(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def missing(raw: Raw) -> Raw:
+        raise StoreUnavailableError("the API server answered 404") from ApiException(status=404)
+
+    scene.proven()
+    await scene.step()
+    scene.objects.objects.clear()
+    scene.says(A, None)
+    monkeypatch.setattr(scene.objects, "replace", missing)
+    scene.proves(until=END - MINUTE)
+    await scene.step()
+    assert await scene.step() == ["create gpuwarden-node-a-0"]
+
+
 async def test_outlasting_devices_are_told(scene: Scene) -> None:
     assert not scene.slices.is_outlasting(A)
     scene.proven()
@@ -292,6 +332,34 @@ async def test_device_in_use_stays_proven_whatever_happens_to_its_gpu(scene: Sce
     scene.unuse()
     await scene.step()
     assert scene.devices() == {"gpu-node-a-aa11": NOW + MINUTE}
+
+
+@pytest.mark.parametrize("change", ["unhealthy", "disputed", "held"])
+async def test_device_in_use_stays_proven_if_somebody_deletes_its_slice_meanwhile(scene: Scene, change: str) -> None:
+    scene.proven()
+    await scene.step()
+    scene.use()
+    match change:
+        case "unhealthy":
+            scene.node(A, "GPU-node-a", is_healthy=False)
+        case "disputed":
+            scene.node(B, "GPU-node-a")
+        case _:
+            scene.fleet.hold(reservation(slot("GPU-node-a"), node=A))
+    scene.objects.remove("gpuwarden-node-a-0")
+    await scene.step(MINUTE)
+    assert scene.devices() == {"gpu-node-a-aa11": END}
+
+
+async def test_reservation_ends_a_device_while_claims_are_not_watched(scene: Scene) -> None:
+    """The device counts as used, but the scheduler may give it to another claim."""
+    scene.proven(A, "GPU-1", "GPU-2")
+    await scene.step()
+    scene.use(device="gpu-2-aa11")
+    scene.are_claims_current = False
+    scene.fleet.hold(reservation(slot("GPU-1"), slot("GPU-2"), node=A))
+    await scene.step(MINUTE)
+    assert scene.devices() == {"gpu-1-aa11": NOW + MINUTE, "gpu-2-aa11": END}
 
 
 async def test_every_device_counts_as_used_while_claims_are_not_watched(scene: Scene) -> None:

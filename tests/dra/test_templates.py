@@ -1,5 +1,6 @@
 """The reconciler keeps the ResourceClaimTemplates of native pods: few writes, and none by others."""
 
+import asyncio
 import copy
 from datetime import timedelta
 from itertools import count as numbers
@@ -14,7 +15,7 @@ from webhook.core.fleet import Fleet
 from webhook.core.keys import OPT_IN
 from webhook.core.native import NativeClaim
 from webhook.core.proof_claims import claim_spec
-from webhook.dra.templates import BATCH_SIZE, CHECK_INTERVAL, KEPT, ClaimTemplates
+from webhook.dra.templates import BATCH_SIZE, CHECK_INTERVAL, CHECKS_PER_PASS, KEPT, ClaimTemplates
 from webhook.kube.requests import ApiRefusesError, ApiUnavailableError
 
 HASH = "sha256:aa11"
@@ -420,3 +421,34 @@ async def test_list_of_pods_replaces_what_was_known() -> None:
     scene.keeper.pods.deleted(first)
     scene.keeper.pods.deleted(second)
     assert list(scene.keeper.pods) == []
+
+
+async def test_check_of_all_templates_takes_several_passes_and_lets_other_tasks_run() -> None:
+    scene = Scene()
+    scene.prove("a")
+    for number in range(CHECKS_PER_PASS // 8 + 1):
+        scene.namespace(f"ns-{number}")
+    while len(scene.api.stored) < CHECKS_PER_PASS:
+        await scene.steps()
+    await scene.steps(2)
+    written, scene.wakes = len(scene.api.done), 0
+    scene.now += CHECK_INTERVAL
+    turns, is_over = 0, False
+
+    async def count_turns() -> None:
+        nonlocal turns
+        while not is_over:
+            turns += 1
+            await asyncio.sleep(0)
+
+    beside = asyncio.create_task(count_turns())
+    await asyncio.sleep(0)
+    before = turns
+    await scene.steps()
+    assert turns > before
+    assert scene.wakes == 1, "the rest comes with the next pass"
+    await scene.steps()
+    assert scene.wakes == 1
+    is_over = True
+    await beside
+    assert len(scene.api.done) == written

@@ -25,10 +25,13 @@ from tests.chart.matrix import MATRIX
 from tests.chart.rendering import rendered
 from tests.e2e.chart_release import Process, Release
 from tests.e2e.conftest import new_namespace
+from tests.e2e.dra.gpus import GPU_DRIVER, RESOURCE_CLAIMS, pairs
 from tests.e2e.kube import MUTATING, PODS, VALIDATING, ApiError, Kube, Raw, Resource, gone, pod, wait_until
 from tests.e2e.measurements import report_figures
 from tests.e2e.test_access import AUDITED, requests
 from tests.e2e.webhook_configurations import ENABLED
+from webhook.core.proof_claims import CLAIM_LABELS
+from webhook.core.proof_devices import DRIVER
 from webhook.runtime.clock import utc_now
 from webhook.runtime.tls.issuing import BACKDATED, KeyPair, new_ca, new_leaf
 
@@ -550,6 +553,27 @@ async def test_cluster_features_are_detected(kube: Kube, others: None, release: 
         return done.stderr if done.returncode else ""
 
     await wait_until(lambda: asyncio.to_thread(tried), lambda said: said == "")
+
+
+async def test_webhooks_do_not_replace_native_pods_that_have_gpus(kube: Kube, namespace: str, release: Release) -> None:
+    """`serve` would reserve the GPUs of these pods for others: it does not know ResourceClaims."""
+
+    def tried(**values: Any) -> str:
+        done = release.helm("install", release.name, str(CHART), "--dry-run=server", values=values)
+        return done.stderr if done.returncode else ""
+
+    assert await asyncio.to_thread(tried) == ""
+    annotations = {"resource.kubernetes.io/pod-claim-name": "gpuwarden"}
+    meta = {"name": "train-gpuwarden-1", "labels": CLAIM_LABELS, "annotations": annotations}
+    made = await kube.create(RESOURCE_CLAIMS, {"metadata": meta, "spec": pairs(1, "aa11")}, namespace)
+    assert await asyncio.to_thread(tried) == "", "it has no GPU yet"
+    devices = [(DRIVER, "proof0", "gpu-1-aa11"), (GPU_DRIVER, "gpu0", "gpu-0")]
+    results = [{"driver": one, "request": name, "pool": "node-0", "device": which} for one, name, which in devices]
+    made["status"] = {"allocation": {"devices": {"results": results}}}
+    await kube.replace(RESOURCE_CLAIMS, made, namespace, "status")
+    assert f"the pod of ResourceClaim {namespace}/train-gpuwarden-1" in await asyncio.to_thread(tried)
+    assert "ResourceClaim" not in await asyncio.to_thread(tried, native=True)
+    await kube.delete(RESOURCE_CLAIMS, "train-gpuwarden-1", namespace)
 
 
 # Change from cert-manager's certificate to gpuwarden's.

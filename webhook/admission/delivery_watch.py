@@ -83,14 +83,18 @@ class DeliveryWatch:
     _orphan_times: OrphanTimes = field(factory=OrphanTimes)
     _is_current: Callable[[], bool] = field(kw_only=True)
     _given: dict[str, GivenDevices] = field(factory=dict, init=False)
+    # The uids of these pods by node, and what has changed since their faults were found: nodes of the fleet, and pods.
+    _uids_on: dict[str, set[str]] = field(factory=lambda: defaultdict(set), init=False)
+    _changed_in_fleet: set[str] = field(init=False)
+    _changed_pods: set[str] = field(factory=set, init=False)
     # Pods that are gone and were not seen to end, until their containers must have ended.
     _gone: dict[str, tuple[GivenDevices, datetime]] = field(factory=dict, init=False)
     # The longest grace period seen of each pod with GPUs.
     _graces: dict[str, timedelta] = field(factory=dict, init=False)
     _has_listed: bool = field(default=False, init=False)
     _changes: int = field(default=0, init=False)  # of the pods above
-    # The faults of the running pods, and the state that they were found in.
-    _found: list[WrongDelivery] = field(factory=list, init=False)
+    # The faults of the running pods by uid, and the state that they were found in.
+    _faults: dict[str, tuple[WrongDelivery, ...]] = field(factory=dict, init=False)
     _seen_inputs: tuple[int, int, int] = field(default=(-1, -1, -1), init=False)
     _current_since: datetime | None = field(default=None, init=False)
     # None until this leader's first pass.
@@ -98,6 +102,9 @@ class DeliveryWatch:
     _changed_nodes: dict[str, None] = field(factory=dict, init=False)
     _seen: dict[FaultKey, SeenFault] = field(factory=dict, init=False)
     _tries: dict[str, Retry] = field(factory=dict, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._changed_in_fleet = self._fleet.collect_changes()
 
     # The listener of the watch of pods.
 
@@ -114,8 +121,11 @@ class DeliveryWatch:
         if one is None:
             self._forget(uid)
             return
+        self._forget_node_of(uid)
         self._changes += 1
         self._given[uid] = one
+        self._uids_on[one.node].add(uid)
+        self._changed_pods.add(uid)
         grace = longest_grace_in(raw) or timedelta()
         self._graces[uid] = max(grace, self._graces.get(uid, grace))
 
@@ -135,16 +145,45 @@ class DeliveryWatch:
         self._forget(uid)
 
     def _forget(self, uid: str) -> None:
+        self._forget_node_of(uid)
         if self._given.pop(uid, None) is not None:
             self._changes += 1
+        self._faults.pop(uid, None)
+        self._changed_pods.discard(uid)
         self._graces.pop(uid, None)
+
+    def _forget_node_of(self, uid: str) -> None:
+        one = self._given.get(uid)
+        if one is not None:
+            self._uids_on[one.node].discard(uid)
+            if not self._uids_on[one.node]:
+                del self._uids_on[one.node]
 
     # What is wrong now, in any process.
 
     def counts(self) -> Mapping[str, int]:
         """The number of running pods by fault, zeros included."""
-        found = Counter(one.fault for one in self._wrong(self._given.values()))
+        found = Counter(one.fault for one in self._found())
         return {fault.value: found[fault] for fault in DeliveryFault}
+
+    def _found(self) -> list[WrongDelivery]:
+        """The faults of the running pods. Compares only what has changed: a large cluster has 40,000 pods with GPUs.
+
+        A pod has no fault as long as its own reservation holds all its GPUs on its node, so only changes of this node
+        matter. A fault also depends on reservations on other nodes, so all faults are compared again.
+        """
+        again = self._changed_pods | self._faults.keys()
+        for node in self._changed_in_fleet:
+            again |= self._uids_on.get(node, set())
+        self._changed_pods.clear()
+        self._changed_in_fleet.clear()
+        for uid in again & self._given.keys():
+            found = tuple(self._wrong([self._given[uid]]))
+            if found:
+                self._faults[uid] = found
+            else:
+                self._faults.pop(uid, None)
+        return [one for uid in sorted(self._faults) for one in self._faults[uid]]
 
     def _wrong(self, given: Collection[GivenDevices]) -> Iterator[WrongDelivery]:
         for one in given:
@@ -180,10 +219,9 @@ class DeliveryWatch:
         inputs = (self._changes, self._fleet.changes, len(self._gone))
         if inputs != self._seen_inputs or self._marks is None:
             self._seen_inputs = inputs
-            self._found = list(self._wrong(self._given.values()))
-            self._update_marks([*self._found, *self._wrong([one for one, _ in self._gone.values()])])
+            self._update_marks([*self._found(), *self._wrong([one for one, _ in self._gone.values()])])
         self._current_since = self._current_since or now
-        lasting = self._lasting(self._found, now)
+        lasting = self._lasting([one for found in self._faults.values() for one in found], now)
         for one, seen in lasting:
             if not seen.is_reported:
                 seen.is_reported = True

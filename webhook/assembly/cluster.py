@@ -278,7 +278,9 @@ class ClusterWriters:
         slices = () if published is None else (slices_of_driver(api, settings.gpu_driver, published),)
         inventory_watches.add(nodes, devices, *slices)
         evidence_watches.add(evidences)
-        self.watches = (nodes, devices, evidences, *slices)
+        self.watches = (nodes, devices, evidences)
+        # Apart: only the writer of GPUNodes waits for it.
+        self.slices = slices
 
     def begin(self) -> None:
         """Call it after the election."""

@@ -100,8 +100,8 @@ class ReconcilerParts:
     """What the leader works with. All replicas keep the watches current."""
 
     watches: tuple[Watch, ...]
-    # Of kinds that may not be installed: no other part waits for them.
-    optional_watches: WatchGroup
+    # Of kinds that an API server may not serve, or refuse to. No election waits for them.
+    optional_watches: tuple[Watch, ...]
     events: ApiEvents
     ledger: ClusterLedger
     reconciler: Reconciler
@@ -235,7 +235,7 @@ def reconciler_parts(settings: Settings, api: ApiClient, metrics: Metrics) -> Re
     native = native_parts(settings, api, fleet, watches, reconciler)
     sets, node_names = MappedStatefulSets(fleet, settings.opt_in_label), NodeNameConflicts(fleet, events)
 
-    optional_watches = WatchGroup()
+    of_kueue = WatchGroup()
     kueue: tuple[KueueChecks, ...] = ()
     if settings.kueue:
         kueue = (
@@ -248,14 +248,14 @@ def reconciler_parts(settings: Settings, api: ApiClient, metrics: Metrics) -> Re
                 ApiChecks(api),
                 utc_now,
                 wait=settings.kueue_wait,
-                is_current=lambda: watches.are_current() and optional_watches.are_current(),
+                is_current=lambda: watches.are_current() and of_kueue.are_current(),
                 list_again=partial(list_workloads_again, api),
                 queue_order=waiting_pods.queue_order,
                 orphans_per_namespace=settings.orphans_per_namespace,
             ),
         )
     for one in kueue:
-        optional_watches.add(*kueue_watches(api, one))
+        of_kueue.add(*kueue_watches(api, one))
 
     watches.add(
         *writers.watches,
@@ -297,12 +297,13 @@ def reconciler_parts(settings: Settings, api: ApiClient, metrics: Metrics) -> Re
     metrics.watch_deliveries(deliveries.counts)
     metrics.watch_plugins(lambda: len(plugins.nodes()))
     return ReconcilerParts(
-        watches=(
-            *watches,
+        watches=tuple(watches),
+        optional_watches=(
+            *of_kueue,
+            *writers.slices,
             *(proofs.watches if proofs is not None else ()),
             *(native.watches if native is not None else ()),
         ),
-        optional_watches=optional_watches,
         events=events,
         ledger=ledger,
         reconciler=reconciler,
@@ -347,20 +348,21 @@ def proof_parts(
     """None without proof devices."""
     if not settings.proof_devices:
         return None
-    claims, of_claims = AllocatedClaims(), WatchGroup()
+    claims, of_claims, of_slices = AllocatedClaims(), WatchGroup(), WatchGroup()
     slices = ProofSlices(
         ApiObjects(api, RESOURCE_SLICES),
         fleet,
         claims,
         utc_now,
-        is_current=watches.are_current,
+        is_current=lambda: watches.are_current() and of_slices.have_listed(),
         are_claims_current=of_claims.are_current,
         gpu_driver=settings.gpu_driver,
         count_write=metrics.count_proof_write,
     )
     of_claims.add(Watch(api, RESOURCE_CLAIMS_PATH, claims, trimmed=whole))
     metrics.watch_proofs(slices.counts)
-    return ProofParts(slices, (*of_claims, slices_of_driver(api, DRIVER, slices.view)))
+    of_slices.add(slices_of_driver(api, DRIVER, slices.view))
+    return ProofParts(slices, (*of_claims, *of_slices))
 
 
 def begins_of(proofs: ProofParts | None) -> tuple[Callable[[], None], ...]:
@@ -370,6 +372,7 @@ def begins_of(proofs: ProofParts | None) -> tuple[Callable[[], None], ...]:
 def tell_loss(slices: ProofSlices, loss: asyncio.Event, node: str) -> None:
     """Begins a pass when proof devices of the node have to end."""
     if slices.is_outlasting(node):
+        slices.hurry()
         loss.set()
 
 
@@ -407,7 +410,7 @@ def native_parts(
         is_opted_in=partial(opted_in, opt_in=settings.opt_in_label),
         wake=reconciler.wakeup.set,
     )
-    of_templates.add(Watch(api, TEMPLATES_PATH, templates))
+    of_templates.add(Watch(api, TEMPLATES_PATH, templates, trimmed=whole))
     return NativeParts(templates, of_templates)
 
 

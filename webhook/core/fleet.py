@@ -292,7 +292,7 @@ class Fleet:
     # The index.
 
     def _regroup_nodes_of(self, uuids: Iterable[DeviceUuid]) -> None:
-        for name in {home for uuid in uuids if (home := self._node_of.get(uuid)) is not None}:
+        for name in {name for uuid in uuids for name in self.nodes_with_device(uuid)}:
             self._regroup_named(name)
 
     def _regroup_named(self, name: str) -> None:

@@ -12,7 +12,7 @@ from typing import Final
 import structlog
 from attrs import define, evolve, field, frozen
 
-from webhook.core.device import Device
+from webhook.core.device import Device, DeviceUuid
 from webhook.core.evidence import Evidence, EvidenceState
 from webhook.core.fleet import Fleet
 from webhook.core.injection import Injection, injection_of_node
@@ -29,7 +29,7 @@ from webhook.core.proof_devices import (
 from webhook.core.raw import Raw
 from webhook.dra.claims import AllocatedClaims
 from webhook.dra.written_slices import WrittenSlices
-from webhook.kube.api_objects import ObjectClient
+from webhook.kube.api_objects import ObjectClient, is_not_found
 from webhook.kube.resource_slices import ProofSlice, slices_of
 from webhook.kube.store import RefusedError, StaleError, StoreUnavailableError
 from webhook.runtime.clock import Clock
@@ -83,6 +83,8 @@ class ProofSlices:
     _due: dict[str, datetime] = field(factory=dict, init=False)
     _first_due: datetime | None = field(default=None, init=False)
     _failures: int = field(default=0, init=False)
+    # Whether evidence was lost since the pass began.
+    _has_loss: bool = field(default=False, init=False)
 
     def __attrs_post_init__(self) -> None:
         self._changed = self._fleet.collect_changes()
@@ -95,7 +97,7 @@ class ProofSlices:
         """One pass over what has changed. What fails is left for the next one."""
         if not self._is_current():
             return
-        now = self._clock()
+        now, self._has_loss = self._clock(), False
         self._fleet.advance(now)
         self._collect(now)
         batch = await self._needed(now)
@@ -121,6 +123,10 @@ class ProofSlices:
         evidence, now = self._fresh_evidence(node), self._clock()
         written = (one for one in self.view.devices(node).values() if not one.has_ended(now))
         return any(evidence is None or ends_before(evidence, one) for one in written)
+
+    def hurry(self) -> None:
+        """Evidence is lost: writes of this pass that are not urgent and have not begun wait for the next one."""
+        self._has_loss = True
 
     # What has to be written.
 
@@ -193,10 +199,18 @@ class ProofSlices:
         evidence = self._fresh_evidence(node)
         if evidence is None:
             return
+        claimed = self._claims.proofs_in_use(node)
         for device in self._fleet.indexed_nodes[node].node.devices:
-            if self._is_offered(node, device):
-                yield ProofDevice.of(device.uuid, evidence.hash, evidence.until)
-        yield from still_proven((written[name] for name in used if name in written), evidence)
+            one = ProofDevice.of(device.uuid, evidence.hash, evidence.until)
+            if self._is_offered(node, device) or one.name in claimed:
+                yield one
+        # While claims are not watched, one that counts as used may be free: a reservation ends it.
+        known = (written[name] for name in used if name in written)
+        yield from still_proven((one for one in known if one.name in claimed or not self._is_held(node, one)), evidence)
+
+    def _is_held(self, node: str, one: ProofDevice) -> bool:
+        """By a reservation whose pod gets its GPUs in another way than by claims."""
+        return self._mode(node) is ProofMode.NATIVE and bool(self._fleet.holders(DeviceUuid(one.uuid)))
 
     def _fresh_evidence(self, node: str) -> Evidence | None:
         indexed = self._fleet.indexed_nodes.get(node)
@@ -229,6 +243,8 @@ class ProofSlices:
         async with limit:
             if self._failures >= MAX_FAILURES:
                 return False
+            if self._has_loss and not writes.is_urgent:
+                return True  # its node is compared again in the next pass
             try:
                 await self._write(writes)
             except RefusedError as exc:
@@ -272,6 +288,11 @@ class ProofSlices:
         except StaleError:
             await self._read_again(raw["metadata"]["name"])
             raise
+        except StoreUnavailableError as exc:
+            if known is None or not is_not_found(exc):
+                raise
+            self.view.forget(known.name)  # somebody has deleted it, and the watch has not told yet
+            raise StaleError(known.name) from exc
         self._count_write("written")
 
     async def _read_again(self, name: str) -> None:

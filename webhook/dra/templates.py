@@ -6,8 +6,9 @@ its hash: Kubernetes makes the claim of the pod as soon as the template exists. 
 after an hour.
 """
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+import asyncio
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime, timedelta
 from typing import Any, Protocol
 
@@ -30,6 +31,10 @@ log = structlog.get_logger(__name__)
 
 # Writes per pass, so that other steps get to run in between.
 BATCH_SIZE = 20
+# Checks per pass, for the same reason. Without a write they do not wait for anything.
+CHECKS_PER_PASS = 1000
+# Templates entered before other tasks get to run.
+ENTERED_AT_A_TIME = 1000
 # All templates are checked at this interval. Between two checks only changes are.
 CHECK_INTERVAL = timedelta(minutes=5)
 # How long a template is kept that nothing needs.
@@ -89,9 +94,10 @@ class ClaimTemplates:
     _created: set[str] = field(factory=set, init=False)  # uids
     _fresh: frozenset[str] = field(default=frozenset(), init=False)
     _seen_changes: int = field(default=-1, init=False)
-    # Templates to check. Those that new pods name come first.
-    _asked: dict[TemplateKey, None] = field(factory=dict, init=False)
-    _due: dict[TemplateKey, None] = field(factory=dict, init=False)
+    # Templates to check. Those that new pods name come first. Removing the first item of a plain dict again and again
+    # takes quadratic time.
+    _asked: OrderedDict[TemplateKey, None] = field(factory=OrderedDict, init=False)
+    _due: OrderedDict[TemplateKey, None] = field(factory=OrderedDict, init=False)
     _unneeded_since: dict[TemplateKey, datetime] = field(factory=dict, init=False)
     _checked_at: datetime = field(default=LONG_AGO, init=False)
     pods: "NativePods" = field(init=False)
@@ -158,11 +164,11 @@ class ClaimTemplates:
             return
         now = self._clock()
         self._fleet.advance(now)
-        self._collect(now)
-        written = 0
-        while (due := self._asked or self._due) and written < BATCH_SIZE:
-            key = next(iter(due))
-            del due[key]
+        await self._collect(now)
+        written = checked = 0
+        while (due := self._asked or self._due) and written < BATCH_SIZE and checked < CHECKS_PER_PASS:
+            key, _ = due.popitem(last=False)
+            checked += 1
             try:
                 written += await self._write(key, now)
             except ApiUnavailableError as exc:
@@ -175,22 +181,30 @@ class ClaimTemplates:
         if self._asked or self._due:
             self._wake()
 
-    def _collect(self, now: datetime) -> None:
+    async def _collect(self, now: datetime) -> None:
         """Adds to the templates that have to be checked."""
         changed = self.namespaces.take_changes()
         if now - self._checked_at >= CHECK_INTERVAL:
             self._checked_at = now
             changed = [*self.namespaces.names()]
-            self._due.update(dict.fromkeys(self._stored))
-        self._due.update(dict.fromkeys(key for name in changed for key in self._keys(name, self._fresh)))
+            self._unneeded_since = {k: since for k, since in self._unneeded_since.items() if k in self._stored}
+            await self._enter(list(self._stored))
+        await self._enter(key for name in changed for key in self._keys(name, self._fresh))
         if changed:
-            self._due.update(dict.fromkeys(key for key in self.pods if key[0] in changed))
+            places = set(changed)
+            await self._enter([key for key in self.pods if key[0] in places])
         if self._fleet.changes != self._seen_changes:
             self._seen_changes = self._fleet.changes
             fresh = frozenset(map(hash_attribute, self._fleet.proven_hashes))
             new, self._fresh = fresh - self._fresh, fresh
             if new:
-                self._due.update(dict.fromkeys(k for name in self.namespaces.names() for k in self._keys(name, new)))
+                await self._enter(key for name in self.namespaces.names() for key in self._keys(name, new))
+
+    async def _enter(self, keys: Iterable[TemplateKey]) -> None:
+        for number, key in enumerate(keys, 1):
+            self._due[key] = None
+            if number % ENTERED_AT_A_TIME == 0:
+                await asyncio.sleep(0)
 
     def _keys(self, namespace: str, fresh: frozenset[str]) -> Iterator[TemplateKey]:
         """The templates that the namespace has for its own hashes, else for these."""
@@ -215,6 +229,7 @@ class ClaimTemplates:
         if stored is not None and (is_wrong or is_over):
             await self._writer.delete(key[0], key[1].template, stored.uid)
             self._stored.pop(key, None)
+            self._created.discard(stored.uid)
             stored = None
             log.info("template deleted", namespace=key[0], name=key[1].template, is_wrong=is_wrong)
             if not is_needed:

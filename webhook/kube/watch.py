@@ -190,6 +190,10 @@ class WatchGroup:
         """Whether there are watches, and each of them is current."""
         return bool(self._watches) and all(watch.is_current for watch in self._watches)
 
+    def have_listed(self) -> bool:
+        """Whether there are watches, and the first list of each is complete."""
+        return bool(self._watches) and all(watch.ready.is_set() for watch in self._watches)
+
 
 def key_of(raw: Raw) -> str:
     meta = raw["metadata"]

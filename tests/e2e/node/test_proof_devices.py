@@ -106,6 +106,10 @@ class ProvenNode:
         path = self.node.log(self.attest)
         return path.read_text().count('"registered with the kubelet"') if path.exists() else 0
 
+    async def questions(self) -> int:
+        """How often `attest` has asked the agent for a token."""
+        return len(self.agent.audiences)
+
     async def publish(self, *gpus: str, hash: str = HASH, lasts: timedelta = timedelta(hours=1)) -> datetime:
         """Replaces the node's proof devices. Returns their end."""
         self.generation += 1
@@ -255,11 +259,15 @@ async def test_pod_starts_only_on_evidence_for_its_hash(proven: ProvenNode) -> N
     await proven.create("other", 1)
     proven_for = f"node {NODE} is proven for the hash bb22, and the pod requires aa11"
     await proven.refused("other", f"failed for ResourceClaim other: {proven_for}")
-    proven.agent.identities = []
-    await proven.create("none", 2)
-    await proven.refused("none", f"node {NODE} has no evidence at this moment: Workload API: PERMISSION_DENIED")
+    proven.agent.identities = [evidence_id(NODE, HASH), evidence_id(NODE, OTHER_HASH)]
+    asked = len(proven.agent.audiences)
+    await proven.create("unclear", 2)
+    await wait_until(proven.questions, lambda number: number > asked, START_TIMEOUT)
+    await wait_until(lambda: proven.kube.get(PODS, "unclear", proven.namespace), is_creating)
     proven.agent.identities = [evidence_id(NODE, HASH)]
-    for name in ("other", "none"):
+    # Within the same call: the kubelet would call again after a minute.
+    await wait_until(lambda: proven.kube.get(PODS, "unclear", proven.namespace), is_ready, START_TIMEOUT / 2)
+    for name in ("other", "unclear"):
         await proven.starts(name)
         assert await proven.seen(name) == seen_of(*map(GPUS.index, await proven.allocated(name)))
 
@@ -302,7 +310,7 @@ async def test_pod_is_evicted_when_the_evidence_ends(proven: ProvenNode, request
     await proven.publish(*GPUS)
     await proven.create("ends", 2)
     await proven.starts("ends")
-    end = await proven.publish(*GPUS, lasts=timedelta(seconds=3))
+    end = await proven.publish(*GPUS, lasts=timedelta(seconds=2))
 
     async def marked() -> str:
         pod = await proven.kube.find(PODS, "ends", proven.namespace)
@@ -323,7 +331,7 @@ async def test_pods_survive_a_restart_of_the_kubelet(proven: ProvenNode) -> None
     allocated = await proven.allocated("before")
     await asyncio.to_thread(proven.node.kill_kubelet)
     # The running pod needs no evidence again.
-    proven.agent.identities = []
+    proven.agent.identities = [evidence_id(NODE, OTHER_HASH)]
     await proven.create("meanwhile", 1)
     await wait_until(
         lambda: proven.kube.get(PODS, "meanwhile", proven.namespace), lambda pod: "nodeName" in pod["spec"]
@@ -331,7 +339,7 @@ async def test_pods_survive_a_restart_of_the_kubelet(proven: ProvenNode) -> None
     registrations = await proven.registrations()
     await asyncio.to_thread(proven.node.start_kubelet)
     await wait_until(proven.registrations, lambda found: found > registrations, START_TIMEOUT)
-    await proven.refused("meanwhile", "has no evidence at this moment")
+    await proven.refused("meanwhile", "is proven for the hash bb22")
     assert await proven.kube.find(RESOURCE_SLICES, slice_name(NODE, 0)), "a kubelet deletes slices that name its node"
     proven.agent.identities = [evidence_id(NODE, HASH)]
     await proven.starts("meanwhile")
