@@ -6,6 +6,7 @@ from datetime import datetime, timedelta
 from typing import Any
 
 import pytest
+from attrs import evolve
 from kubernetes.aio.client.exceptions import ApiException
 
 from tests.builders import HASH, NOW, OTHER_HASH, SECOND, Raw, evidence, reservation, slot
@@ -18,7 +19,7 @@ from webhook.core.fleet import Fleet
 from webhook.core.gpu_map import MapOwner, SetId
 from webhook.core.proof_devices import KEPT_AFTER_END, ProofDevice
 from webhook.dra.claims import AllocatedClaims
-from webhook.dra.slices import BATCH_SIZE, MAX_FAILURES, MAX_GENERATION, ProofSlices
+from webhook.dra.slices import AWAITED_EVERY, BATCH_SIZE, MAX_FAILURES, MAX_GENERATION, ProofSlices
 from webhook.kube.resource_slices import proof_devices_of, slices_of
 from webhook.kube.store import StoreUnavailableError
 
@@ -34,6 +35,7 @@ class Scene:
         self.now = NOW
         self.is_current = self.are_claims_current = True
         self.writes: list[str] = []
+        self.awaited: set[str] = set()
         self.fleet, self.objects, self.claims = Fleet(), FakeObjects(), AllocatedClaims()
         self.slices = self.another()
 
@@ -47,6 +49,7 @@ class Scene:
             lambda: self.are_claims_current,
             "gpu.nvidia.com",
             self.writes.append,
+            lambda _, sources: self.awaited.issuperset(sources),
         )
         self.objects.listener = found.view
         return found
@@ -332,6 +335,42 @@ async def test_device_in_use_stays_proven_whatever_happens_to_its_gpu(scene: Sce
     scene.unuse()
     await scene.step()
     assert scene.devices() == {"gpu-node-a-aa11": NOW + MINUTE}
+
+
+async def test_new_source_of_evidence_ends_no_device_in_use_before_its_first_report(scene: Scene) -> None:
+    scene.proven(A, "GPU-1", "GPU-2")
+    await scene.step()
+    scene.use(device="gpu-1-aa11")
+    scene.awaited = {"spire-server"}
+    more = evolve(evidence(A, HASH, since=NOW - HOUR, until=END + HOUR), missing_sources=frozenset(["spire-server"]))
+    scene.says(A, more)
+    await scene.step(SECOND)
+    assert scene.devices() == {"gpu-1-aa11": END, "gpu-2-aa11": NOW + SECOND}, "the end that is written stays"
+    assert not scene.slices.is_outlasting(A)
+    await scene.step(MINUTE)
+    scene.awaited.clear()
+    await scene.step(AWAITED_EVERY)
+    assert scene.devices() == {"gpu-1-aa11": scene.now}
+
+
+@pytest.mark.parametrize(
+    ("word", "end"),
+    [
+        (evidence(A, HASH, since=NOW - HOUR, until=END, is_banned=True), NOW),
+        (evidence(A, OTHER_HASH, since=NOW - HOUR, until=END), NOW),
+        (evidence(A, HASH, since=NOW - HOUR, until=NOW), NOW),
+        (evidence(A, HASH, since=NOW - HOUR, until=END - MINUTE), END - MINUTE),
+    ],
+    ids=["banned", "another hash", "stale", "nearer end"],
+)
+async def test_other_losses_count_while_a_source_is_awaited(scene: Scene, word: Evidence, end: datetime) -> None:
+    scene.proven()
+    await scene.step()
+    scene.use()
+    scene.awaited = {"spire-server"}
+    scene.says(A, evolve(word, missing_sources=frozenset(["spire-server"])))
+    await scene.step()
+    assert scene.devices() == {"gpu-node-a-aa11": end}
 
 
 @pytest.mark.parametrize("change", ["unhealthy", "disputed", "held"])

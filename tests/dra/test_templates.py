@@ -15,7 +15,14 @@ from webhook.core.fleet import Fleet
 from webhook.core.keys import OPT_IN
 from webhook.core.native import NativeClaim
 from webhook.core.proof_claims import claim_spec
-from webhook.dra.templates import BATCH_SIZE, CHECK_INTERVAL, CHECKS_PER_PASS, KEPT, ClaimTemplates
+from webhook.dra.templates import (
+    BATCH_SIZE,
+    CHECK_INTERVAL,
+    CHECKS_PER_PASS,
+    KEPT,
+    MAX_FAILURES,
+    ClaimTemplates,
+)
 from webhook.kube.requests import ApiRefusesError, ApiUnavailableError
 
 HASH = "sha256:aa11"
@@ -37,6 +44,8 @@ class FakeTemplates:
         self.is_away = False
         self.conflicts = 0
         self.refuses: set[str] = set()
+        self.fails: set[str] = set()
+        self.failures = 0
         self._uids = numbers()
 
     async def create(self, namespace: str, raw: Raw) -> Raw | None:
@@ -56,7 +65,8 @@ class FakeTemplates:
         self.done.append(f"delete {namespace}/{name}")
 
     def _answer(self, namespace: str) -> None:
-        if self.is_away:
+        if self.is_away or namespace in self.fails:
+            self.failures += 1
             raise ApiUnavailableError("away")
         if namespace in self.refuses:
             raise ApiRefusesError(403, "no")
@@ -393,6 +403,50 @@ async def test_refused_write_is_tried_again_later_and_holds_up_no_other() -> Non
     assert (await scene.steps(2)).names("closed") == set()
     scene.now += CHECK_INTERVAL
     assert (await scene.steps(2)).names("closed") == eight("aa11")
+
+
+async def test_namespace_whose_webhook_fails_holds_up_no_other() -> None:
+    scene = Scene()
+    scene.prove("a")
+    scene.namespace("broken")
+    await scene.steps()
+    scene.namespace("more")
+    scene.namespace("ml")
+    scene.api.fails.add("broken")
+    scene.api.stored.clear()
+    scene.keeper.replaced({})
+    scene.api.events.clear()
+    assert (await scene.steps()).names() == eight("aa11")
+    assert scene.names("more") == eight("aa11")
+    assert scene.api.failures == 1, "once in a pass"
+    scene.wakes = 0
+    await scene.steps()
+    assert not scene.wakes, "no pass follows at once"
+    scene.api.fails.clear()
+    assert (await scene.steps()).names("broken") == eight("aa11")
+
+
+async def test_pass_stops_after_a_few_failures() -> None:
+    scene = Scene()
+    scene.prove("a")
+    for number in range(10):
+        scene.namespace(f"ml-{number}")
+    scene.api.is_away, scene.wakes = True, 0
+    await scene.steps()
+    assert (scene.api.failures, scene.wakes) == (MAX_FAILURES, 0)
+
+
+async def test_tenant_with_many_new_hashes_does_not_delay_the_pod_of_another() -> None:
+    scene = Scene()
+    for name in ("greedy", "ml"):
+        scene.namespace(name)
+    await scene.steps()
+    for number in range(5 * BATCH_SIZE):
+        scene.pod(f"greedy-{number}", f"gpuwarden-1-hash{number}", "greedy")
+    scene.pod("modest", "gpuwarden-1-mine")
+    await scene.steps()
+    assert scene.names() == {"gpuwarden-1-mine"}
+    assert len(scene.api.done) == BATCH_SIZE
 
 
 async def test_late_events_of_an_old_template_do_not_hide_the_new_one() -> None:

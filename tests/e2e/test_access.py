@@ -245,6 +245,7 @@ async def test_reviews_need_a_certificate_of_the_client_ca(
 Use = tuple[str, str, str]
 POLICIES_ASK = "the policies ask the authorizer for it; it is in no request"
 PROOFS_ONLY = "only where nodes are challenged, which is not here but in the tests of proofs"
+ON_NODES_ONLY = "only on nodes, which have tests of their own"
 CLAIMS_ONLY = "only with the injection dra, which is not here but in a test of its own"
 READ_AGAIN = "read again where another writer was faster, which is chance here"
 # Granted, and not always used in this test.
@@ -284,6 +285,12 @@ SPARE: dict[str, dict[Use, str]] = {
         ("resource.k8s.io", "resourceclaims", "delete"): CLAIMS_ONLY,
         ("", "pods/finalizers", "update"): "a plugin of the API server asks for it; it is in no request",
         ("", "pods", "get"): "one pod is looked at where its watch has not shown it in time, which is chance here",
+    },
+    # As the kubelet's plugin: tests/e2e/dra/test_closing.py and tests/e2e/node/test_proof_devices.py.
+    "gpuwarden-attest": {
+        ("resource.k8s.io", "resourceclaims", "get"): ON_NODES_ONLY,
+        ("resource.k8s.io", "resourceslices", "get"): ON_NODES_ONLY,
+        ("resource.k8s.io", "resourceslices", "update"): ON_NODES_ONLY,
     },
 }
 

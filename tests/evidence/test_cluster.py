@@ -142,6 +142,9 @@ async def test_first_proof_is_pending_for_a_while_for_nodes_without_one(static: 
     scene.objects.put({"metadata": {"name": "node-b"}, "status": {"sources": proof}})
     await scene.step()
     assert (scene.writer.is_update_pending("node-a"), scene.writer.is_update_pending("node-b")) == (True, False)
+    assert scene.writer.awaits("node-a", {"jwt-svid"})
+    assert not scene.writer.awaits("node-a", {"jwt-svid", "static"})
+    assert not scene.writer.awaits("node-b", {"jwt-svid"})
     scene.objects.remove("node-b")
     await scene.step()
     assert not scene.writer.is_update_pending("node-b")  # it had one, and it is gone

@@ -87,14 +87,37 @@ async def test_closed_devices_are_not_written_again() -> None:
     scene = Scene()
     scene.publish(NOW)
     await scene.step()
-    assert await scene.step(MINUTE) == ([GET], LOOK_INTERVAL)
+    done, pause = await scene.step(MINUTE)
+    assert (done, is_jittered(pause)) == ([GET], True)
 
 
-@pytest.mark.parametrize(("ends", "pause"), [((), LOOK_INTERVAL), ((None,), LOOK_INTERVAL)])
-async def test_node_without_an_end_is_looked_at_once_a_minute(ends: tuple[None, ...], pause: timedelta) -> None:
+def is_jittered(pause: timedelta) -> bool:
+    """Whether the pause is that of a node without an end."""
+    return JITTER[0] <= pause / LOOK_INTERVAL <= JITTER[1]
+
+
+@pytest.mark.parametrize("ends", [(), (None,)], ids=["no slice", "no end"])
+async def test_node_without_an_end_is_looked_at_once_a_minute(ends: tuple[None, ...]) -> None:
     scene = Scene()
     scene.publish(*ends)
-    assert await scene.step() == ([GET], pause)
+    done, pause = await scene.step()
+    assert (done, is_jittered(pause)) == ([GET], True)
+
+
+async def test_pause_until_a_far_end_is_not_stretched() -> None:
+    """Devices would stay open for as long."""
+    scene = Scene()
+    for _ in range(20):
+        scene.publish(NOW + 9 * MINUTE)
+        pauses: list[float] = []
+
+        async def sleep(seconds: float, pauses: list[float] = pauses) -> None:
+            pauses.append(seconds)
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            await scene.closer.run(sleep)
+        assert (9 * MINUTE + MARGIN).total_seconds() <= pauses[0] <= (9 * MINUTE + 2 * MARGIN).total_seconds()
 
 
 async def test_far_end_is_looked_at_before() -> None:
@@ -150,6 +173,6 @@ async def test_failed_write_is_tried_again_soon_and_told_once(problem: Exception
         await scene.closer.run(sleep)
     assert [one["event"] for one in logs] == ["ended proof devices not closed", "ended proof devices closed"]
     low, high = JITTER
+    assert is_jittered(timedelta(seconds=pauses[3]))
     for failures, pause in enumerate(pauses[:3], 1):
         assert low <= pause / BACKOFF.pause(failures).total_seconds() <= high
-    assert low <= pauses[3] / LOOK_INTERVAL.total_seconds() <= high

@@ -290,6 +290,10 @@ class ClusterWriters:
         """Whether the writer knows newer evidence of the node than its object contains."""
         return self._evidence.is_update_pending(name)
 
+    def awaits(self, name: str, sources: Collection[str]) -> bool:
+        """Whether each of these sources may still report on the node for the first time."""
+        return self._evidence.awaits(name, sources)
+
     async def step(self) -> None:
         """One pass of each writer. A failure of one does not stop the other."""
         done = await asyncio.gather(self._discovery.step(), self._evidence.step(), return_exceptions=True)

@@ -84,6 +84,8 @@ log = structlog.get_logger(__name__)
 
 # Templates written per second, and at once.
 TEMPLATE_RATE, TEMPLATE_BURST = 100.0, 100
+# In seconds. The API server writes a template in milliseconds, but it waits for webhooks.
+TEMPLATE_TIMEOUT = 3.0
 ON_NO_NODE = {"fieldSelector": "spec.nodeName="}
 # Between two lists of a kind that may not be installed.
 WATCH_OPTIONAL = Backoff(timedelta(seconds=1), timedelta(seconds=30), jitter=(0.5, 1.5))
@@ -113,6 +115,10 @@ class ReconcilerParts:
     loss: asyncio.Event
     # Has passes of its own: its pods cannot be scheduled until their claims exist.
     claims: ReservedClaims
+    # With native pods: a webhook for templates can be slow, so they have passes of their own too.
+    template_steps: tuple[Elected, ...]
+    # Set when a template is missing.
+    asked: asyncio.Event
     # Called after each election.
     begin: tuple[Callable[[], None], ...]
 
@@ -232,7 +238,8 @@ def reconciler_parts(settings: Settings, api: ApiClient, metrics: Metrics) -> Re
         needs_evidence=policy.is_always_required,
         plugins=plugins,
     )
-    native = native_parts(settings, api, fleet, watches, reconciler)
+    asked = asyncio.Event()
+    native = native_parts(settings, api, fleet, watches, asked)
     sets, node_names = MappedStatefulSets(fleet, settings.opt_in_label), NodeNameConflicts(fleet, events)
 
     of_kueue = WatchGroup()
@@ -288,7 +295,7 @@ def reconciler_parts(settings: Settings, api: ApiClient, metrics: Metrics) -> Re
             ),
         ),
     )
-    proofs, loss = proof_parts(settings, api, metrics, fleet, watches), asyncio.Event()
+    proofs, loss = proof_parts(settings, api, metrics, fleet, watches, writers), asyncio.Event()
     if proofs is not None:
         evidence.notify(partial(tell_loss, proofs.slices, loss))
     metrics.watch_evidence(evidence_loss.count_pods_without)
@@ -319,12 +326,13 @@ def reconciler_parts(settings: Settings, api: ApiClient, metrics: Metrics) -> Re
             plugins,
             offers,
             *(() if proofs else (ends,)),
-            *([native.templates] if native is not None else ()),
         ),
         # The ends first: no pod is bound to a node whose devices are about to end.
         urgent_steps=(ends, proofs.slices) if proofs else (),
         loss=loss,
         claims=claims,
+        template_steps=(native.templates,) if native is not None else (),
+        asked=asked,
         begin=(
             *(claims.begin, queue.begin, evidence_loss.begin, offers.begin, writers.begin, ends.begin),
             *(deliveries.begin, *begins_of(proofs)),
@@ -343,7 +351,12 @@ class ProofParts:
 
 
 def proof_parts(
-    settings: Settings, api: ApiClient, metrics: Metrics, fleet: Fleet, watches: WatchGroup
+    settings: Settings,
+    api: ApiClient,
+    metrics: Metrics,
+    fleet: Fleet,
+    watches: WatchGroup,
+    writers: ClusterWriters,
 ) -> ProofParts | None:
     """None without proof devices."""
     if not settings.proof_devices:
@@ -358,6 +371,7 @@ def proof_parts(
         are_claims_current=of_claims.are_current,
         gpu_driver=settings.gpu_driver,
         count_write=metrics.count_proof_write,
+        awaits=writers.awaits,
     )
     of_claims.add(Watch(api, RESOURCE_CLAIMS_PATH, claims, trimmed=whole))
     metrics.watch_proofs(slices.counts)
@@ -385,7 +399,7 @@ class NativeParts:
 
 
 def native_parts(
-    settings: Settings, api: ApiClient, fleet: Fleet, watches: WatchGroup, reconciler: Reconciler
+    settings: Settings, api: ApiClient, fleet: Fleet, watches: WatchGroup, asked: asyncio.Event
 ) -> NativeParts | None:
     """None without native pods."""
     if not settings.native_templates:
@@ -402,13 +416,13 @@ def native_parts(
 
     limit, of_templates = RateLimit(TEMPLATE_RATE, TEMPLATE_BURST, time.monotonic), WatchGroup()
     templates = ClaimTemplates(
-        ApiClaimTemplates(RateLimitedClient(api, limit)),
+        ApiClaimTemplates(RateLimitedClient(api, limit, TEMPLATE_TIMEOUT)),
         fleet,
         spec_of,
         utc_now,
         is_current=lambda: watches.are_current() and of_templates.are_current(),
         is_opted_in=partial(opted_in, opt_in=settings.opt_in_label),
-        wake=reconciler.wakeup.set,
+        wake=asked.set,
     )
     of_templates.add(Watch(api, TEMPLATES_PATH, templates, trimmed=whole))
     return NativeParts(templates, of_templates)

@@ -46,7 +46,11 @@ async def work(settings: Settings, api: ApiClient, probes: Probes) -> None:
                 begin()
             claims = parts.claims
             async with asyncio.TaskGroup() as passes:
-                loops = ((parts.steps, parts.reconciler.wakeup), (parts.urgent_steps, parts.loss))
+                loops = (
+                    (parts.steps, parts.reconciler.wakeup),
+                    (parts.urgent_steps, parts.loss),
+                    (parts.template_steps, parts.asked),
+                )
                 for steps, wakeup in loops:
                     passes.create_task(run_passes(steps, wakeup, interval=PAUSE, debounce=BREATH))
                 passes.create_task(run_passes((claims,), claims.wakeup, interval=PAUSE, debounce=SHORT_BREATH))

@@ -13,7 +13,7 @@ import structlog
 from attrs import define, evolve, field, frozen
 
 from webhook.core.device import Device, DeviceUuid
-from webhook.core.evidence import Evidence, EvidenceState
+from webhook.core.evidence import Evidence, EvidenceState, state_of
 from webhook.core.fleet import Fleet
 from webhook.core.injection import Injection, injection_of_node
 from webhook.core.proof_devices import (
@@ -43,6 +43,8 @@ NODES_AT_A_TIME: Final = 200
 CONCURRENCY: Final = 8
 # Failures after which a pass stops: the API server may be down.
 MAX_FAILURES: Final = 3
+# How often it is checked whether a source of evidence that was just added has reported on a node.
+AWAITED_EVERY: Final = timedelta(seconds=5)
 # When a slice that the API server rejects is tried again.
 AGAIN_AFTER: Final = timedelta(minutes=1)
 # A higher generation was not written by us, and leaves no room for the next ones.
@@ -74,6 +76,8 @@ class ProofSlices:
     _are_claims_current: Callable[[], bool]
     _gpu_driver: str
     _count_write: Callable[[str], None] = lambda _: None
+    # Whether each of these sources of evidence may still report on the node for the first time.
+    _awaits: Callable[[str, Collection[str]], bool] = lambda _node, _sources: False
     view: WrittenSlices = field(factory=WrittenSlices, init=False)
     _changed: set[str] = field(init=False)
     # Nodes to compare because something has changed, and nodes with writes that are not urgent.
@@ -120,7 +124,8 @@ class ProofSlices:
 
     def is_outlasting(self, node: str) -> bool:
         """Whether a device is written that has to end earlier, because the node has lost its evidence."""
-        evidence, now = self._fresh_evidence(node), self._clock()
+        now = self._clock()
+        evidence = self._fresh_evidence(node) or self._undecided_evidence(node, now)
         written = (one for one in self.view.devices(node).values() if not one.has_ended(now))
         return any(evidence is None or ends_before(evidence, one) for one in written)
 
@@ -167,10 +172,13 @@ class ProofSlices:
     def _compared(self, node: str, now: datetime) -> SliceWrites | None:
         slices, written = self.view.of(node), self.view.devices(node)
         used = {*self._claims.proofs_in_use(node), *(() if self._are_claims_current() else written)}
-        wanted = published(self._proven(node, written, used), written.values(), used, now)
+        wanted = published(self._proven(node, written, used, now), written.values(), used, now)
         is_sound = self._is_sound(node, slices, written)
         if is_sound and not is_write_due(wanted, written, now):
-            self._compare_at(node, next_change(wanted, written, used, now))
+            moment = next_change(wanted, written, used, now)
+            if used and self._undecided_evidence(node, now) is not None:
+                moment = min(moment or now + AWAITED_EVERY, now + AWAITED_EVERY)
+            self._compare_at(node, moment)
             return None
         generation = max((one.generation for one in slices), default=0)
         is_worn = generation >= MAX_GENERATION
@@ -193,11 +201,17 @@ class ProofSlices:
         ours = {raw["metadata"]["name"]: raw for raw in raws}
         return len(ours) == len(slices) and all(one.name in ours and one.has_spec_of(ours[one.name]) for one in slices)
 
-    def _proven(self, node: str, written: Mapping[str, ProofDevice], used: set[str]) -> Iterator[ProofDevice]:
+    def _proven(
+        self, node: str, written: Mapping[str, ProofDevice], used: set[str], now: datetime
+    ) -> Iterator[ProofDevice]:
         """The proven devices of the node. One in use stays proven when its GPU is no longer offered: only the evidence
         decides whether its pod may go on."""
         evidence = self._fresh_evidence(node)
+        known = [written[name] for name in used if name in written]
         if evidence is None:
+            undecided = self._undecided_evidence(node, now)
+            if undecided is not None:
+                yield from (nearer(one, written[one.name]) for one in still_proven(known, undecided))
             return
         claimed = self._claims.proofs_in_use(node)
         for device in self._fleet.indexed_nodes[node].node.devices:
@@ -205,7 +219,6 @@ class ProofSlices:
             if self._is_offered(node, device) or one.name in claimed:
                 yield one
         # While claims are not watched, one that counts as used may be free: a reservation ends it.
-        known = (written[name] for name in used if name in written)
         yield from still_proven((one for one in known if one.name in claimed or not self._is_held(node, one)), evidence)
 
     def _is_held(self, node: str, one: ProofDevice) -> bool:
@@ -215,6 +228,16 @@ class ProofSlices:
     def _fresh_evidence(self, node: str) -> Evidence | None:
         indexed = self._fleet.indexed_nodes.get(node)
         return indexed.evidence if indexed is not None and indexed.state is EvidenceState.FRESH else None
+
+    def _undecided_evidence(self, node: str, now: datetime) -> Evidence | None:
+        """The evidence of a node that lacks only the first report of sources that were just added: running pods
+        have not lost it, and no other pod gets it (decision 15)."""
+        indexed = self._fleet.indexed_nodes.get(node)
+        evidence = indexed.evidence if indexed is not None else None
+        if evidence is None or not evidence.missing_sources or not self._awaits(node, evidence.missing_sources):
+            return None
+        rest = evolve(evidence, missing_sources=frozenset())
+        return rest if state_of(rest, now) is EvidenceState.FRESH else None
 
     def _is_offered(self, node: str, device: Device) -> bool:
         """Healthy, on this node only, and not held by a reservation or set aside for one. On a node whose GPUs come
@@ -309,6 +332,11 @@ def still_proven(used: Iterable[ProofDevice], evidence: Evidence) -> Iterator[Pr
     for one in used:
         if one.hash == attribute and one.name == device_name(one.uuid, attribute):
             yield evolve(one, end=end)
+
+
+def nearer(one: ProofDevice, other: ProofDevice) -> ProofDevice:
+    """The one that ends first."""
+    return other if one.end is None or (other.end is not None and other.end < one.end) else one
 
 
 def ends_before(evidence: Evidence, one: ProofDevice) -> bool:

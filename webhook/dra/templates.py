@@ -8,7 +8,7 @@ after an hour.
 
 import asyncio
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from datetime import datetime, timedelta
 from typing import Any, Protocol
 
@@ -37,6 +37,8 @@ CHECKS_PER_PASS = 1000
 ENTERED_AT_A_TIME = 1000
 # All templates are checked at this interval. Between two checks only changes are.
 CHECK_INTERVAL = timedelta(minutes=5)
+# Namespaces whose templates could not be written, after which a pass stops: the API server may be down.
+MAX_FAILURES = 3
 # How long a template is kept that nothing needs.
 KEPT = timedelta(hours=1)
 # What the API server adds to a request for devices.
@@ -94,10 +96,9 @@ class ClaimTemplates:
     _created: set[str] = field(factory=set, init=False)  # uids
     _fresh: frozenset[str] = field(default=frozenset(), init=False)
     _seen_changes: int = field(default=-1, init=False)
-    # Templates to check. Those that new pods name come first. Removing the first item of a plain dict again and again
-    # takes quadratic time.
-    _asked: OrderedDict[TemplateKey, None] = field(factory=OrderedDict, init=False)
-    _due: OrderedDict[TemplateKey, None] = field(factory=OrderedDict, init=False)
+    # Templates to check. Those that new pods name come first.
+    _asked: "Turns" = field(factory=lambda: Turns(), init=False)
+    _due: "Turns" = field(factory=lambda: Turns(), init=False)
     _unneeded_since: dict[TemplateKey, datetime] = field(factory=dict, init=False)
     _checked_at: datetime = field(default=LONG_AGO, init=False)
     pods: "NativePods" = field(init=False)
@@ -119,7 +120,7 @@ class ClaimTemplates:
         """A new pod names the template."""
         stored = self._stored.get(key)
         if stored is None or not stored.is_right:
-            self._asked[key] = None
+            self._asked.add(key)
             self._wake()
 
     # The listener of the watch of templates.
@@ -128,7 +129,8 @@ class ClaimTemplates:
         before, self._stored = self._stored, {}
         for raw in objects.values():
             self.changed(raw)
-        self._due.update(dict.fromkeys(before.keys() - self._stored.keys()))
+        for key in before.keys() - self._stored.keys():
+            self._due.add(key)
 
     def changed(self, raw: Raw) -> None:
         key = key_of_template(raw)
@@ -139,7 +141,7 @@ class ClaimTemplates:
         is_ours = (raw["metadata"].get("labels") or {}).get(MANAGED_BY) == OURS
         self._stored[key] = StoredTemplate(uid, is_right, is_ours)
         if not is_right:
-            self._due[key] = None
+            self._due.add(key)
 
     def deleted(self, raw: Raw) -> None:
         key = key_of_template(raw)
@@ -147,7 +149,7 @@ class ClaimTemplates:
         if key is not None and stored is not None and stored.uid == raw["metadata"]["uid"]:
             del self._stored[key]
             self._created.discard(stored.uid)
-            self._due[key] = None
+            self._due.add(key)
 
     # Writing.
 
@@ -158,27 +160,33 @@ class ClaimTemplates:
         self._due.clear()
 
     async def step(self) -> None:
-        """One pass. A write that failed is tried again in the next pass, and a refused one with the next check of
-        all."""
+        """One pass, in which namespaces take turns. A write that failed is tried again in the next pass, and a refused
+        one with the next check of all."""
         if not self._is_current():
             return
         now = self._clock()
         self._fleet.advance(now)
         await self._collect(now)
-        written = checked = 0
-        while (due := self._asked or self._due) and written < BATCH_SIZE and checked < CHECKS_PER_PASS:
-            key, _ = due.popitem(last=False)
-            checked += 1
+        written, failed = 0, set[str]()
+        for _ in range(CHECKS_PER_PASS):
+            due = self._asked if self._asked.has_more(failed) else self._due
+            key = due.pop(failed)
+            if key is None:
+                return
             try:
                 written += await self._write(key, now)
-            except ApiUnavailableError as exc:
-                due[key] = None
+            except ApiUnavailableError as exc:  # perhaps a webhook of this namespace
+                due.add(key)
+                failed.add(key[0])
                 log.warning("template not written", namespace=key[0], name=key[1].template, problem=str(exc))
-                return
             except ApiRefusesError as exc:
                 if exc.status != CONFLICT:  # another version is there: the watch reports it
                     log.warning("template refused", namespace=key[0], name=key[1].template, problem=str(exc))
-        if self._asked or self._due:
+            if len(failed) >= MAX_FAILURES:
+                return
+            if written >= BATCH_SIZE:
+                break
+        if self._asked.has_more(failed) or self._due.has_more(failed):
             self._wake()
 
     async def _collect(self, now: datetime) -> None:
@@ -202,7 +210,7 @@ class ClaimTemplates:
 
     async def _enter(self, keys: Iterable[TemplateKey]) -> None:
         for number, key in enumerate(keys, 1):
-            self._due[key] = None
+            self._due.add(key)
             if number % ENTERED_AT_A_TIME == 0:
                 await asyncio.sleep(0)
 
@@ -291,6 +299,39 @@ class NativePods:
             self._pods_of[key] -= 1
             if not self._pods_of[key]:
                 del self._pods_of[key]
+
+
+class Turns:
+    """Keys of which namespaces take turns: a tenant with many new hashes does not delay the pods of others.
+
+    Removing the first item of a plain dict again and again takes quadratic time.
+    """
+
+    def __init__(self) -> None:
+        self._of_namespaces: OrderedDict[str, OrderedDict[TemplateKey, None]] = OrderedDict()
+
+    def add(self, key: TemplateKey) -> None:
+        self._of_namespaces.setdefault(key[0], OrderedDict())[key] = None
+
+    def has_more(self, without: Container[str]) -> bool:
+        """Whether there is a key of another namespace than these."""
+        return any(name not in without for name in self._of_namespaces)
+
+    def pop(self, without: Container[str]) -> TemplateKey | None:
+        """The next key of another namespace than these."""
+        name = next((name for name in self._of_namespaces if name not in without), None)
+        if name is None:
+            return None
+        keys = self._of_namespaces[name]
+        key, _ = keys.popitem(last=False)
+        if keys:
+            self._of_namespaces.move_to_end(name)
+        else:
+            del self._of_namespaces[name]
+        return key
+
+    def clear(self) -> None:
+        self._of_namespaces.clear()
 
 
 def key_of_template(raw: Raw) -> TemplateKey | None:

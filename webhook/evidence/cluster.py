@@ -100,12 +100,16 @@ class EvidenceWriter:
         """Whether the node's object is about to be updated: newer evidence is known, or a source may still report for
         the first time. A source that was just added has not withdrawn anything."""
         raw = self.view.get(name) or new_node_evidence(name)
-        return bool(self._changed_entries(raw, name, self._clock())) or self._is_awaited(raw, name)
+        return bool(self._changed_entries(raw, name, self._clock())) or bool(self._awaited(raw, name))
 
-    def _is_awaited(self, raw: Raw, name: str) -> bool:
+    def awaits(self, name: str, sources: Collection[str]) -> bool:
+        """Whether each of these sources may still report on the node for the first time."""
+        return self._awaited(self.view.get(name) or new_node_evidence(name), name).issuperset(sources)
+
+    def _awaited(self, raw: Raw, name: str) -> set[str]:
         is_early = self._started_at is None or self._clock() - self._started_at < self._first_report_timeout
         pushing = [one for one in self._pushed if is_early and (one, name) not in self._reported]
-        return any(not has_entry(raw, one) for one in (*pushing, *self._poll_round.unanswered))
+        return {one for one in (*pushing, *self._poll_round.unanswered) if not has_entry(raw, one)}
 
     def _changed_names(self) -> list[str]:
         news = [*self.view.take_changes(), *self.creation_times.take_changes()]

@@ -71,7 +71,7 @@ class DeviceCloser:
         failures, known = 0, ""
         while True:
             try:
-                pause = BACKOFF.jittered(await self.step())
+                pause = (await self.step()).total_seconds()
             except GpuwardenError as exc:
                 failures += 1
                 pause = BACKOFF.seconds(failures)
@@ -92,5 +92,5 @@ class DeviceCloser:
                 log.info("ended proof devices closed", node=self.slices.node, devices=names)
             ends += [one.end for one in proof_devices_of(raw) if one.end is not None and not one.is_closed]
         if not ends:
-            return LOOK_INTERVAL
+            return LOOK_INTERVAL * random.uniform(*JITTER)  # noqa: S311 - jitter
         return min(min(ends) - self.clock() + MARGIN * random.uniform(1, 2), LONGEST_PAUSE)  # noqa: S311 - jitter

@@ -200,9 +200,13 @@ def owner_pod() -> Raw:
 
 
 async def write_older_claims(users: Tenants) -> None:
-    """`older` and the template `older` are of before the guards. `held` has GPUs, and its pod owns it."""
+    """`older` and the template `older` are of before the guards. `stripped` has the label, and fewer proofs than GPUs.
+    `held` has GPUs, and its pod owns it."""
     await users.tenant.create(RESOURCE_CLAIMS, claim("older", asking(exactly(GPU_DRIVER))), users.guarded)
     await users.tenant.create(RESOURCE_CLAIM_TEMPLATES, template("older", asking(exactly(GPU_DRIVER))), users.guarded)
+    # As a webhook may leave the copy of a template.
+    stripped = asking(exactly(GPU_DRIVER), exactly(GPU_DRIVER), exactly(DRIVER))
+    await users.admin.create(RESOURCE_CLAIMS, claim("stripped", stripped, labels=CLAIM_LABELS), users.guarded)
     meta = owned(users.pod, labels=CLAIM_LABELS, finalizers=[DELETE_PROTECTION])
     await users.admin.create(RESOURCE_CLAIMS, claim("held", pairs(1, HASH), **meta), users.guarded)
     status = {"allocation": allocation_on(ELSEWHERE, proof0=DRIVER, gpu0=GPU_DRIVER)}

@@ -136,7 +136,7 @@ async def closed(proofs: Proofs, node: str) -> bool:
 
 
 async def test_pods_go_to_another_node_while_no_reconciler_runs(proofs: Proofs, request: pytest.FixtureRequest) -> None:
-    end = await both_proven(proofs, timedelta(seconds=10))
+    end = await both_proven(proofs, timedelta(seconds=7))
     async with closing(proofs, A) as attest:
         await proofs.kill()
         assert utc_now() < end
@@ -149,7 +149,7 @@ async def test_pods_go_to_another_node_while_no_reconciler_runs(proofs: Proofs, 
 
 
 async def test_pods_go_to_another_node_while_a_reconciler_runs(proofs: Proofs, request: pytest.FixtureRequest) -> None:
-    end = await both_proven(proofs, timedelta(seconds=8))
+    end = await both_proven(proofs, timedelta(seconds=5))
     await until_the_end(end)
     seconds = await seconds_until_all_are_bound(proofs, end)
     report_figures(request, seconds_from_the_end_to_the_last_bound=seconds)
@@ -158,7 +158,7 @@ async def test_pods_go_to_another_node_while_a_reconciler_runs(proofs: Proofs, r
 
 
 async def test_device_that_attest_has_closed_is_opened_by_fresh_evidence(proofs: Proofs) -> None:
-    end = await both_proven(proofs, timedelta(seconds=10))
+    end = await both_proven(proofs, timedelta(seconds=7))
     async with closing(proofs, A):
         await proofs.kill()
         await until_the_end(end)

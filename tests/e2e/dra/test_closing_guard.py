@@ -96,6 +96,7 @@ CHANGES: dict[str, Change] = {
     "closes a device without an end": closed(ENDLESS),
     "closes a device twice": closed(CLOSED),
     "with times of the future": forged_times({"f:spec": {"f:devices": {}}}),
+    "with times of the future for other fields": forged_times({"f:spec": {"f:driver": {}}}),
     "with times of the future for parts of the devices": forged_times({"f:spec": {"f:devices": {"f:x": {}}}}),
     "without times": without_times,
     "closes for good": closed(ENDED, effect="NoExecute"),

@@ -143,11 +143,11 @@ def reserves_for_another_pod(users: Tenants) -> Any:
     )
 
 
-def allocates_gpu(users: Tenants) -> Any:
-    """To a claim of before the guards, for the pod that owns it or for none."""
-    change = {"status": {"allocation": allocation_on(ELSEWHERE, r0=GPU_DRIVER)}}
-    return users.operator.call(
-        "PATCH", RESOURCE_CLAIMS.path(users.guarded, "older", "status"), change, {"dryRun": "All"}
+def allocates(name: str, **results: str) -> Attack:
+    """Devices of these drivers, to a claim that no pod owns."""
+    change = {"status": {"allocation": allocation_on(ELSEWHERE, **results)}}
+    return lambda users: users.operator.call(
+        "PATCH", RESOURCE_CLAIMS.path(users.guarded, name, "status"), change, {"dryRun": "All"}
     )
 
 
@@ -297,8 +297,16 @@ ATTACKS: dict[str, tuple[Attack, str]] = {
         "serves only the pod that owns it: operator may not reserve it for thief",
     ),
     "GPU for an older claim": (
-        allocates_gpu,
+        allocates("older", r0=GPU_DRIVER),
         "only claims of gpuwarden get GPUs: operator may not allocate any to older",
+    ),
+    "GPU for a claim whose proof was removed": (
+        allocates("stripped", r0=GPU_DRIVER),
+        "a claim gets no more GPUs than proofs: operator may not allocate these devices to stripped",
+    ),
+    "two GPUs for one proof": (
+        allocates("stripped", r0=GPU_DRIVER, r1=GPU_DRIVER, r2=DRIVER),
+        "a claim gets no more GPUs than proofs",
     ),
     "slice of our driver": (writes_slice, f"{SLICES} operator"),
     "slice of our driver in v1beta2": (writes_older_slice, f"{SLICES} operator"),

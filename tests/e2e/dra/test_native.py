@@ -379,6 +379,11 @@ async def test_claims_of_others_stay(native: Native) -> None:
     assert requests(made) == {"main": {"claims": [{"name": "nic"}, {"name": "gpuwarden"}]}}
 
 
+async def test_pod_without_gpus_keeps_its_grace_period(native: Native) -> None:
+    made = await native.create(asking("a", None, hash=None, terminationGracePeriodSeconds=100_000), dryRun="All")
+    assert made["spec"]["terminationGracePeriodSeconds"] == 100_000
+
+
 async def test_pods_without_gpus_and_other_namespaces_are_not_changed(native: Native) -> None:
     made = await native.create(pod("plain"))
     assert "resourceClaims" not in made["spec"]
@@ -460,6 +465,24 @@ REFUSED: dict[str, tuple[Raw, str]] = {
         ),
         "native pods ask for GPUs by nvidia.com/gpu only",
     ),
+    "devices-by-a-runtime": (
+        annotated("cdi.k8s.io/gpus", "nvidia.com/gpu=all", gpus=None, hash=None),
+        "cdi.k8s.io/gpus: a runtime may inject devices",
+    ),
+    "devices-of-a-vendor": (annotated("nvidia.cdi.k8s.io/gpus", "all"), "nvidia.cdi.k8s.io/gpus: a runtime may"),
+    "long-grace": (
+        asking("a", terminationGracePeriodSeconds=3601),
+        "the grace period is 3601 s, and a native pod has at most 3600 s",
+    ),
+    "long-grace-of-a-probe": (
+        asking(
+            "a",
+            containers=[
+                container("main", 1, livenessProbe={"tcpSocket": {"port": 1}, "terminationGracePeriodSeconds": 7200})
+            ],
+        ),
+        "the grace period is 7200 s",
+    ),
     "forged-annotation": (annotated(NATIVE, "true", gpus=None, hash=None), "the API server writes this annotation"),
     "forged-value": (
         {
@@ -540,6 +563,31 @@ async def test_annotations_of_a_native_pod_do_not_change(native: Native) -> None
     await native.create(pod("plain"))
     with pytest.raises(ApiError, match=r"of a native pod is not changed by nat\b"):
         await native.user.patch(PODS, "plain", {"metadata": {"annotations": {NATIVE: "true"}}}, native.namespace)
+
+
+async def test_native_pod_is_not_deleted_with_a_longer_grace_period_than_its_own(native: Native) -> None:
+    """While it is being deleted, nothing evicts it when the evidence of its node ends."""
+    await native.create(asking("a"))
+    await native.gpus("a")
+    with pytest.raises(ApiError, match="the maximum for this pod with GPUs is its own grace period, 1 s"):
+        await native.user.delete(PODS, "a", native.namespace, grace=3600)
+    eviction = {"metadata": {"name": "a"}, "deleteOptions": {"gracePeriodSeconds": 3601}}
+    place = PODS.path(native.namespace, "a", "eviction")
+    with pytest.raises(ApiError, match=r"the maximum for evictions in namespace .* is 3600 s"):
+        await native.admin.call("POST", place, eviction)
+    await native.admin.call("POST", place, {**eviction, "deleteOptions": {"gracePeriodSeconds": 1}})
+
+
+async def test_devices_of_a_runtime_are_not_added_later(native: Native) -> None:
+    await native.create(pod("plain"))
+    change: Raw = {"metadata": {"annotations": {"cdi.k8s.io/gpus": "nvidia.com/gpu=all"}}}
+    for subresource in ("", "status"):
+        with pytest.raises(ApiError, match=r"metadata.annotations\[cdi.k8s.io/gpus\]: a runtime may inject devices"):
+            await native.user.patch(PODS, "plain", change, native.namespace, subresource)
+    async with new_namespace(native.admin) as namespace:
+        await native.user.create(PODS, pod("plain"), namespace)
+        await native.user.patch(PODS, "plain", change, namespace)
+        await emptied(native.admin, namespace)
 
 
 async def test_debug_container_of_a_native_pod_sees_no_gpu(native: Native) -> None:
