@@ -71,6 +71,13 @@ def test_device_without_proof_ends_now_and_is_removed_later() -> None:
     assert published([], [ended], (), until) == ()
 
 
+def test_device_that_is_no_longer_proven_ends_for_late_clocks_too() -> None:
+    skew = 5 * SECOND
+    (ended,) = published([], [proof()], (), NOW, skew)
+    assert ended == proof(end=NOW - skew).closed_by(NOW)
+    assert published([], [ended], (), NOW + SECOND, skew) == (ended,)
+
+
 def test_device_in_use_is_never_removed() -> None:
     ended = closed(end=NOW - 60 * MINUTE)
     assert published([], [ended], {ended.name}, NOW) == (ended,)

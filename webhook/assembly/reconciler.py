@@ -370,6 +370,7 @@ def proof_parts(
         is_current=lambda: watches.are_current() and of_slices.have_listed(),
         are_claims_current=of_claims.are_current,
         gpu_driver=settings.gpu_driver,
+        skew=settings.clock_skew,
         count_write=metrics.count_proof_write,
         awaits=writers.awaits,
     )

@@ -51,13 +51,13 @@ class ProofDevice:
         return cls(device_name(uuid, attribute), uuid, attribute, end_of_device(end))
 
     @classmethod
-    def lost(cls, name: str, now: datetime) -> "ProofDevice":
+    def lost(cls, name: str, end: datetime) -> "ProofDevice":
         """An ended device of which only the name is known. No claim selects it."""
-        return cls(name, "", "", whole(now))
+        return cls(name, "", "", whole(end))
 
-    def ended(self, now: datetime) -> "ProofDevice":
-        """The device with its end moved to `now`, unless it has ended."""
-        return self if self.has_ended(now) else evolve(self, end=whole(now))
+    def ended(self, now: datetime, skew: timedelta) -> "ProofDevice":
+        """The device with an end that has passed by every clock, unless it has ended by itself."""
+        return self if self.has_ended(now) else evolve(self, end=whole(now - skew))
 
     def closed_by(self, now: datetime) -> "ProofDevice":
         """The device, closed if it has ended, else open."""
@@ -94,23 +94,28 @@ def end_of_device(end: datetime | None) -> datetime | None:
 
 
 def published(
-    proven: Iterable[ProofDevice], written: Iterable[ProofDevice], used: Collection[str], now: datetime
+    proven: Iterable[ProofDevice],
+    written: Iterable[ProofDevice],
+    used: Collection[str],
+    now: datetime,
+    skew: timedelta = timedelta(),
 ) -> tuple[ProofDevice, ...]:
     """The devices to publish for a node, given those that are written and the names of those in use.
 
-    A device that is no longer proven ends now. It is removed later, and not while a pod uses it: without the device,
+    A device that is no longer proven ends at once, also by a clock of Kubernetes that is late by `skew`. It is removed
+    later, and not while a pod uses it: without the device,
     the pod would not be evicted. For the same reason a device in use that somebody else has removed is published again.
     All that have ended are closed.
     """
     wanted = {one.name: one for one in proven}
     for one in written:
         if one.name not in wanted:
-            ended = one.ended(now)
+            ended = one.ended(now, skew)
             if one.name in used or now < removal_of(ended, now):
                 wanted[one.name] = ended
     for name in used:
         if name not in wanted:
-            wanted[name] = ProofDevice.lost(name, now)
+            wanted[name] = ProofDevice.lost(name, now - skew)
     return tuple(wanted[name].closed_by(now) for name in sorted(wanted))
 
 

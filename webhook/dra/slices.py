@@ -78,6 +78,8 @@ class ProofSlices:
     _count_write: Callable[[str], None] = lambda _: None
     # Whether each of these sources of evidence may still report on the node for the first time.
     _awaits: Callable[[str, Collection[str]], bool] = lambda _node, _sources: False
+    # How far the clocks of Kubernetes may be behind.
+    _skew: timedelta = timedelta()
     view: WrittenSlices = field(factory=WrittenSlices, init=False)
     _changed: set[str] = field(init=False)
     # Nodes to compare because something has changed, and nodes with writes that are not urgent.
@@ -172,7 +174,7 @@ class ProofSlices:
     def _compared(self, node: str, now: datetime) -> SliceWrites | None:
         slices, written = self.view.of(node), self.view.devices(node)
         used = {*self._claims.proofs_in_use(node), *(() if self._are_claims_current() else written)}
-        wanted = published(self._proven(node, written, used, now), written.values(), used, now)
+        wanted = published(self._proven(node, written, used, now), written.values(), used, now, self._skew)
         is_sound = self._is_sound(node, slices, written)
         if is_sound and not is_write_due(wanted, written, now):
             moment = next_change(wanted, written, used, now)
