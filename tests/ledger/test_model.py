@@ -337,6 +337,8 @@ class Recreated(Protocol):
         confirmed = self.run(ledger.bind_to_pod(PodProof.CONFIRMED, one.reservation_id, one.pod, node=found.node))
         if confirmed is not None and confirmed.uid == one.pod.uid:
             self.on_node.add(one.pod.uid)
+            # The API server stores a Binding as the pod's nodeName, so every later quorum read shows it.
+            self.facts.raws[one.pod.uid]["spec"] = {"nodeName": one.placement.node}
 
     @rule(target=Protocol.pods, which=st.integers(0, REPLICAS - 1), places=PLACES)
     def create_and_run_a_pod(self, which: int, places: list[Placement]) -> Any:
@@ -430,3 +432,18 @@ def carrying(one: Creation) -> Raw:
 
 Recreated.TestCase.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
 TestRecreated = Recreated.TestCase
+
+
+def test_rebuild_prefers_the_pod_on_the_node_to_a_pod_created_late() -> None:
+    """The late pod was validated before its GPUNode was recreated, and stored after another pod ran with its device."""
+    state = Recreated()
+    state.begin([0] * REPLICAS)
+    late = state.mutate(0, [on("node-a", "GPU-a0")], True)
+    state.validate(late, 0, True)
+    [running] = state.recreate_objects(["node-a"], [(0, [on("node-a", "GPU-a0")])]).values
+    assert state.on_node == {running.pod.uid}
+    assert state.create(late) is late
+    state.recreate_objects(["node-a"], [(0, [on("node-a", "GPU-a1")])])
+    state.existing_pod_has_its_reservation()
+    assert state.store.objects["node-a"]["status"]["held"]["GPU-a0/0"]["uid"] == running.pod.uid
+    state.teardown()
