@@ -46,6 +46,12 @@ def test_mismatched_state_overrides_holders_and_quarantine(holders: list[Reserva
     assert device_state(holders, NOW, is_quarantined=True, is_mismatched=True) is DeviceState.MISMATCHED
 
 
+@pytest.mark.parametrize(("holders", "state"), [([], "claimed"), ([FINALIZED], "assigned")], ids=["free", "held"])
+def test_claimed_state_is_one_of_devices_without_holders(holders: list[Reservation], state: str) -> None:
+    assert device_state(holders, NOW, is_quarantined=False, is_claimed=True) is DeviceState(state)
+    assert device_state(holders, NOW, is_quarantined=True, is_claimed=True) is DeviceState.QUARANTINED
+
+
 def test_state_values_do_not_change() -> None:
     assert [state.value for state in DeviceState] == [
         "available",
@@ -54,6 +60,7 @@ def test_state_values_do_not_change() -> None:
         "stale",
         "unproven",
         "kept",
+        "claimed",
         "pending",
         "assigned",
         "expired",

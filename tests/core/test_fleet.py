@@ -29,7 +29,7 @@ from tests.core.scan import World
 from webhook.core.claim import Claim
 from webhook.core.claim_keys import ClaimRecord
 from webhook.core.decide import MAX_NODE_CHECKS, MAX_PLACEMENTS, MAX_PROVEN_NODES, EvidencePolicy, decide, explain
-from webhook.core.device import Device, DeviceUuid, Node, Taint
+from webhook.core.device import CLAIMED, Device, DeviceUuid, Node, Taint
 from webhook.core.evidence import Evidence, EvidenceState
 from webhook.core.fleet import MAX_CLASS_VALUES, Fleet
 from webhook.core.gpu_map import MapOwner, SetId
@@ -692,6 +692,22 @@ def test_a_gpu_with_a_mark_is_offered_to_no_claim_until_the_mark_is_gone() -> No
     there.put(node("node-a", device("GPU-1")), NOW)
     assert not isinstance(decide(ANY, there, LAX), Deny)
     assert there.mismatched_devices == there.quarantined_devices == set()
+
+
+def test_gpu_of_a_claim_is_offered_to_nobody_and_keeps_its_proof() -> None:
+    uuid = DeviceUuid("GPU-1")
+    there = fleet(node("node-a", evolve(device(uuid), mismatch=CLAIMED)))
+    assert isinstance(decide(ANY, there, LAX), Deny)
+    assert there.is_quarantined(uuid)
+    assert there.may_be_proven(uuid)
+    assert there.claimed_devices == there.quarantined_devices == {uuid}
+    assert there.mismatched_devices == set()
+    there.put(node("node-a", evolve(device(uuid), mismatch=CLAIMED, is_healthy=False)), NOW)
+    assert not there.may_be_proven(uuid)
+    assert there.claimed_devices == set()
+    there.put(node("node-a", device(uuid)), NOW)
+    assert not isinstance(decide(ANY, there, LAX), Deny)
+    assert there.claimed_devices == there.quarantined_devices == set()
 
 
 def test_gpu_listed_twice_on_its_node_does_not_serve_two() -> None:

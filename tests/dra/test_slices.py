@@ -13,7 +13,7 @@ from tests.builders import HASH, NOW, OTHER_HASH, SECOND, Raw, evidence, reserva
 from tests.dra.test_claims import OURS, claim
 from tests.fake_objects import FakeObjects
 from webhook.assembly.reconciler import tell_loss
-from webhook.core.device import Device, DeviceUuid, Node
+from webhook.core.device import CLAIMED, Device, DeviceUuid, Node
 from webhook.core.evidence import Evidence
 from webhook.core.fleet import Fleet
 from webhook.core.gpu_map import MapOwner, SetId
@@ -101,6 +101,27 @@ def scene() -> Scene:
 
 
 # What is published.
+
+
+@pytest.mark.parametrize("label", [None, "dra"])
+async def test_gpu_of_a_claim_keeps_its_proof(scene: Scene, label: str | None) -> None:
+    """The mark comes after the allocation and goes after its end, so it must not end the device in between."""
+    labels = {} if label is None else {"gpuwarden.io/injection": label}
+    free, marked = Device(DeviceUuid("GPU-node-a")), Device(DeviceUuid("GPU-node-a"), mismatch=CLAIMED)
+    scene.fleet.put(Node(A, labels=labels, devices=(free,)), scene.now)
+    scene.proves()
+    await scene.step()
+    scene.fleet.put(Node(A, labels=labels, devices=(marked,)), scene.now)
+    assert await scene.step() == []
+    scene.use()
+    assert await scene.step() == []
+    scene.unuse()
+    assert await scene.step() == []
+    assert scene.devices() == {"gpu-node-a-aa11": END}
+    assert not scene.are_closed()
+    scene.fleet.put(Node(A, labels=labels, devices=(evolve(marked, mismatch="its pod was given another GPU"),)), NOW)
+    await scene.step()
+    assert scene.are_closed()
 
 
 async def test_each_gpu_of_a_proven_node_is_published_once(scene: Scene) -> None:

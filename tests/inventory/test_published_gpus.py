@@ -90,6 +90,22 @@ def test_gpus_stay_while_a_kubelet_restarts_and_go_when_no_slice_comes_back() ->
     assert scene.uuids() is None
 
 
+def test_gpus_are_known_by_the_names_of_claims_while_they_are_published() -> None:
+    scene = Scene()
+    scene.publish("GPU-1", "GPU-2")
+    scene.changed()
+    assert scene.gpus.uuids_on("node-a") == {("node-a", "gpu-0"): "GPU-1", ("node-a", "gpu-1"): "GPU-2"}
+    scene.publish("GPU-2", "GPU-1", generation=2)
+    assert scene.changed() == ["node-a"]
+    assert scene.gpus.uuids_on("node-a") == {("node-a", "gpu-0"): "GPU-2", ("node-a", "gpu-1"): "GPU-1"}
+    assert set(scene.gpus.nodes_of("node-a")) == {"node-a"}
+    scene.objects.remove("one")
+    scene.changed()
+    scene.now += KEPT_WITHOUT_SLICES
+    assert scene.changed() == ["node-a"]
+    assert (scene.gpus.uuids_on("node-a"), set(scene.gpus.nodes_of("node-a"))) == ({}, set())
+
+
 def test_slice_that_moves_to_another_node_changes_both() -> None:
     scene = Scene()
     scene.publish("GPU-1")

@@ -264,6 +264,7 @@ def test_fleet_is_counted_at_each_scrape() -> None:
         'gpuwarden_devices{state="orphaned"}': 0,
         'gpuwarden_devices{state="quarantined"}': 0,
         'gpuwarden_devices{state="mismatched"}': 0,
+        'gpuwarden_devices{state="claimed"}': 0,
         'gpuwarden_reservations{phase="pending"}': 2,
         'gpuwarden_reservations{phase="finalized"}': 0,
         'gpuwarden_reservations{phase="releasing"}': 0,

@@ -13,7 +13,7 @@ import httpx
 import pytest
 from attrs import evolve
 
-from webhook.core.device import Device, DeviceUuid, Node, Slot
+from webhook.core.device import CLAIMED, Device, DeviceUuid, Node, Slot
 from webhook.core.evidence import Evidence
 from webhook.core.fleet import Fleet
 from webhook.core.reservation import (
@@ -37,8 +37,8 @@ PATIENCE = timedelta(seconds=90)
 BROWSER = "text/html,application/xhtml+xml,application/xml;q=0.9,image/avif,*/*;q=0.8"
 
 STATES = (
-    "available, not-ready, cordoned, stale, unproven, kept, pending, assigned, expired, orphaned, quarantined, "
-    "mismatched"
+    "available, not-ready, cordoned, stale, unproven, kept, claimed, pending, assigned, expired, orphaned, "
+    "quarantined, mismatched"
 )
 
 GPU = [DeviceUuid(f"GPU-00000000-0000-4000-8000-{n:012}") for n in range(10)]
@@ -366,6 +366,13 @@ async def test_unhealthy_device_is_quarantined() -> None:
     assert (await harness.page()).body[0][4] == "quarantined unhealthy"
 
 
+async def test_device_of_a_claim_is_claimed() -> None:
+    harness = Harness(node("gpu-a", evolve(gpu(1), mismatch=CLAIMED)))
+    seen = (await harness.devices())[GPU[1]]
+    assert (seen["state"], seen["mismatch"]) == ("claimed", "in use by a ResourceClaim")
+    assert (await harness.page()).body[0][4] == "claimed in use by a ResourceClaim"
+
+
 async def test_device_with_a_mark_is_mismatched_and_keeps_its_assignment() -> None:
     harness = Harness(node("gpu-a", evolve(gpu(1), mismatch="its pod was given another GPU")))
     await harness.assigned("r", GPU[1])
@@ -642,10 +649,10 @@ async def test_filter_shows_matching_devices(all_states: Harness, query: str, ex
 
 async def test_summary_counts_and_links_each_state(all_states: Harness) -> None:
     page = await all_states.page("/?node=gpu-b&state=orphaned")
-    assert {words: page.link(words) for words in (" ".join(text.split()) for text, _ in page.links[2:14])} == {
+    assert {words: page.link(words) for words in (" ".join(text.split()) for text, _ in page.links[2:15])} == {
         "3 devices": "?node=gpu-b",
         "0 available": "?state=available&node=gpu-b",
-        **{f"0 {state}": f"?state={state}&node=gpu-b" for state in STATES.split(", ")[1:6]},
+        **{f"0 {state}": f"?state={state}&node=gpu-b" for state in STATES.split(", ")[1:7]},
         "0 pending": "?state=pending&node=gpu-b",
         "0 assigned": "?state=assigned&node=gpu-b",
         "1 expired": "?state=expired&node=gpu-b",

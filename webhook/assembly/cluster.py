@@ -242,8 +242,8 @@ class ClusterWriters:
         also_evidences: Sequence[WatchListener] = (),
         count_error: Callable[[str], None] = lambda _: None,
         marks: DeviceMarks,
+        published: PublishedGpus | None = None,
     ) -> None:
-        published = PublishedGpus(clock) if settings.proof_devices else None
         static = StaticEvidence(settings.node_hash_map)
         file = None if settings.inventory is None else InventoryFile(settings.inventory)
         written = FileInventory(file, static)

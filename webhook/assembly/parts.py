@@ -215,15 +215,19 @@ def fleet_counts(fleet: Fleet, ledger: Ledger, policy: EvidencePolicy, now: date
     """Free devices are counted by the index; only held and quarantined devices are looked up one by one."""
     fleet.advance(now)
     held = fleet.held_devices
-    mismatched = fleet.mismatched_devices
+    mismatched, claimed = fleet.mismatched_devices, fleet.claimed_devices
     devices = Counter(
         device_state(
-            ledger.of_device(uuid), now, is_quarantined=fleet.is_quarantined(uuid), is_mismatched=uuid in mismatched
+            ledger.of_device(uuid),
+            now,
+            is_quarantined=not fleet.may_be_proven(uuid),
+            is_mismatched=uuid in mismatched,
         )
         for uuid in held
     )
-    devices[DeviceState.QUARANTINED] += len(fleet.quarantined_devices - held - mismatched)
+    devices[DeviceState.QUARANTINED] += len(fleet.quarantined_devices - held - mismatched - claimed)
     devices[DeviceState.MISMATCHED] += len(mismatched - held)
+    devices[DeviceState.CLAIMED] += len(claimed - held)
     offer = count_devices(fleet, needs_evidence=policy.is_always_required)
     for (state, _), number in offer.items():
         devices[state] += number

@@ -14,6 +14,7 @@ from webhook.admission.api_namespaces import ApiNamespaces
 from webhook.admission.audit import AuditRules
 from webhook.admission.audit_watch import AuditWatch
 from webhook.admission.binding_ends import BindingEnds
+from webhook.admission.claimed_gpus import ClaimedGpus, CombinedMarks
 from webhook.admission.cluster_fleet import ClusterFleet, GpuNodesListener, NodesListener
 from webhook.admission.delivery_watch import DeliveryWatch, OnMismatch
 from webhook.admission.device_plugins import DevicePlugins
@@ -47,6 +48,7 @@ from webhook.dra.slices import ProofSlices
 from webhook.dra.templates import ClaimTemplates
 from webhook.evidence.cluster import EvidenceView
 from webhook.inventory.offers import Offers
+from webhook.inventory.published_gpus import PublishedGpus
 from webhook.kube.api_claims import ApiClaims
 from webhook.kube.api_gpu_nodes import ApiGpuNodes
 from webhook.kube.api_objects import ApiObjects
@@ -161,6 +163,7 @@ def reconciler_parts(settings: Settings, api: ApiClient, metrics: Metrics) -> Re
         ),
         is_current=watches.are_current,
     )
+    claimed = claimed_parts(settings, api, fleet, watches)
     writers = ClusterWriters(
         settings,
         api,
@@ -174,7 +177,8 @@ def reconciler_parts(settings: Settings, api: ApiClient, metrics: Metrics) -> Re
         also_nodes=[NodesListener(cluster_fleet), plugins],
         also_evidences=[evidence],
         count_error=metrics.count_provider_error,
-        marks=deliveries,
+        marks=deliveries if claimed is None else CombinedMarks(deliveries, claimed.gpus),
+        published=None if claimed is None else claimed.published,
     )
 
     ends = BindingEnds(
@@ -295,7 +299,8 @@ def reconciler_parts(settings: Settings, api: ApiClient, metrics: Metrics) -> Re
             ),
         ),
     )
-    proofs, loss = proof_parts(settings, api, metrics, fleet, watches, writers), asyncio.Event()
+    proofs = None if claimed is None else proof_parts(settings, api, metrics, fleet, watches, writers, claimed)
+    loss = asyncio.Event()
     if proofs is not None:
         evidence.notify(partial(tell_loss, proofs.slices, loss))
     metrics.watch_evidence(evidence_loss.count_pods_without)
@@ -336,10 +341,38 @@ def reconciler_parts(settings: Settings, api: ApiClient, metrics: Metrics) -> Re
         begin=(
             *(claims.begin, queue.begin, evidence_loss.begin, offers.begin, writers.begin, ends.begin),
             *(deliveries.begin, *begins_of(proofs)),
+            *([claimed.gpus.begin] if claimed is not None else ()),
             *([native.templates.begin] if native is not None else ()),
             *(one.begin for one in kueue),
         ),
     )
+
+
+@frozen
+class ClaimedParts:
+    """What knows the GPUs of claims. Its watch is apart: other parts do not wait for it."""
+
+    claims: AllocatedClaims
+    published: PublishedGpus
+    gpus: ClaimedGpus
+    watches: WatchGroup
+
+
+def claimed_parts(settings: Settings, api: ApiClient, fleet: Fleet, watches: WatchGroup) -> ClaimedParts | None:
+    """None without proof devices."""
+    if not settings.proof_devices:
+        return None
+    claims, published, of_claims = AllocatedClaims(), PublishedGpus(utc_now), WatchGroup()
+    of_claims.add(Watch(api, RESOURCE_CLAIMS_PATH, claims, trimmed=whole))
+    gpus = ClaimedGpus(
+        fleet,
+        claims,
+        published,
+        settings.gpu_driver,
+        utc_now,
+        is_current=lambda: watches.are_current() and of_claims.are_current(),
+    )
+    return ClaimedParts(claims, published, gpus, of_claims)
 
 
 @frozen
@@ -357,27 +390,24 @@ def proof_parts(
     fleet: Fleet,
     watches: WatchGroup,
     writers: ClusterWriters,
-) -> ProofParts | None:
-    """None without proof devices."""
-    if not settings.proof_devices:
-        return None
-    claims, of_claims, of_slices = AllocatedClaims(), WatchGroup(), WatchGroup()
+    claimed: ClaimedParts,
+) -> ProofParts:
+    of_slices = WatchGroup()
     slices = ProofSlices(
         ApiObjects(api, RESOURCE_SLICES),
         fleet,
-        claims,
+        claimed.claims,
         utc_now,
         is_current=lambda: watches.are_current() and of_slices.have_listed(),
-        are_claims_current=of_claims.are_current,
+        are_claims_current=claimed.watches.are_current,
         gpu_driver=settings.gpu_driver,
         skew=settings.clock_skew,
         count_write=metrics.count_proof_write,
         awaits=writers.awaits,
     )
-    of_claims.add(Watch(api, RESOURCE_CLAIMS_PATH, claims, trimmed=whole))
     metrics.watch_proofs(slices.counts)
     of_slices.add(slices_of_driver(api, DRIVER, slices.view))
-    return ProofParts(slices, (*of_claims, *of_slices))
+    return ProofParts(slices, (*claimed.watches, *of_slices))
 
 
 def begins_of(proofs: ProofParts | None) -> tuple[Callable[[], None], ...]:

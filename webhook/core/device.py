@@ -13,6 +13,10 @@ DeviceUuid = NewType("DeviceUuid", str)
 UUID: Final = re.compile(r"(GPU|MIG)-[A-Za-z0-9/-]{1,123}")
 
 
+# The mark of a device that a ResourceClaim has and no reservation. Callers of /devices see it, so it has no names.
+CLAIMED: Final = "in use by a ResourceClaim"
+
+
 def is_uuid(text: str) -> bool:
     """Whether a container runtime reads the text as the UUID of one GPU."""
     return UUID.fullmatch(text) is not None
@@ -40,13 +44,18 @@ class Device:
     labels: frozenset[str] = frozenset()
     shares: int = 1
     is_healthy: bool = True
-    # How the kubelet's use of the device contradicts its reservations, without names; empty if it does not.
+    # How the use of the device contradicts its reservations, without names; empty if it does not.
     mismatch: str = ""
 
     @property
     def is_usable(self) -> bool:
         """Whether it may be reserved, if no reservation holds it."""
         return self.is_healthy and not self.mismatch
+
+    @property
+    def is_claimed(self) -> bool:
+        """Whether a ResourceClaim has it, and no reservation."""
+        return self.mismatch == CLAIMED
 
     @property
     def is_shared(self) -> bool:

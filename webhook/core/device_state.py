@@ -9,7 +9,7 @@ from webhook.core.reservation import Phase, Reservation
 
 
 class DeviceState(StrEnum):
-    """The five states after `available` are states of devices that no pod holds and no pod can get."""
+    """The six states after `available` are states of devices that no reservation holds and no pod can get."""
 
     AVAILABLE = "available"
     NOT_READY = "not-ready"  # the node is not ready
@@ -17,6 +17,7 @@ class DeviceState(StrEnum):
     STALE = "stale"  # the evidence of the node is stale, and every claim needs a proven node
     UNPROVEN = "unproven"  # the node is banned, or has no or conflicting evidence, and every claim needs a proven node
     KEPT = "kept"  # a placement map sets it aside for the pods of its StatefulSet
+    CLAIMED = "claimed"  # a ResourceClaim that is not of a reservation has it
     PENDING = "pending"
     ASSIGNED = "assigned"
     EXPIRED = "expired"  # pending past its deadline; the reconciler has not released it yet
@@ -49,6 +50,7 @@ def device_state(
     *,
     is_quarantined: bool,
     is_mismatched: bool = False,
+    is_claimed: bool = False,
     if_free: DeviceState = DeviceState.AVAILABLE,
 ) -> DeviceState:
     """The state of a device with these holders. A shared device has the state of its busiest share."""
@@ -57,7 +59,7 @@ def device_state(
     if is_quarantined:
         return DeviceState.QUARANTINED
     if not holders:
-        return if_free
+        return DeviceState.CLAIMED if is_claimed else if_free
     if len(holders) == 1:
         return reservation_state(holders[0], now)
     states = {reservation_state(one, now) for one in holders}

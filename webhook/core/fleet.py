@@ -73,6 +73,7 @@ class Fleet:
         self._disputed: dict[DeviceUuid, list[str]] = {}
         self._unhealthy: Counter[DeviceUuid] = Counter()
         self._mismatched: Counter[DeviceUuid] = Counter()
+        self._claimed: Counter[DeviceUuid] = Counter()  # a ResourceClaim has them, and no reservation
         self._held: dict[DeviceUuid, dict[int, ReservationId]] = {}
         self._held_exclusively: set[DeviceUuid] = set()  # by a pod that did not ask to share
         self._mapped: Mapped = {}
@@ -161,7 +162,7 @@ class Fleet:
             if not device.is_healthy:
                 self._unhealthy[device.uuid] += 1
             if device.mismatch:
-                self._mismatched[device.uuid] += 1
+                (self._claimed if device.is_claimed else self._mismatched)[device.uuid] += 1
             home = self._node_of.get(device.uuid)
             if home is None:
                 self._node_of[device.uuid] = node.name
@@ -186,7 +187,7 @@ class Fleet:
             if not device.is_healthy:
                 decrement(self._unhealthy, device.uuid)
             if device.mismatch:
-                decrement(self._mismatched, device.uuid)
+                decrement(self._claimed if device.is_claimed else self._mismatched, device.uuid)
             self._remove_device(device.uuid, node.name)
 
     def _remove_device(self, uuid: DeviceUuid, name: str) -> None:
@@ -380,9 +381,14 @@ class Fleet:
         return device.uuid not in self._set_aside and not self.is_quarantined(device.uuid)
 
     def is_quarantined(self, uuid: DeviceUuid) -> bool:
-        """Unhealthy, mismatched, vanished, or on two nodes with the same UUID."""
+        """Unhealthy, mismatched, in use by a claim, vanished, or on two nodes with the same UUID."""
+        return uuid in self._claimed or not self.may_be_proven(uuid)
+
+    def may_be_proven(self, uuid: DeviceUuid) -> bool:
+        """Whether it may have a proof device. One that a ResourceClaim has keeps it: the claim may need it, and the
+        next claim gets both together."""
         is_excluded = uuid in self._unhealthy or uuid in self._mismatched or uuid in self._disputed
-        return is_excluded or uuid not in self._node_of
+        return uuid in self._node_of and not is_excluded
 
     @property
     def device_count(self) -> int:
@@ -396,12 +402,17 @@ class Fleet:
     @property
     def quarantined_devices(self) -> set[DeviceUuid]:
         """The devices in the inventory that no claim can get."""
-        return self._unhealthy.keys() | self._disputed.keys() | self._mismatched.keys()
+        return self._unhealthy.keys() | self._disputed.keys() | self._mismatched.keys() | self._claimed.keys()
 
     @property
     def mismatched_devices(self) -> KeysView[DeviceUuid]:
         """The quarantined devices that the kubelet and the ledger disagree about."""
         return self._mismatched.keys()
+
+    @property
+    def claimed_devices(self) -> set[DeviceUuid]:
+        """The devices that a ResourceClaim has and no reservation, and that have no other trouble."""
+        return {uuid for uuid in self._claimed if self.may_be_proven(uuid)}
 
     @property
     def most_devices(self) -> int:

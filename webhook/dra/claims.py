@@ -24,7 +24,8 @@ class AllocatedClaims:
     _claims: dict[str, AllocatedClaim] = field(factory=dict, init=False)
     # By driver and pool: the claims of each device, by their keys.
     _pools: dict[tuple[str, str], dict[str, dict[str, AllocatedClaim]]] = field(factory=dict, init=False)
-    _changed: set[tuple[str, str]] = field(factory=set, init=False)
+    # The pools of each driver.
+    _changed: dict[str, set[str]] = field(factory=dict, init=False)
 
     def replaced(self, objects: Mapping[str, Raw]) -> None:
         for key in self._claims.keys() - objects.keys():
@@ -51,7 +52,8 @@ class AllocatedClaims:
             self._claims[key] = claim
             for one in claim.devices:
                 self._pools.setdefault((one.driver, one.pool), {}).setdefault(one.name, {})[key] = claim
-        self._changed |= proofs_of(before) ^ proofs_of(claim)
+        for driver, pool, _ in devices_of(before) ^ devices_of(claim):
+            self._changed.setdefault(driver, set()).add(pool)
 
     def _remove(self, key: str, one: AllocatedDevice) -> None:
         pool = self._pools.get((one.driver, one.pool), {})
@@ -70,12 +72,12 @@ class AllocatedClaims:
         """The names of the node's proof devices that a claim has."""
         return self.devices(DRIVER, node).keys()
 
-    def take_changes(self) -> set[str]:
-        """The nodes whose allocated proof devices may have changed since the last call."""
-        changed, self._changed = self._changed, set()
-        return {pool for pool, _ in changed}
+    def take_changes(self, driver: str = DRIVER) -> set[str]:
+        """The pools whose allocated devices may have changed since the last call. A pool of proof devices is named
+        after its node."""
+        return self._changed.pop(driver, set())
 
 
-def proofs_of(claim: AllocatedClaim | None) -> set[tuple[str, str]]:
-    """The proof devices of the claim, by pool and name."""
-    return {(one.pool, one.name) for one in (claim.devices if claim is not None else ()) if one.driver == DRIVER}
+def devices_of(claim: AllocatedClaim | None) -> set[tuple[str, str, str]]:
+    """The devices of the claim, by driver, pool and name."""
+    return {(one.driver, one.pool, one.name) for one in (claim.devices if claim is not None else ())}

@@ -245,8 +245,9 @@ class ProofSlices:
         """Healthy, on this node only, and not held by a reservation or set aside for one. On a node whose GPUs come
         from the claims of reservations, those are offered too: such a claim names the UUIDs of its reservation."""
         if self._mode(node) is ProofMode.DRA:
-            return not self._fleet.is_quarantined(device.uuid)
-        return self._fleet.may_be_offered(device) and not self._fleet.holders(device.uuid)
+            return self._fleet.may_be_proven(device.uuid)
+        is_set_aside = device.uuid in self._fleet.set_aside_devices
+        return self._fleet.may_be_proven(device.uuid) and not is_set_aside and not self._fleet.holders(device.uuid)
 
     def _mode(self, node: str) -> ProofMode:
         indexed = self._fleet.indexed_nodes.get(node)

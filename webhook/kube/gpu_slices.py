@@ -59,6 +59,8 @@ class GpuSlice(msgspec.Struct, frozen=True):
     generation: int
     count: int
     devices: tuple[Device, ...]
+    # Their names in the pool, in the same order.
+    names: tuple[str, ...] = ()
 
 
 def gpu_slice(raw: Raw) -> GpuSlice:
@@ -70,20 +72,23 @@ def gpu_slice(raw: Raw) -> GpuSlice:
     # A pool that selects its node is named after it.
     node = spec.node_name or (spec.pool.name if spec.node_selector is not None else "")
     count = spec.pool.resource_slice_count
-    return GpuSlice(spec.pool.name, node, spec.pool.generation, count, tuple(gpus_of(spec)))
+    gpus = tuple(gpus_of(spec))
+    devices, names = tuple(device for _, device in gpus), tuple(name for name, _ in gpus)
+    return GpuSlice(spec.pool.name, node, spec.pool.generation, count, devices, names)
 
 
-def gpus_of(spec: GpuSliceSpecWire) -> Iterator[Device]:
-    """The GPUs and MIG devices with a UUID."""
+def gpus_of(spec: GpuSliceSpecWire) -> Iterator[tuple[str, Device]]:
+    """The GPUs and MIG devices with a UUID, and their names."""
     for one in spec.devices:
         uuid = one.attribute("uuid")
         if one.attribute("type") in TYPES and is_uuid(uuid):
-            yield Device(
+            device = Device(
                 uuid=DeviceUuid(uuid),
                 model=" ".join(filter(None, (one.attribute("productName"), one.attribute("profile")))),
                 memory=memory_of(one),
                 is_healthy=not any(taint.effect in REPELS for taint in one.taints),
             )
+            yield one.name, device
 
 
 def memory_of(one: GpuDeviceWire) -> str:

@@ -25,11 +25,12 @@ class ConfigWire(msgspec.Struct, frozen=True):
     opaque: OpaqueWire | None = None
 
 
-class ResultWire(msgspec.Struct, frozen=True):
+class ResultWire(msgspec.Struct, frozen=True, rename="camel"):
     driver: str
     pool: str
     device: str
     request: str = ""
+    admin_access: bool | None = None
 
 
 class DevicesWire(msgspec.Struct, frozen=True):
@@ -72,6 +73,8 @@ class AllocatedDevice:
     pool: str
     name: str
     request: str
+    # Such a claim, for example of a monitor, takes the device from no other one.
+    is_admin: bool = False
 
 
 @frozen
@@ -128,7 +131,7 @@ def proof_allocation(raw: Raw) -> ProofAllocation:
 
 def devices_of(allocation: AllocationWire | None) -> Iterator[AllocatedDevice]:
     for one in (allocation and allocation.devices and allocation.devices.results) or ():
-        yield AllocatedDevice(one.driver, one.pool, one.device, one.request)
+        yield AllocatedDevice(one.driver, one.pool, one.device, one.request, is_admin=bool(one.admin_access))
 
 
 def hash_of(request: str, config: Iterable[ConfigWire]) -> str | None:

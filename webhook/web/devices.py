@@ -108,7 +108,7 @@ class DevicesView(NamedTuple):
 
     @property
     def trouble(self) -> str:
-        """Why the device is quarantined or mismatched; empty if it is neither."""
+        """Why the device is quarantined, mismatched or claimed; empty if it is none of these."""
         if self.is_vanished:
             return "vanished"
         if len(self.nodes) > 1:
@@ -207,9 +207,13 @@ def device_views(snapshot: DevicesSnapshot, now: datetime) -> Iterator[DevicesVi
                 holders = snapshot.holders.of(device.uuid)
                 is_quarantined = len(nodes) > 1 or not device.is_healthy
                 own = or_set_aside(if_free, is_set_aside=device.uuid in snapshot.kept)
-                is_mismatched = bool(device.mismatch)
                 state = device_state(
-                    holders, now, is_quarantined=is_quarantined, is_mismatched=is_mismatched, if_free=own
+                    holders,
+                    now,
+                    is_quarantined=is_quarantined,
+                    is_mismatched=bool(device.mismatch) and not device.is_claimed,
+                    is_claimed=device.is_claimed,
+                    if_free=own,
                 )
                 yield DevicesView(device, nodes, holders, state)
     for uuid in snapshot.vanished:

@@ -20,6 +20,8 @@ from tests.e2e.dra.gpus import (
     GPU_DRIVER,
     RESOURCE_CLAIMS,
     RESOURCE_SLICES,
+    bound,
+    claiming_pod,
     device_classes,
     pairs_of,
     proof_devices,
@@ -98,9 +100,9 @@ class Claims:
         is_other = injection not in (None, "dra")
         await wait_until(lambda: self.refusal(node), lambda text: ("another injection" in text) is is_other)
 
-    async def refusal(self, node: str) -> str:
-        """Why a pod of the namespace would get no GPU of the node."""
-        asking = pod("probe", 1, {"gpuwarden.io/required-hash": HASH}, nodeSelector={"kubernetes.io/hostname": node})
+    async def refusal(self, node: str, gpus: int = 1) -> str:
+        """Why a pod of the namespace would not get so many GPUs of the node."""
+        asking = pod("probe", gpus, {"gpuwarden.io/required-hash": HASH}, nodeSelector={"kubernetes.io/hostname": node})
         try:
             await self.kube.create(PODS, asking, self.namespace, dryRun="All")
         except ApiError as exc:
@@ -259,6 +261,27 @@ async def test_claim_is_made_after_a_restart_and_never_instead_of_a_foreign_one(
 
 def any_gpu() -> Raw:
     return {"name": "gpu0", "exactly": {"deviceClassName": GPU_DRIVER}}
+
+
+async def test_gpu_of_a_foreign_claim_is_reserved_when_the_claim_is_gone(claims: Claims, kube: Kube) -> None:
+    async with emptied_namespace(kube, {}) as other:
+        spec = {"devices": {"requests": [any_gpu()]}}
+        await kube.create(RESOURCE_CLAIMS, {"metadata": {"name": "taken"}, "spec": spec}, other)
+        await kube.create(PODS, claiming_pod("taker", resourceClaimName="taken"), other)
+        node = (await bound(kube, other, "taker"))["spec"]["nodeName"]
+        await wait_until(lambda: claims.refusal(node, 2), lambda text: "1 has fewer than 2 free" in text)
+        ours = (await claims.create("fits", nodeSelector={"kubernetes.io/hostname": node}), await claims.runs("fits"))[
+            1
+        ]
+        await claims.assert_delivered(ours)
+        # Its proof stays.
+        assert len(await proof_devices(kube, node)) == 2
+        await claims.gone("fits")
+        await kube.delete(PODS, "taker", other)
+        await kube.delete(RESOURCE_CLAIMS, "taken", other)
+        await wait_until(lambda: claims.refusal(node, 2), lambda text: not text)
+    await claims.create("all", 2, nodeSelector={"kubernetes.io/hostname": node})
+    await claims.assert_delivered(await claims.runs("all"))
 
 
 async def test_queued_pod_gets_its_claim_when_its_gate_opens(cluster: Cluster, kube: Kube, tmp_path: Path) -> None:
