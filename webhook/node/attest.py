@@ -7,7 +7,6 @@ Evidence that nodes do not push, such as that of a SPIRE Server, needs only the 
 
 import asyncio
 import random
-import signal
 import ssl
 import sys
 import time
@@ -31,6 +30,7 @@ from webhook.node.node_identity import NodeIdentity
 from webhook.node.node_pods import NodePods
 from webhook.node.pod_ends import PodEndDetector
 from webhook.runtime.backoff import Backoff
+from webhook.runtime.process import cancel_and_wait, run_until, stop_signal
 from webhook.runtime.settings import Settings
 from webhook.runtime.telemetry import configure_logging
 from webhook.runtime.tls.certificate_source import client_context
@@ -285,31 +285,32 @@ async def attest(settings: Settings, *, once: bool = False) -> None:
         proven = await one.attest()
         log.info("node attested", node=one.node, hash=proven.hash, until=proven.until)
         return
+    # Before there are sockets to remove.
+    stop = stop_signal()
+    await run_until(stop, work(settings, identity, one, reporter))
+
+
+async def work(
+    settings: Settings, identity: NodeIdentity, attester: Attester | None, reporter: EndReporter | None
+) -> None:
+    """Runs until an exception of the attester or the plugin."""
     async with AsyncExitStack() as stack:
-        running = [one.run()] if one is not None else []
-        beside = [log_gpus(identity.node), *([reporter.run()] if reporter is not None else [])]
+        endless = [attester.run()] if attester is not None else []
         if settings.kubelet_plugins is not None:
             # The client of the API server takes memory that other nodes need not spend.
             from webhook.node.dra_plugin import kubelet_plugin
 
             plugin = kubelet_plugin(settings, settings.kubelet_plugins, identity)
             closer = await stack.enter_async_context(plugin)
-            running.append(closer.run())
-        await run_until_signal(running, beside)
+            endless.append(closer.run())
+        beside = [log_gpus(identity.node), *([reporter.run()] if reporter is not None else [])]
+        await run_beside(endless, beside)
 
 
-async def run_together(endless: Iterable[Awaitable[None]]) -> None:
-    await asyncio.gather(*endless)
-
-
-async def run_until_signal(endless: Iterable[Awaitable[None]], others: Iterable[Awaitable[None]]) -> None:
-    """Runs all until a signal. An exception of the endless ones ends the process."""
-    running = asyncio.ensure_future(run_together(endless))
+async def run_beside(endless: Iterable[Awaitable[None]], others: Iterable[Awaitable[None]]) -> None:
+    """Runs all until an exception of the endless ones."""
     beside = [asyncio.ensure_future(one) for one in others]
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, running.cancel)
-    await asyncio.wait([running])
-    for task in beside:
-        task.cancel()
-    if not running.cancelled():
-        running.result()
+    try:
+        await asyncio.gather(*endless)
+    finally:
+        await cancel_and_wait(beside)
