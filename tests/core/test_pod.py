@@ -122,6 +122,12 @@ def test_quantity_that_is_not_a_whole_number_is_a_mistake(amount: str | float) -
         whole_number(amount)
 
 
+def test_claims_of_a_container_that_are_no_objects_are_a_mistake() -> None:
+    container = {"name": "main", "resources": {"claims": [1]}}
+    with pytest.raises(InvalidPodError):
+        Pod.parse({"metadata": {"name": "one"}, "spec": {"containers": [container]}})
+
+
 def test_number_that_is_too_long_is_a_mistake() -> None:
     with pytest.raises(InvalidPodError):
         whole_number(10**5000)

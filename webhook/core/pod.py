@@ -32,6 +32,7 @@ class EnvVar(WireStruct, frozen=True):
 class Resources(WireStruct, frozen=True):
     limits: dict[str, str | int | float | None] | None = None
     requests: dict[str, str | int | float | None] | None = None
+    claims: list[dict[str, Any]] | None = None
 
 
 class Probe(WireStruct, frozen=True):

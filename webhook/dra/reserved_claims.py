@@ -264,8 +264,17 @@ class ReservedClaims:
         self._events.record(Subject.of_pod(one.pod), Reason.RESOURCE_CLAIM_TAKEN, text)
 
 
+class ExactRequestWire(msgspec.Struct, frozen=True):
+    selectors: list[Raw] | None = None
+
+
+class ClaimRequestWire(msgspec.Struct, frozen=True):
+    name: str
+    exactly: ExactRequestWire | None = None
+
+
 class ClaimDevicesWire(msgspec.Struct, frozen=True):
-    requests: list[Raw] | None = None
+    requests: list[ClaimRequestWire] | None = None
 
 
 class ClaimSpecWire(msgspec.Struct, frozen=True):
@@ -300,9 +309,7 @@ def has_gpus_of(found: Raw, wanted: Raw) -> bool:
 def gpu_selectors(claim: OwnedClaimWire) -> list[object]:
     """The selectors of the requests for GPUs, by which they take UUIDs."""
     requests = claim.spec.devices.requests or ()
-    return [
-        (one.get("exactly") or {}).get("selectors") for one in requests if str(one.get("name") or "").startswith("gpu")
-    ]
+    return [one.exactly and one.exactly.selectors for one in requests if one.name.startswith("gpu")]
 
 
 class OnEveryChange:
