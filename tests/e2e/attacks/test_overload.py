@@ -26,7 +26,7 @@ MOST_RSS = 300  # MiB; the unfixed server took 1,175
 AT_ONCE = 1.0  # seconds for a small honest review; the unfixed server took 13.8
 # The CPU share of other programs below which the machine counts as quiet.
 QUIET = 0.1
-# The limit for the slowest answer while others use the machine.
+# The limit for the slowest answer while others use the machine. It is divided by the share that they leave.
 AT_LAST = 3 * AT_ONCE
 
 
@@ -140,7 +140,7 @@ async def test_flood_of_large_bodies_uses_little_memory_and_delays_no_small_revi
     # the handshake waits behind those of the attackers
     if others < QUIET:
         assert max(took) < AT_ONCE, summary
-    elif max(took) >= AT_LAST:
+    elif max(took) >= AT_LAST / max(1 - others, 0.1):
         raise NotInTimeError(summary)
 
 
