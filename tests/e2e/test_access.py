@@ -434,8 +434,8 @@ async def pods_come_run_and_go(kube: Kube, namespace: str, running: Running, clu
 
 
 async def a_pod_waits_and_is_served(kube: Kube, namespace: str) -> None:
-    """The pod's map names a GPU that another pod has."""
-    made = await kube.create(PODS, pod("holder", gpus=1), namespace)
+    """The pod's map names a GPU that another pod has, for its grace period if the reconciler has not seen it end."""
+    made = await kube.create(PODS, pod("holder", gpus=1, terminationGracePeriodSeconds=1), namespace)
     notes = made["metadata"]["annotations"]
     text = f"0={notes['gpuwarden.io/node']}:{notes['gpuwarden.io/gpu-uuid']}"
     content = pod("waits", annotations={"gpuwarden.io/gpu-map": text})
