@@ -12,7 +12,7 @@ from kubernetes.aio.client.exceptions import ApiException
 from tests.builders import HASH, NOW, OTHER_HASH, SECOND, Raw, evidence, reservation, slot
 from tests.dra.test_claims import OURS, claim
 from tests.fake_objects import FakeObjects
-from webhook.assembly.reconciler import tell_loss
+from webhook.assembly.dra import tell_loss
 from webhook.core.device import CLAIMED, Device, DeviceUuid, Node
 from webhook.core.evidence import Evidence
 from webhook.core.fleet import Fleet

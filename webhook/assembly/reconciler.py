@@ -1,7 +1,6 @@
 """The parts of `gpuwarden reconcile`."""
 
 import asyncio
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -14,7 +13,7 @@ from webhook.admission.api_namespaces import ApiNamespaces
 from webhook.admission.audit import AuditRules
 from webhook.admission.audit_watch import AuditWatch
 from webhook.admission.binding_ends import BindingEnds
-from webhook.admission.claimed_gpus import ClaimedGpus, CombinedMarks
+from webhook.admission.claimed_gpus import CombinedMarks
 from webhook.admission.cluster_fleet import ClusterFleet, GpuNodesListener, NodesListener
 from webhook.admission.delivery_watch import DeliveryWatch, OnMismatch
 from webhook.admission.device_plugins import DevicePlugins
@@ -29,30 +28,21 @@ from webhook.admission.placement_maps import (
     MapNamespaceListener,
     MappedStatefulSets,
     NodeNameConflicts,
-    opted_in,
 )
 from webhook.admission.queue.api_gates import ApiGates
 from webhook.admission.queue.queue import Queue
 from webhook.admission.queue.waiting_pods import DemandsListener, WaitingPods
-from webhook.assembly.cluster import ClusterWriters, slices_of_driver, whole
+from webhook.assembly.cluster import ClusterWriters
+from webhook.assembly.dra import claimed_parts, native_parts, proof_parts, tell_loss
 from webhook.assembly.parts import policy_of, rules_of, times_of
 from webhook.core.fleet import Fleet
 from webhook.core.injection import Injection
-from webhook.core.native import NativeClaim
-from webhook.core.proof_claims import claim_spec
-from webhook.core.proof_devices import DRIVER
-from webhook.core.raw import Raw
-from webhook.dra.claims import AllocatedClaims
 from webhook.dra.reserved_claims import ClaimForm, OnEveryChange, ReservedClaims
-from webhook.dra.slices import ProofSlices
-from webhook.dra.templates import ClaimTemplates
 from webhook.evidence.cluster import EvidenceView
 from webhook.inventory.offers import Offers
-from webhook.inventory.published_gpus import PublishedGpus
 from webhook.kube.api_claims import ApiClaims
 from webhook.kube.api_gpu_nodes import ApiGpuNodes
 from webhook.kube.api_objects import ApiObjects
-from webhook.kube.claim_templates import TEMPLATES_PATH, ApiClaimTemplates
 from webhook.kube.client import ApiClient
 from webhook.kube.events import ApiEvents
 from webhook.kube.paths import (
@@ -62,15 +52,12 @@ from webhook.kube.paths import (
     GPU_NODES_PATH,
     NAMESPACES_PATH,
     PODS_PATH,
-    RESOURCE_CLAIMS_PATH,
     RESOURCE_FLAVORS_PATH,
-    RESOURCE_SLICES,
     STATEFUL_SETS_PATH,
     WORKLOADS_PATH,
 )
-from webhook.kube.requests import RateLimit, RateLimitedClient
 from webhook.kube.view import ListenerGroup
-from webhook.kube.watch import WATCH_ERRORS, Watch, WatchGroup, whole_list
+from webhook.kube.watch import WATCH_ERRORS, Watch, WatchGroup, WatchListener, whole_list
 from webhook.ledger.api_pods import ApiPods
 from webhook.ledger.cluster import ClusterLedger
 from webhook.ledger.end_of_use import OrphanTimes
@@ -84,11 +71,10 @@ from webhook.scheduler.wakeups import Wakeups
 
 log = structlog.get_logger(__name__)
 
-# Templates written per second, and at once.
-TEMPLATE_RATE, TEMPLATE_BURST = 100.0, 100
-# In seconds. The API server writes a template in milliseconds, but it waits for webhooks.
-TEMPLATE_TIMEOUT = 3.0
 ON_NO_NODE = {"fieldSelector": "spec.nodeName="}
+# In seconds: the pause before a pass that a change begins, and the shorter one for claims of pods, which nothing else
+# delays.
+BREATH, SHORT_BREATH = 0.05, 0.005
 # Between two lists of a kind that may not be installed.
 WATCH_OPTIONAL = Backoff(timedelta(seconds=1), timedelta(seconds=30), jitter=(0.5, 1.5))
 
@@ -100,6 +86,16 @@ class Elected(Protocol):
 
 
 @frozen
+class Passes:
+    """Parts that the leader runs one after the other, again and again. Other passes do not delay them."""
+
+    steps: tuple[Elected, ...]
+    # Begins the next pass at once.
+    wakeup: asyncio.Event
+    debounce: float = BREATH
+
+
+@frozen
 class ReconcilerParts:
     """What the leader works with. All replicas keep the watches current."""
 
@@ -108,19 +104,7 @@ class ReconcilerParts:
     optional_watches: tuple[Watch, ...]
     events: ApiEvents
     ledger: ClusterLedger
-    reconciler: Reconciler
-    # In the order of a pass.
-    steps: tuple[Elected, ...]
-    # With proof devices: what ends them has passes of its own, which no other part delays.
-    urgent_steps: tuple[Elected, ...]
-    # Set when evidence is lost.
-    loss: asyncio.Event
-    # Has passes of its own: its pods cannot be scheduled until their claims exist.
-    claims: ReservedClaims
-    # With native pods: a webhook for templates can be slow, so they have passes of their own too.
-    template_steps: tuple[Elected, ...]
-    # Set when a template is missing.
-    asked: asyncio.Event
+    passes: tuple[Passes, ...]
     # Called after each election.
     begin: tuple[Callable[[], None], ...]
 
@@ -242,67 +226,67 @@ def reconciler_parts(settings: Settings, api: ApiClient, metrics: Metrics) -> Re
         needs_evidence=policy.is_always_required,
         plugins=plugins,
     )
-    asked = asyncio.Event()
-    native = native_parts(settings, api, fleet, watches, asked)
     sets, node_names = MappedStatefulSets(fleet, settings.opt_in_label), NodeNameConflicts(fleet, events)
 
-    of_kueue = WatchGroup()
-    kueue: tuple[KueueChecks, ...] = ()
+    optional_watches = list(writers.slices)
+    of_namespaces: list[WatchListener] = [
+        *(namespaces.view, MapNamespaceListener(sets), DemandsListener(waiting_pods), audit.namespaces),
+        ends.namespaces,
+    ]
+    of_pods: list[WatchListener] = [
+        *(reconciler, claims, wakeups, evidence_loss, waiting_pods, audit.pods, ends, deliveries)
+    ]
+    begin = [
+        *(claims.begin, queue.begin, evidence_loss.begin, offers.begin, writers.begin, ends.begin, deliveries.begin)
+    ]
+    first: list[Elected] = [reconciler, queue, deliveries]
+    then: list[Elected] = [writers, wakeups, evidence_loss, node_names, plugins, offers]
+    passes = [Passes((claims,), claims.wakeup, SHORT_BREATH)]
+
     if settings.kueue:
-        kueue = (
-            KueueChecks(
-                Workloads(utc_now, reconciler.wakeup.set),
-                GangReader(rules.claims, rules.dress, ends.namespaces.get),
-                ledger,
-                fleet,
-                policy,
-                ApiChecks(api),
-                utc_now,
-                wait=settings.kueue_wait,
-                is_current=lambda: watches.are_current() and of_kueue.are_current(),
-                list_again=partial(list_workloads_again, api),
-                queue_order=waiting_pods.queue_order,
-                orphans_per_namespace=settings.orphans_per_namespace,
-            ),
+        of_kueue = WatchGroup()
+        kueue = KueueChecks(
+            Workloads(utc_now, reconciler.wakeup.set),
+            GangReader(rules.claims, rules.dress, ends.namespaces.get),
+            ledger,
+            fleet,
+            policy,
+            ApiChecks(api),
+            utc_now,
+            wait=settings.kueue_wait,
+            is_current=lambda: watches.are_current() and of_kueue.are_current(),
+            list_again=partial(list_workloads_again, api),
+            queue_order=waiting_pods.queue_order,
+            orphans_per_namespace=settings.orphans_per_namespace,
         )
-    for one in kueue:
-        of_kueue.add(*kueue_watches(api, one))
+        of_kueue.add(*kueue_watches(api, kueue))
+        optional_watches += of_kueue
+        first.append(kueue)
+        begin.append(kueue.begin)
+    if claimed is None:
+        then.append(ends)
+    else:
+        proofs = proof_parts(settings, api, metrics, fleet, watches, writers, claimed)
+        evidence.notify(partial(tell_loss, proofs.slices, proofs.loss))
+        optional_watches += proofs.watches
+        # The ends first: no pod is bound to a node whose devices are about to end.
+        passes.append(Passes((ends, proofs.slices), proofs.loss))
+        begin += [proofs.slices.begin, claimed.gpus.begin]
+    if settings.native_templates:
+        native = native_parts(settings, api, fleet, watches)
+        optional_watches += native.watches
+        of_namespaces.append(native.templates.namespaces)
+        of_pods.append(native.templates.pods)
+        # A webhook for templates can be slow.
+        passes.append(Passes((native.templates,), native.asked))
+        begin.append(native.templates.begin)
 
     watches.add(
         *writers.watches,
-        Watch(
-            api,
-            NAMESPACES_PATH,
-            ListenerGroup(
-                namespaces.view,
-                MapNamespaceListener(sets),
-                DemandsListener(waiting_pods),
-                audit.namespaces,
-                ends.namespaces,
-                *([native.templates.namespaces] if native is not None else ()),
-            ),
-        ),
+        Watch(api, NAMESPACES_PATH, ListenerGroup(*of_namespaces)),
         Watch(api, STATEFUL_SETS_PATH, ListenerGroup(sets, audit.sets)),
-        Watch(
-            api,
-            PODS_PATH,
-            ListenerGroup(
-                reconciler,
-                claims,
-                wakeups,
-                evidence_loss,
-                waiting_pods,
-                audit.pods,
-                ends,
-                deliveries,
-                *([native.templates.pods] if native is not None else ()),
-            ),
-        ),
+        Watch(api, PODS_PATH, ListenerGroup(*of_pods)),
     )
-    proofs = None if claimed is None else proof_parts(settings, api, metrics, fleet, watches, writers, claimed)
-    loss = asyncio.Event()
-    if proofs is not None:
-        evidence.notify(partial(tell_loss, proofs.slices, loss))
     metrics.watch_evidence(evidence_loss.count_pods_without)
     metrics.watch_ages(lambda: evidence_ages(fleet, utc_now()))
     metrics.watch_audit(audit.counts)
@@ -310,153 +294,12 @@ def reconciler_parts(settings: Settings, api: ApiClient, metrics: Metrics) -> Re
     metrics.watch_plugins(lambda: len(plugins.nodes()))
     return ReconcilerParts(
         watches=tuple(watches),
-        optional_watches=(
-            *of_kueue,
-            *writers.slices,
-            *(proofs.watches if proofs is not None else ()),
-            *(native.watches if native is not None else ()),
-        ),
+        optional_watches=tuple(optional_watches),
         events=events,
         ledger=ledger,
-        reconciler=reconciler,
-        steps=(
-            reconciler,
-            queue,
-            deliveries,
-            *kueue,
-            writers,
-            wakeups,
-            evidence_loss,
-            node_names,
-            plugins,
-            offers,
-            *(() if proofs else (ends,)),
-        ),
-        # The ends first: no pod is bound to a node whose devices are about to end.
-        urgent_steps=(ends, proofs.slices) if proofs else (),
-        loss=loss,
-        claims=claims,
-        template_steps=(native.templates,) if native is not None else (),
-        asked=asked,
-        begin=(
-            *(claims.begin, queue.begin, evidence_loss.begin, offers.begin, writers.begin, ends.begin),
-            *(deliveries.begin, *begins_of(proofs)),
-            *([claimed.gpus.begin] if claimed is not None else ()),
-            *([native.templates.begin] if native is not None else ()),
-            *(one.begin for one in kueue),
-        ),
+        passes=(Passes((*first, *then), reconciler.wakeup), *passes),
+        begin=tuple(begin),
     )
-
-
-@frozen
-class ClaimedParts:
-    """What knows the GPUs of claims. Its watch is apart: other parts do not wait for it."""
-
-    claims: AllocatedClaims
-    published: PublishedGpus
-    gpus: ClaimedGpus
-    watches: WatchGroup
-
-
-def claimed_parts(settings: Settings, api: ApiClient, fleet: Fleet, watches: WatchGroup) -> ClaimedParts | None:
-    """None without proof devices."""
-    if not settings.proof_devices:
-        return None
-    claims, published, of_claims = AllocatedClaims(), PublishedGpus(utc_now), WatchGroup()
-    of_claims.add(Watch(api, RESOURCE_CLAIMS_PATH, claims, trimmed=whole))
-    gpus = ClaimedGpus(
-        fleet,
-        claims,
-        published,
-        settings.gpu_driver,
-        utc_now,
-        is_current=lambda: watches.are_current() and of_claims.are_current(),
-    )
-    return ClaimedParts(claims, published, gpus, of_claims)
-
-
-@frozen
-class ProofParts:
-    """What publishes proof devices. Its watches are apart: other parts do not wait for them."""
-
-    slices: ProofSlices
-    watches: tuple[Watch, ...]
-
-
-def proof_parts(
-    settings: Settings,
-    api: ApiClient,
-    metrics: Metrics,
-    fleet: Fleet,
-    watches: WatchGroup,
-    writers: ClusterWriters,
-    claimed: ClaimedParts,
-) -> ProofParts:
-    of_slices = WatchGroup()
-    slices = ProofSlices(
-        ApiObjects(api, RESOURCE_SLICES),
-        fleet,
-        claimed.claims,
-        utc_now,
-        is_current=lambda: watches.are_current() and of_slices.have_listed(),
-        are_claims_current=claimed.watches.are_current,
-        gpu_driver=settings.gpu_driver,
-        skew=settings.clock_skew,
-        count_write=metrics.count_proof_write,
-        awaits=writers.awaits,
-    )
-    metrics.watch_proofs(slices.counts)
-    of_slices.add(slices_of_driver(api, DRIVER, slices.view))
-    return ProofParts(slices, (*claimed.watches, *of_slices))
-
-
-def begins_of(proofs: ProofParts | None) -> tuple[Callable[[], None], ...]:
-    return () if proofs is None else (proofs.slices.begin,)
-
-
-def tell_loss(slices: ProofSlices, loss: asyncio.Event, node: str) -> None:
-    """Begins a pass when proof devices of the node have to end."""
-    if slices.is_outlasting(node):
-        slices.hurry()
-        loss.set()
-
-
-@frozen
-class NativeParts:
-    """What native pods need. Its watch is apart: other parts do not wait for it."""
-
-    templates: ClaimTemplates
-    watches: WatchGroup
-
-
-def native_parts(
-    settings: Settings, api: ApiClient, fleet: Fleet, watches: WatchGroup, asked: asyncio.Event
-) -> NativeParts | None:
-    """None without native pods."""
-    if not settings.native_templates:
-        return None
-
-    def spec_of(claim: NativeClaim) -> Raw:
-        return claim_spec(
-            claim.count,
-            claim.hash,
-            gpu_driver=settings.gpu_driver,
-            gpu_class=settings.gpu_device_class,
-            evicts=settings.on_evidence_lost == OnEvidenceLost.EVICT,
-        )
-
-    limit, of_templates = RateLimit(TEMPLATE_RATE, TEMPLATE_BURST, time.monotonic), WatchGroup()
-    templates = ClaimTemplates(
-        ApiClaimTemplates(RateLimitedClient(api, limit, TEMPLATE_TIMEOUT)),
-        fleet,
-        spec_of,
-        utc_now,
-        is_current=lambda: watches.are_current() and of_templates.are_current(),
-        is_opted_in=partial(opted_in, opt_in=settings.opt_in_label),
-        wake=asked.set,
-    )
-    of_templates.add(Watch(api, TEMPLATES_PATH, templates, trimmed=whole))
-    return NativeParts(templates, of_templates)
 
 
 async def list_again(api: ApiClient, ledger: ClusterLedger, waiting_pods: WaitingPods) -> bool:

@@ -15,10 +15,8 @@ from webhook.web.probes import Probes
 log = structlog.get_logger(__name__)
 
 LEASE = "gpuwarden-reconcile"
-# The longest pause between two passes, and the shortest one after an event.
+# The longest pause between two passes.
 PAUSE = 0.5
-BREATH = 0.05
-SHORT_BREATH = 0.005
 
 
 async def reconcile(settings: Settings) -> None:
@@ -44,15 +42,8 @@ async def work(settings: Settings, api: ApiClient, probes: Probes) -> None:
         async def lead() -> None:
             for begin in parts.begin:
                 begin()
-            claims = parts.claims
-            async with asyncio.TaskGroup() as passes:
-                loops = (
-                    (parts.steps, parts.reconciler.wakeup),
-                    (parts.urgent_steps, parts.loss),
-                    (parts.template_steps, parts.asked),
-                )
-                for steps, wakeup in loops:
-                    passes.create_task(run_passes(steps, wakeup, interval=PAUSE, debounce=BREATH))
-                passes.create_task(run_passes((claims,), claims.wakeup, interval=PAUSE, debounce=SHORT_BREATH))
+            async with asyncio.TaskGroup() as leading:
+                for one in parts.passes:
+                    leading.create_task(run_passes(one.steps, one.wakeup, interval=PAUSE, debounce=one.debounce))
 
         await run_while_elected(settings, api, LEASE, lead, parts.ledger.finish_writes)

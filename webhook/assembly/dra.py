@@ -1,0 +1,141 @@
+"""The parts of `gpuwarden reconcile` for ResourceClaims: proof devices, native pods, and which GPUs claims have."""
+
+import asyncio
+import time
+from functools import partial
+
+from attrs import frozen
+
+from webhook.admission.claimed_gpus import ClaimedGpus
+from webhook.admission.evidence_loss import OnEvidenceLost
+from webhook.admission.placement_maps import opted_in
+from webhook.assembly.cluster import ClusterWriters, slices_of_driver, whole
+from webhook.core.fleet import Fleet
+from webhook.core.native import NativeClaim
+from webhook.core.proof_claims import claim_spec
+from webhook.core.proof_devices import DRIVER
+from webhook.core.raw import Raw
+from webhook.dra.claims import AllocatedClaims
+from webhook.dra.slices import ProofSlices
+from webhook.dra.templates import ClaimTemplates
+from webhook.inventory.published_gpus import PublishedGpus
+from webhook.kube.api_objects import ApiObjects
+from webhook.kube.claim_templates import TEMPLATES_PATH, ApiClaimTemplates
+from webhook.kube.client import ApiClient
+from webhook.kube.paths import RESOURCE_CLAIMS_PATH, RESOURCE_SLICES
+from webhook.kube.requests import RateLimit, RateLimitedClient
+from webhook.kube.watch import Watch, WatchGroup
+from webhook.runtime.clock import utc_now
+from webhook.runtime.settings import Settings
+from webhook.runtime.telemetry import Metrics
+
+# Templates written per second, and at once.
+TEMPLATE_RATE, TEMPLATE_BURST = 100.0, 100
+# In seconds. The API server writes a template in milliseconds, but it waits for webhooks.
+TEMPLATE_TIMEOUT = 3.0
+
+
+@frozen
+class ClaimedParts:
+    """What knows the GPUs of claims. Its watch is apart: other parts do not wait for it."""
+
+    claims: AllocatedClaims
+    published: PublishedGpus
+    gpus: ClaimedGpus
+    watches: WatchGroup
+
+
+def claimed_parts(settings: Settings, api: ApiClient, fleet: Fleet, watches: WatchGroup) -> ClaimedParts | None:
+    """None without proof devices."""
+    if not settings.proof_devices:
+        return None
+    claims, published, of_claims = AllocatedClaims(), PublishedGpus(utc_now), WatchGroup()
+    of_claims.add(Watch(api, RESOURCE_CLAIMS_PATH, claims, trimmed=whole))
+    gpus = ClaimedGpus(
+        fleet,
+        claims,
+        published,
+        settings.gpu_driver,
+        utc_now,
+        is_current=lambda: watches.are_current() and of_claims.are_current(),
+    )
+    return ClaimedParts(claims, published, gpus, of_claims)
+
+
+@frozen
+class ProofParts:
+    """What publishes proof devices. Its watches are apart: other parts do not wait for them."""
+
+    slices: ProofSlices
+    # Set when evidence is lost.
+    loss: asyncio.Event
+    watches: tuple[Watch, ...]
+
+
+def proof_parts(
+    settings: Settings,
+    api: ApiClient,
+    metrics: Metrics,
+    fleet: Fleet,
+    watches: WatchGroup,
+    writers: ClusterWriters,
+    claimed: ClaimedParts,
+) -> ProofParts:
+    of_slices = WatchGroup()
+    slices = ProofSlices(
+        ApiObjects(api, RESOURCE_SLICES),
+        fleet,
+        claimed.claims,
+        utc_now,
+        is_current=lambda: watches.are_current() and of_slices.have_listed(),
+        are_claims_current=claimed.watches.are_current,
+        gpu_driver=settings.gpu_driver,
+        skew=settings.clock_skew,
+        count_write=metrics.count_proof_write,
+        awaits=writers.awaits,
+    )
+    metrics.watch_proofs(slices.counts)
+    of_slices.add(slices_of_driver(api, DRIVER, slices.view))
+    return ProofParts(slices, asyncio.Event(), (*claimed.watches, *of_slices))
+
+
+def tell_loss(slices: ProofSlices, loss: asyncio.Event, node: str) -> None:
+    """Begins a pass when proof devices of the node have to end."""
+    if slices.is_outlasting(node):
+        slices.hurry()
+        loss.set()
+
+
+@frozen
+class NativeParts:
+    """What native pods need. Its watch is apart: other parts do not wait for it."""
+
+    templates: ClaimTemplates
+    # Set when a template is missing.
+    asked: asyncio.Event
+    watches: WatchGroup
+
+
+def native_parts(settings: Settings, api: ApiClient, fleet: Fleet, watches: WatchGroup) -> NativeParts:
+    def spec_of(claim: NativeClaim) -> Raw:
+        return claim_spec(
+            claim.count,
+            claim.hash,
+            gpu_driver=settings.gpu_driver,
+            gpu_class=settings.gpu_device_class,
+            evicts=settings.on_evidence_lost == OnEvidenceLost.EVICT,
+        )
+
+    asked, of_templates = asyncio.Event(), WatchGroup()
+    limit = RateLimit(TEMPLATE_RATE, TEMPLATE_BURST, time.monotonic)
+    templates = ClaimTemplates(
+        ApiClaimTemplates(RateLimitedClient(api, limit, TEMPLATE_TIMEOUT)),
+        fleet,
+        spec_of,
+        utc_now,
+        is_current=lambda: watches.are_current() and of_templates.are_current(),
+        is_opted_in=partial(opted_in, opt_in=settings.opt_in_label),
+        wake=asked.set,
+    )
+    of_templates.add(Watch(api, TEMPLATES_PATH, templates, trimmed=whole))
+    return NativeParts(templates, asked, of_templates)
