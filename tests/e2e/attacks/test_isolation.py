@@ -70,7 +70,8 @@ async def acts(harness: Harness, provisioner: Kube) -> bool:
     named = await harness.made(pod("probe"), dryRun="All")
     is_blinded = named["spec"]["containers"][0].get("env") is not None
     is_isolated = await is_refused(harness.made(with_host_path("/dev"), dryRun="All"))
-    return is_blinded and is_isolated and await is_refused(provisioner.create(VOLUMES, local_volume("/dev")))
+    is_guarded = await is_refused(provisioner.create(VOLUMES, local_volume("/dev"), dryRun="All"))
+    return is_blinded and is_isolated and is_guarded
 
 
 async def is_refused(what: Awaitable[Raw]) -> bool:
