@@ -36,12 +36,8 @@ class GpuDeviceWire(msgspec.Struct, frozen=True):
         return text if text.isprintable() and len(text) <= MAX_TEXT else ""
 
 
-class GpuPoolWire(PoolWire, frozen=True, rename="camel"):
-    resource_slice_count: int = 1
-
-
 class GpuSliceSpecWire(msgspec.Struct, frozen=True, rename="camel"):
-    pool: GpuPoolWire
+    pool: PoolWire
     node_name: str | None = None
     node_selector: Raw | None = None
     devices: list[GpuDeviceWire] = []
