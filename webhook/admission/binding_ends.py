@@ -31,10 +31,11 @@ from webhook.core.evidence import EvidenceState
 from webhook.core.fleet import Fleet
 from webhook.core.pod import Pod
 from webhook.core.proof_claims import hash_of_template
-from webhook.core.proof_devices import hash_attribute
+from webhook.core.proof_devices import hash_attribute, whole
 from webhook.core.raw import Raw
 from webhook.core.reservation import Reservation
 from webhook.kube.api_objects import ObjectClient
+from webhook.kube.resource_slices import stamp
 from webhook.kube.store import StaleError
 from webhook.kube.view import ObjectView
 from webhook.ledger.end_of_use import TERMINAL_PHASES
@@ -413,15 +414,6 @@ async def ensure_binding_ends(objects: ObjectClient) -> None:
     except LedgerError as exc:
         if not isinstance(exc, StaleError):  # it exists
             log.warning("BindingEnds not created", problem=str(exc))
-
-
-def whole(moment: datetime) -> datetime:
-    """Rounded down to the second: too early is safe."""
-    return moment.replace(microsecond=0)
-
-
-def stamp(moment: datetime) -> str:
-    return whole(moment.astimezone(UTC)).isoformat().replace("+00:00", "Z")
 
 
 def moment_of(text: str) -> datetime:
