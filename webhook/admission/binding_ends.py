@@ -210,11 +210,7 @@ class BindingEnds:
         if not self._has_proofs:
             return False
         self._fleet.advance(now)
-        return any(name in self._were_fresh and not self._is_fresh(name) for name in self._changed)
-
-    def _is_fresh(self, name: str) -> bool:
-        indexed = self._fleet.indexed_nodes.get(name)
-        return indexed is not None and indexed.state is EvidenceState.FRESH
+        return any(name in self._were_fresh and self._fleet.fresh_evidence(name) is None for name in self._changed)
 
     async def _read(self) -> None:
         """Another leader may have written the object, or it may have been deleted."""

@@ -222,6 +222,11 @@ class Fleet:
             if indexed is not None:
                 self._update_state(indexed, now)
 
+    def fresh_evidence(self, name: str) -> Evidence | None:
+        """The evidence of a proven node; None for any other."""
+        indexed = self.indexed_nodes.get(name)
+        return indexed.evidence if indexed is not None and indexed.state is EvidenceState.FRESH else None
+
     def _update_state(self, indexed: IndexedNode, now: datetime) -> None:
         self.changes += 1
         self.states[indexed.state] -= 1

@@ -18,7 +18,6 @@ from attrs import define, field, frozen
 from webhook.core import keys
 from webhook.core.claim_keys import ClaimRecord
 from webhook.core.errors import InvalidPodError
-from webhook.core.evidence import EvidenceState
 from webhook.core.fleet import Fleet
 from webhook.core.pod import Metadata, Pod
 from webhook.core.pod_claims import own_claim_of
@@ -224,9 +223,7 @@ class ReservedClaims:
         """Whether the claim can be made now, and the hash attribute of the proofs that it takes, if it takes any."""
         if not self._form.has_proofs:
             return True, None
-        indexed = self._fleet.indexed_nodes.get(held.node)
-        evidence = None if indexed is None or indexed.state is not EvidenceState.FRESH else indexed.evidence
-        hashes = one.record.hashes
+        evidence, hashes = self._fleet.fresh_evidence(held.node), one.record.hashes
         if evidence is not None and (not hashes or evidence.hash in hashes):
             return True, hash_attribute(evidence.hash)
         return not hashes and not self._form.needs_evidence, None

@@ -127,7 +127,7 @@ class ProofSlices:
     def is_outlasting(self, node: str) -> bool:
         """Whether a device is written that has to end earlier, because the node has lost its evidence."""
         now = self._clock()
-        evidence = self._fresh_evidence(node) or self._undecided_evidence(node, now)
+        evidence = self._fleet.fresh_evidence(node) or self._undecided_evidence(node, now)
         written = (one for one in self.view.devices(node).values() if not one.has_ended(now))
         return any(evidence is None or ends_before(evidence, one) for one in written)
 
@@ -208,7 +208,7 @@ class ProofSlices:
     ) -> Iterator[ProofDevice]:
         """The proven devices of the node. One in use stays proven when its GPU is no longer offered: only the evidence
         decides whether its pod may go on."""
-        evidence = self._fresh_evidence(node)
+        evidence = self._fleet.fresh_evidence(node)
         known = [written[name] for name in used if name in written]
         if evidence is None:
             undecided = self._undecided_evidence(node, now)
@@ -226,10 +226,6 @@ class ProofSlices:
     def _is_held(self, node: str, one: ProofDevice) -> bool:
         """By a reservation whose pod gets its GPUs in another way than by claims."""
         return self._mode(node) is ProofMode.NATIVE and bool(self._fleet.holders(DeviceUuid(one.uuid)))
-
-    def _fresh_evidence(self, node: str) -> Evidence | None:
-        indexed = self._fleet.indexed_nodes.get(node)
-        return indexed.evidence if indexed is not None and indexed.state is EvidenceState.FRESH else None
 
     def _undecided_evidence(self, node: str, now: datetime) -> Evidence | None:
         """The evidence of a node that lacks only the first report of sources that were just added: running pods
