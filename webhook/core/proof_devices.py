@@ -93,6 +93,11 @@ def end_of_device(end: datetime | None) -> datetime | None:
     return None if end is None else whole(min(end, LATEST_END))
 
 
+def is_earlier(end: datetime | None, other: datetime | None) -> bool:
+    """Whether the first end is before the second. None is no end."""
+    return end is not None and (other is None or end < other)
+
+
 def published(
     proven: Iterable[ProofDevice],
     written: Iterable[ProofDevice],
@@ -103,9 +108,8 @@ def published(
     """The devices to publish for a node, given those that are written and the names of those in use.
 
     A device that is no longer proven ends at once, also by a clock of Kubernetes that is late by `skew`. It is removed
-    later, and not while a pod uses it: without the device,
-    the pod would not be evicted. For the same reason a device in use that somebody else has removed is published again.
-    All that have ended are closed.
+    later, and not while a pod uses it: without the device, the pod would not be evicted. For the same reason a device
+    in use that somebody else has removed is published again. All that have ended are closed.
     """
     wanted = {one.name: one for one in proven}
     for one in written:

@@ -22,6 +22,7 @@ from webhook.core.proof_devices import (
     device_name,
     end_of_device,
     hash_attribute,
+    is_earlier,
     is_write_due,
     next_change,
     published,
@@ -335,16 +336,14 @@ def still_proven(used: Iterable[ProofDevice], evidence: Evidence) -> Iterator[Pr
 
 def nearer(one: ProofDevice, other: ProofDevice) -> ProofDevice:
     """The one that ends first."""
-    return other if one.end is None or (other.end is not None and other.end < one.end) else one
+    return other if is_earlier(other.end, one.end) else one
 
 
 def ends_before(evidence: Evidence, one: ProofDevice) -> bool:
     """Whether the evidence ends before this device, or is no proof of it."""
-    end = end_of_device(evidence.until)
-    is_shorter = end is not None and (one.end is None or end < one.end)
-    return is_shorter or one.hash != hash_attribute(evidence.hash)
+    return is_earlier(end_of_device(evidence.until), one.end) or one.hash != hash_attribute(evidence.hash)
 
 
 def ends_earlier(one: ProofDevice, written: Mapping[str, ProofDevice]) -> bool:
     before = written.get(one.name)
-    return before is not None and one.end is not None and (before.end is None or one.end < before.end)
+    return before is not None and is_earlier(one.end, before.end)
