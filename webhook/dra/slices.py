@@ -140,7 +140,8 @@ class ProofSlices:
 
     def _collect(self, now: datetime) -> None:
         """Enters the nodes that have to be compared."""
-        self._todo.update(dict.fromkeys((*self._changed, *self.view.take_changes(), *self._claims.take_changes())))
+        changed = (*self._changed, *self.view.take_changed_nodes(), *self._claims.take_changes())
+        self._todo.update(dict.fromkeys(changed))
         self._changed.clear()
         if self._first_due is not None and self._first_due <= now:
             late = [node for node, moment in self._due.items() if moment <= now]

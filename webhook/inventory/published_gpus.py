@@ -9,7 +9,7 @@ from attrs import define, field
 from webhook.core.device import Device, DeviceUuid
 from webhook.core.raw import Raw
 from webhook.kube.gpu_slices import GpuSlice, gpu_slice
-from webhook.kube.view import ObjectView
+from webhook.kube.view import NodeView
 from webhook.runtime.clock import Clock
 
 # kubelet deletes the slices of its node when it starts and when a driver is away for 30 seconds.
@@ -38,22 +38,20 @@ class PublishedGpus:
     """Listener of the watch. A pool that is being written, or that has just lost its slices, keeps its last GPUs."""
 
     _clock: Clock
-    slices: ObjectView[GpuSlice] = field(factory=lambda: ObjectView(gpu_slice), init=False)
-    # Slices by node and name. A node may have several pools.
-    _of_node: dict[str, dict[str, GpuSlice]] = field(factory=dict, init=False)
-    _node_of: dict[str, str] = field(factory=dict, init=False)
+    # A node may have several pools.
+    _slices: NodeView[GpuSlice] = field(factory=lambda: NodeView(gpu_slice), init=False)
     _known: dict[str, CompletePools] = field(factory=dict, init=False)
     _nodes_of: dict[str, set[str]] = field(factory=dict, init=False)  # by pool
     _without_slices: dict[str, datetime] = field(factory=dict, init=False)
 
     def replaced(self, objects: Mapping[str, Raw]) -> None:
-        self.slices.replaced(objects)
+        self._slices.replaced(objects)
 
     def changed(self, raw: Raw) -> None:
-        self.slices.changed(raw)
+        self._slices.changed(raw)
 
     def deleted(self, raw: Raw) -> None:
-        self.slices.deleted(raw)
+        self._slices.deleted(raw)
 
     def devices_of(self, node: str) -> tuple[Device, ...] | None:
         """None if no driver publishes GPUs for the node."""
@@ -71,42 +69,28 @@ class PublishedGpus:
 
     def is_known(self, node: str) -> bool:
         """False if slices exist, and the pool has not been complete yet."""
-        return node in self._known or not self._of_node.get(node)
+        return node in self._known or not self._slices.of(node)
 
     def take_changes(self) -> list[str]:
         """The nodes whose GPUs have changed since the last call."""
         now = self._clock()
-        nodes = dict.fromkeys(node for name in self.slices.take_changes() for node in self._moved(name))
+        nodes = dict.fromkeys(self._slices.take_changed_nodes())
         nodes |= dict.fromkeys(
             node for node, since in self._without_slices.items() if now - since >= KEPT_WITHOUT_SLICES
         )
         return [node for node in nodes if self._has_changed(node, now)]
 
-    def _moved(self, name: str) -> set[str]:
-        """Enters the slice. Returns its last node and its current one."""
-        nodes = set()
-        last, current = self._node_of.pop(name, None), self.slices.get(name)
-        if last is not None:
-            del self._of_node[last][name]
-            nodes.add(last)
-        if current is not None and current.node:
-            self._node_of[name] = current.node
-            self._of_node.setdefault(current.node, {})[name] = current
-            nodes.add(current.node)
-        return nodes
-
     def _has_changed(self, node: str, now: datetime) -> bool:
         before = self._known.get(node)
-        slices = self._of_node.get(node, {})
+        slices = self._slices.of(node)
         if slices:
             self._without_slices.pop(node, None)
-            found = complete_pools(slices.values())
+            found = complete_pools(slices)
             if found is not None:
                 self._put(node, found)
         elif now - self._without_slices.setdefault(node, now) >= KEPT_WITHOUT_SLICES:
             self._put(node, NOTHING)
-            for states in (self._known, self._without_slices, self._of_node):
-                states.pop(node, None)
+            del self._known[node], self._without_slices[node]
         return self._known.get(node) != before
 
     def _put(self, node: str, found: CompletePools) -> None:

@@ -1,7 +1,7 @@
 """Keeps the last known state of cluster-scoped objects from a watch, and which of them changed."""
 
 from collections.abc import Callable, Mapping
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import structlog
 
@@ -78,6 +78,55 @@ class ObjectView(Generic[State]):
 
 def version_of(raw: Raw) -> int:
     return int(raw["metadata"].get("resourceVersion") or 0)
+
+
+class OnNode(Protocol):
+    """The state of an object that is about one node."""
+
+    @property
+    def node(self) -> str:
+        """Empty if it is about no single node."""
+
+
+NodeState = TypeVar("NodeState", bound=OnNode)
+
+
+class NodeView(ObjectView[NodeState]):
+    """The objects of each node."""
+
+    def __init__(self, extract: Callable[[Raw], NodeState]) -> None:
+        super().__init__(extract)
+        self._of_node: dict[str, dict[str, NodeState]] = {}
+        self._node_of: dict[str, str] = {}
+        self._changed_nodes: dict[str, None] = {}
+
+    def nodes(self) -> set[str]:
+        self._enter()
+        return set(self._of_node)
+
+    def of(self, node: str) -> list[NodeState]:
+        self._enter()
+        return list(self._of_node.get(node, {}).values())
+
+    def take_changed_nodes(self) -> list[str]:
+        """The nodes whose objects have changed since the last call."""
+        self._enter()
+        changed, self._changed_nodes = self._changed_nodes, {}
+        return list(changed)
+
+    def _enter(self) -> None:
+        """Enters changed objects at their nodes."""
+        for name in self.take_changes():
+            last, current = self._node_of.pop(name, None), self.get(name)
+            if last is not None:
+                del self._of_node[last][name]
+                if not self._of_node[last]:
+                    del self._of_node[last]
+                self._changed_nodes[last] = None
+            if current is not None and current.node:
+                self._node_of[name] = current.node
+                self._of_node.setdefault(current.node, {})[name] = current
+                self._changed_nodes[current.node] = None
 
 
 class ListenerGroup:
