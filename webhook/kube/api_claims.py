@@ -4,11 +4,11 @@ from webhook.core.errors import GpuwardenError
 from webhook.core.raw import Raw
 from webhook.kube.api_objects import UnexpectedObjectError, checked_object
 from webhook.kube.client import REQUEST_TIMEOUT, ApiClient
-from webhook.kube.json_objects import status_message
+from webhook.kube.pods import error_message
 from webhook.kube.requests import REQUEST_ERRORS, request_json
+from webhook.kube.resource_claims import RESOURCE_CLAIM_PATH
 
 CLAIMS_PATH = "/apis/resource.k8s.io/v1/namespaces/{namespace}/resourceclaims"
-CLAIM_PATH = CLAIMS_PATH + "/{name}"
 OK, GONE, EXISTS = 200, 404, 409
 
 
@@ -33,15 +33,15 @@ class ApiClaims:
 
     async def find(self, namespace: str, name: str) -> Raw | None:
         """The claim; None if there is none of that name. Raises ClaimRequestError."""
-        status, body = await self._request("GET", CLAIM_PATH, {"namespace": namespace, "name": name})
+        status, body = await self._request("GET", RESOURCE_CLAIM_PATH, {"namespace": namespace, "name": name})
         return None if status == GONE else claim_in(status, body, name)
 
     async def delete(self, namespace: str, name: str, uid: str) -> None:
         """Deletes the claim if it has this uid. Raises ClaimRequestError."""
         only = {"apiVersion": "v1", "kind": "DeleteOptions", "preconditions": {"uid": uid}}
-        status, body = await self._request("DELETE", CLAIM_PATH, {"namespace": namespace, "name": name}, only)
+        status, body = await self._request("DELETE", RESOURCE_CLAIM_PATH, {"namespace": namespace, "name": name}, only)
         if status >= 400 and status not in (GONE, EXISTS):
-            raise ClaimRequestError(status_message(body) or f"the API server answered {status}")
+            raise ClaimRequestError(error_message(status, body))
 
     async def _request(
         self, method: str, path: str, names: dict[str, str], body: Raw | None = None
@@ -55,7 +55,7 @@ class ApiClaims:
 def claim_in(status: int, body: bytes, name: str) -> Raw:
     """The claim in a successful answer."""
     if status >= 400:
-        raise ClaimRequestError(status_message(body) or f"the API server answered {status}")
+        raise ClaimRequestError(error_message(status, body))
     try:
         return checked_object(OK, body, "ResourceClaim", name)
     except UnexpectedObjectError as exc:
