@@ -121,7 +121,7 @@ def with_marks(devices: Iterable[Device], marks: Mapping[DeviceUuid, str]) -> tu
 
 
 class DeviceMarks(Protocol):
-    """Knows which devices the kubelet and the ledger disagree about."""
+    """Knows which devices may not be reserved, and why."""
 
     def marks_on(self, node: str) -> Mapping[DeviceUuid, str] | None:
         """The marks of the node's devices; None if they are not known."""
@@ -305,11 +305,10 @@ class Discovery:
         self._recorded.pop((name, Reason.NODE_GONE), None)
         reported = self._reported(name, is_ours=raw is None or is_ours(raw))
         if reported is None:
-            self._record_disputes(name, [one.uuid for one in known.devices] if known else ())
             desired = WantedDevices({one.uuid: one for one in known.devices} if known else {})
         else:
             desired = desired_devices(reported, known)
-            self._record_disputes(name, desired.devices)
+        self._record_disputes(name, desired.devices)
         desired = self._marked(name, desired, known)
         if raw is None:
             if desired.devices:
