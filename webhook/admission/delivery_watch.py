@@ -5,6 +5,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from datetime import datetime, timedelta
 from enum import StrEnum
+from functools import partial
 from typing import Protocol
 
 import structlog
@@ -20,7 +21,7 @@ from webhook.core.reservation import Phase, PodIdentity
 from webhook.kube.events import Events, Subject
 from webhook.ledger import Ledger
 from webhook.ledger.end_of_use import OrphanTimes, has_ended, longest_grace_in
-from webhook.runtime.backoff import Backoff, Retry
+from webhook.runtime.backoff import Backoff, Retries
 from webhook.runtime.clock import Clock
 
 log = structlog.get_logger(__name__)
@@ -101,7 +102,7 @@ class DeliveryWatch:
     _marks: dict[str, dict[DeviceUuid, str]] | None = field(default=None, init=False)
     _changed_nodes: dict[str, None] = field(factory=dict, init=False)
     _seen: dict[FaultKey, SeenFault] = field(factory=dict, init=False)
-    _tries: dict[str, Retry] = field(factory=dict, init=False)
+    _tries: Retries = field(factory=partial(Retries, BACKOFF), init=False)
 
     def __attrs_post_init__(self) -> None:
         self._changed_in_fleet = self._fleet.collect_changes()
@@ -279,10 +280,10 @@ class DeliveryWatch:
 
     async def _evict(self, mismatched: Collection[GivenDevices], now: datetime) -> None:
         wanted = {one.pod.uid: one.pod for one in mismatched if not one.is_leaving}
-        self._tries = {uid: tries for uid, tries in self._tries.items() if uid in wanted}
-        due = [uid for uid in wanted if uid not in self._tries or self._tries[uid].not_before <= now]
+        self._tries.retain(wanted)
+        due = [uid for uid in wanted if self._tries.is_due(uid, now)]
         for uid in due[:AT_A_TIME]:
-            self._tries.setdefault(uid, Retry(now)).postpone(now, BACKOFF)
+            self._tries.postpone(uid, now)
             pod = wanted[uid]
             try:
                 await self._evictor.evict(pod)

@@ -32,7 +32,7 @@ from webhook.core.reservation import PodIdentity, Reservation
 from webhook.kube.events import Events, Subject
 from webhook.ledger.end_of_use import TERMINAL_PHASES
 from webhook.ledger.reserved_pod import ReservedPodMetaWire, ReservedPodWire
-from webhook.runtime.backoff import Backoff, Retry
+from webhook.runtime.backoff import Backoff, Retries
 from webhook.runtime.clock import Clock
 
 log = structlog.get_logger(__name__)
@@ -172,7 +172,7 @@ class EvidenceLoss:
     # Uids and hashes of pods whose node has been seen to match. A pod that changes its request has not lost
     # evidence.
     _were_proven: set[tuple[str, frozenset[str]]] = field(factory=set, init=False)
-    _tries: dict[str, Retry] = field(factory=dict, init=False)
+    _tries: Retries = field(factory=partial(Retries, BACKOFF), init=False)
     _changes: Changes = field(init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -284,12 +284,12 @@ class EvidenceLoss:
 
     async def _act(self, lost: list[LostEvidence], now: datetime) -> None:
         wanted = dict(self._wanted(lost))
-        self._tries = {what: tries for what, tries in self._tries.items() if what in wanted}
-        due = [what for what in wanted if what not in self._tries or self._tries[what].not_before <= now]
+        self._tries.retain(wanted)
+        due = [what for what in wanted if self._tries.is_due(what, now)]
         failures = 0
         for what in due[:AT_A_TIME]:
             # After a success too: the watch needs time to show it.
-            self._tries.setdefault(what, Retry(now)).postpone(now, BACKOFF)
+            self._tries.postpone(what, now)
             try:
                 await wanted[what]()
             except EvictionError as exc:

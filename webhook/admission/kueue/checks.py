@@ -7,6 +7,7 @@ told Ready for counts as taken until its pods have reserved it, for a minute at 
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from datetime import datetime, timedelta
+from functools import partial
 from typing import Protocol
 
 import structlog
@@ -27,7 +28,7 @@ from webhook.core.verdict import Deny
 from webhook.kube.view import ObjectView
 from webhook.ledger import Ledger
 from webhook.ledger.pending import too_many_orphans
-from webhook.runtime.backoff import Backoff, Retry
+from webhook.runtime.backoff import Backoff, Retries
 from webhook.runtime.clock import Clock
 from webhook.runtime.process import run_concurrently
 
@@ -116,7 +117,7 @@ class KueueChecks:
     _decided: dict[str, LastDecision] = field(factory=dict, init=False)
     _reported: dict[str, datetime] = field(factory=dict, init=False)
     # Failed writes, by uid of the Workload or name of the AdmissionCheck.
-    _failed: dict[str, Retry] = field(factory=dict, init=False)
+    _failed: Retries = field(factory=partial(Retries, WRITE_BACKOFF), init=False)
     # Where the next pass starts, if this one had no time for all: a Workload that nothing fits must not hold up others.
     _next: str | None = field(default=None, init=False)
     _is_up_to_date: bool = field(default=False, init=False)
@@ -150,7 +151,7 @@ class KueueChecks:
     def _retain(self, keys: Collection[str]) -> None:
         self._decided = {key: one for key, one in self._decided.items() if key in keys}
         self._reported = {key: one for key, one in self._reported.items() if key in keys}
-        self._failed = {key: one for key, one in self._failed.items() if key in keys}
+        self._failed.retain(keys)
 
     # AdmissionChecks.
 
@@ -159,21 +160,13 @@ class KueueChecks:
         return {name: one for name, one in found.items() if one is not None and one.is_ours}
 
     async def _activate(self, one: AdmissionCheck) -> None:
-        if one.is_active or self._is_paused(one.name):
+        if one.is_active or not self._failed.is_due(one.name, self._clock()):
             return
         try:
             self.checks.changed(await self._writer.activate(one, self._clock()))
         except CheckNotWrittenError as exc:
-            self._pause(one.name)
+            self._failed.postpone(one.name, self._clock())
             log.warning("AdmissionCheck not activated", name=one.name, problem=str(exc))
-
-    def _is_paused(self, key: str) -> bool:
-        failed = self._failed.get(key)
-        return failed is not None and failed.not_before > self._clock()
-
-    def _pause(self, key: str) -> None:
-        now = self._clock()
-        self._failed.setdefault(key, Retry(now)).postpone(now, WRITE_BACKOFF)
 
     # Promises.
 
@@ -196,7 +189,7 @@ class KueueChecks:
     async def _answer_all(self, pending: Iterable[Workload], ours: Collection[str]) -> None:
         now = self._clock()
         self._fleet.advance(now)
-        due = [one for one in pending if self._is_due(one, now) and not self._is_paused(one.uid)]
+        due = [one for one in pending if self._is_due(one, now) and self._failed.is_due(one.uid, now)]
         due.sort(key=lambda one: (-one.priority, one.since, one.key))
         first = next((place for place, one in enumerate(due) if one.uid == self._next), 0)
         due = [*due[first:], *due[:first]]
@@ -275,10 +268,10 @@ class KueueChecks:
         except CheckNotWrittenError as exc:
             self._decided.pop(one.uid, None)
             if not isinstance(exc, WorkloadChangedError):
-                self._pause(one.uid)
+                self._failed.postpone(one.uid, self._clock())
                 log.warning("admission check not answered", workload=one.key, problem=str(exc))
             return
-        self._failed.pop(one.uid, None)
+        self._failed.forget(one.uid)
         self._reported[one.uid] = now
         self.workloads.changed(written)
         log.info("admission check answered", workload=one.key, state=answer.state.value, message=answer.message)

@@ -18,7 +18,7 @@ from webhook.core.queue_order import QueuedPod
 from webhook.core.reasons import Reason
 from webhook.core.reservation import PodIdentity
 from webhook.kube.events import Events, Subject
-from webhook.runtime.backoff import Backoff, Retry
+from webhook.runtime.backoff import Backoff, Retries
 from webhook.runtime.clock import Clock
 
 log = structlog.get_logger(__name__)
@@ -54,27 +54,22 @@ class GateOpener:
         self._rules = rules
         self._events = events
         self._clock = clock
-        self._tries: dict[str, Retry] = {}
+        self._tries = Retries(BACKOFF)
 
     def retain(self, uids: Collection[str]) -> None:
-        for uid in self._tries.keys() - set(uids):
-            del self._tries[uid]
+        self._tries.retain(uids)
 
     def is_paused(self, uid: str) -> bool:
         """Whether the last try has failed and its pause is not over."""
-        tries = self._tries.get(uid)
-        return tries is not None and tries.not_before > self._clock()
+        return not self._tries.is_due(uid, self._clock())
 
     def postpone(self, uid: str, pause: timedelta) -> None:
         """Sets the pause of a gate that could not be opened."""
-        tries = self._tries.get(uid)
-        if tries is not None:
-            tries.not_before = self._clock() + pause
+        self._tries.pause_until(uid, self._clock() + pause)
 
     def try_later(self, uid: str) -> None:
         """Puts the next try off, after a failure that is likely to repeat."""
-        now = self._clock()
-        self._tries.setdefault(uid, Retry(now)).postpone(now, BACKOFF)
+        self._tries.postpone(uid, self._clock())
 
     async def open(self, waiter: QueuedPod, outfit: Allocation) -> None:
         pod, raw, known = waiter.pod, self._pods.raws.get(waiter.pod.uid), self._pods.queue_order.get(waiter.pod.uid)
