@@ -614,6 +614,14 @@ async def test_changed_reason_is_written_at_most_every_five_seconds(scene: Check
     assert scene.kueue.writes == 2
 
 
+async def test_message_is_cut_and_not_written_again(scene: CheckScene) -> None:
+    hashes = ",".join(f"sha256:{number:064x}" for number in range(40))
+    scene.submit(raw_workload("train", pod_set(5, 1, annotations={"gpuwarden.io/required-hash": hashes})))
+    for _ in range(2):
+        await scene.step(5 * SECOND)
+    assert (len(scene.check()["message"]), scene.kueue.writes) == (2000, 1)
+
+
 async def test_undecided_workload_is_not_decided_again_before_the_fleet_changes(scene: CheckScene) -> None:
     asked = []
     gang_of = scene.checks.gangs.gang

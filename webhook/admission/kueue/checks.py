@@ -11,7 +11,7 @@ from functools import partial
 from typing import Protocol
 
 import structlog
-from attrs import define, evolve, field, frozen
+from attrs import define, field, frozen
 
 from webhook.admission.kueue.gangs import Gang, GangReader, GangRefusal
 from webhook.admission.kueue.promises import Promise, Promises
@@ -60,12 +60,16 @@ class WorkloadChangedError(CheckNotWrittenError):
     """The Workload has changed since it was decided on."""
 
 
+def cut(message: str) -> str:
+    return message[:MAX_MESSAGE]
+
+
 @frozen
 class CheckAnswer:
     """The state of a check, with its message."""
 
     state: CheckPhase
-    message: str
+    message: str = field(converter=cut)
     requeue_after: timedelta | None = None
 
 
@@ -256,13 +260,13 @@ class KueueChecks:
     def _is_news(self, one: Workload, ours: Collection[str], answer: CheckAnswer) -> bool:
         if answer.state is not CheckPhase.PENDING:
             return True
-        if all(found.message == cut(answer.message) for found in checks_in(one, ours, CheckPhase.PENDING)):
+        if all(found.message == answer.message for found in checks_in(one, ours, CheckPhase.PENDING)):
             return False
         last = self._reported.get(one.uid)
         return last is None or self._clock() - last >= WRITTEN_AFTER
 
     async def _write(self, one: Workload, ours: Collection[str], answer: CheckAnswer) -> None:
-        now, answer = self._clock(), evolve(answer, message=cut(answer.message))
+        now = self._clock()
         try:
             written = await self._writer.answer(one, checks_in(one, ours, CheckPhase.PENDING), answer, now)
         except CheckNotWrittenError as exc:
@@ -280,10 +284,6 @@ class KueueChecks:
 def checks_in(one: Workload, ours: Collection[str], state: CheckPhase) -> list[CheckWire]:
     """Our checks of the Workload that are in this state."""
     return [found for name, found in one.checks.items() if name in ours and found.state == state]
-
-
-def cut(message: str) -> str:
-    return message[:MAX_MESSAGE]
 
 
 def available(gang: Gang) -> str:
