@@ -75,13 +75,12 @@ class ApiChecks:
 
 
 def check_state(before: CheckWire, answer: CheckAnswer, now: datetime) -> dict[str, Any]:
-    is_same = before.state == answer.state and before.last_transition_time is not None
-    since = before.last_transition_time if is_same and before.last_transition_time is not None else now
+    since = before.last_transition_time if before.state == answer.state else None
     state: dict[str, Any] = {
         "name": before.name,
         "state": answer.state.value,
         "message": answer.message,
-        "lastTransitionTime": written_time(since),
+        "lastTransitionTime": written_time(since or now),
     }
     if answer.requeue_after is not None:
         state["requeueAfterSeconds"] = round(answer.requeue_after.total_seconds())
