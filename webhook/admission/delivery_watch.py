@@ -133,11 +133,13 @@ class DeliveryWatch:
     def deleted(self, raw: Raw) -> None:
         """A container of a pod that was deleted by force runs on for its grace period."""
         uid, grace = str(raw["metadata"].get("uid")), longest_grace_in(raw)
-        if not has_ended(raw):
+        if has_ended(raw):
+            self._forget(uid)
+        else:
             self._keep(uid, None if grace is None else max(grace, self._graces.get(uid, grace)))
-        self._forget(uid)
 
     def _keep(self, uid: str, grace: timedelta | None) -> None:
+        """Forgets a pod that is gone, but not the GPUs that it was given."""
         one = self._given.get(uid)
         if one is not None:
             times = self._orphan_times
