@@ -181,10 +181,10 @@ class KueueChecks:
         for uid, one in answered.items():
             told = [found.last_transition_time for found in checks_in(one, ours, CheckPhase.READY)]
             since = max((moment for moment in told if moment is not None), default=None)
-            if uid in self._promises or since is None or since + PROMISED_FOR <= now:
+            if uid in self._promises or one.is_of_pods or since is None or since + PROMISED_FOR <= now:
                 continue
             gang = await self.gangs.gang(one)
-            if isinstance(gang, tuple) and not one.is_of_pods:
+            if isinstance(gang, tuple):
                 self._promises.put(uid, Promise(one.namespace, gang, since, is_restored=True))
         self._promises.see(self._ledger.reservations())
 
