@@ -4,7 +4,9 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
+from tests.chart.rendering import helm_template
 from tests.project.test_alerts import RULES
 from webhook.core.reasons import Reason
 
@@ -12,6 +14,8 @@ DOCS = Path(__file__).resolve().parent.parent.parent / "docs"
 OPERATE = DOCS / "how-to" / "operate.md"
 THREAT_MODEL = DOCS / "explanation" / "threat-model.md"
 PAGES = [DOCS / "how-to" / "install.md", OPERATE, DOCS / "reference" / "configure.md", THREAT_MODEL]
+DRA = DOCS / "how-to" / "dra.md"
+BLOCK = re.compile(r"^```yaml\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
 
 
@@ -40,3 +44,10 @@ def test_files_named_by_the_threat_model_exist() -> None:
     named = re.findall(r"`(tests/[\w/.-]+)`", THREAT_MODEL.read_text())
     assert named
     assert [name for name in named if not (DOCS.parent / name).exists()] == []
+
+
+def test_values_for_native_pods_render() -> None:
+    blocks = [yaml.safe_load(block) for block in BLOCK.findall(DRA.read_text())]
+    (values,) = (block for block in blocks if "native" in block)
+    done = helm_template(values)
+    assert done.returncode == 0, done.stderr
