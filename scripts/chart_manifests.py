@@ -17,7 +17,6 @@ from webhook.core.host_paths import PROTECTED_PATHS, WRITABLE
 from webhook.kube.install import crds
 from webhook.kube.install.policies import (
     DEBUGGING,
-    GUARDS,
     REVIEWED,
     Blinds,
     DraGuard,
@@ -26,6 +25,7 @@ from webhook.kube.install.policies import (
     certs,
     dra,
     export,
+    is_guard,
     kueue,
     native,
     policies,
@@ -258,11 +258,6 @@ def dra_template() -> str:
     chosen = f'{{{{- if eq .Values.dra.guard "all" }}}}\n{guards_of_all}{{{{- else }}}}\n{guards}{{{{- end }}}}\n'
     wanted = f'or {PROOFS} (eq (default "nvidia" .Values.settings.injection) "dra")'
     return HEAD + when(wanted, template(common) + chosen)
-
-
-def is_guard(one: Manifest) -> bool:
-    """A binding that selects namespaces."""
-    return one["kind"].endswith("Binding") and one["spec"]["policyName"] in GUARDS
 
 
 # The CRDs.

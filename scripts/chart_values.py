@@ -333,10 +333,10 @@ WEBHOOKS: Final = [
         "policies.blind",
         "auto",
         one_of("auto", "policy", "webhook", "nobody"),
-        "Which component writes NVIDIA_VISIBLE_DEVICES=void into containers of opted-in namespaces whose pods have no "
-        "claim. policy: two MutatingAdmissionPolicies, which about halve the rate of pod creation there; webhook: the "
-        "API server sends every pod and debug container of these namespaces to gpuwarden; `nobody`: none; auto: policy "
-        "if Kubernetes is 1.36 or newer and settings.injection is not cuda, else `nobody`.",
+        "Who hides GPUs from the containers of pods without a claim in opted-in namespaces. policy: the API server, by "
+        "policies that about halve the rate of pod creation there; webhook: gpuwarden, which reviews every pod and "
+        "debug container there; `nobody`; auto: policy if Kubernetes is 1.36 or newer and settings.injection is not "
+        "cuda, else `nobody`.",
     ),
     Value(
         "dra.guard",

@@ -260,7 +260,7 @@ def add_installation(parser: Parser) -> None:
         nargs="?",
         choices=("rbac", "webhooks", "policies", "crds", "export", "certs", "score", "dra", "kueue", "all"),
         default="all",
-        help="default: all, without the rights of `export`, `certs` and `score`, those for Kueue, and without `dra`",
+        help="default: all besides `export`, `certs`, `score`, `kueue` and, without --native, `dra`",
     )
     parser.add_argument(
         "--gpu-namespace", default="gpu-operator", help="namespace of the device plugin's pods (default: gpu-operator)"

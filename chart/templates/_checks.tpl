@@ -24,11 +24,11 @@
   {{- if not $values.reconcile.enabled }}
     {{- fail "\n\nnative is true and reconcile.enabled is false: nothing would publish the proven GPUs. Set reconcile.enabled=true." }}
   {{- end }}
-  {{- if kindIs "bool" $settings.proofDevices }}{{ if not $settings.proofDevices }}
+  {{- if and (kindIs "bool" $settings.proofDevices) (not $settings.proofDevices) }}
     {{- fail "\n\nnative is true and settings.proofDevices is false: native pods get their GPUs by proof devices. Remove settings.proofDevices." }}
-  {{- end }}{{ end }}
+  {{- end }}
   {{- if ne (include "gpuwarden.blinds" .) "policy" }}
-    {{- fail (printf "\n\nnative is true and GPUs are hidden from other pods by %s: without webhooks a policy has to. Set policies.blind=policy and settings.injection=nvidia." (include "gpuwarden.blinds" .)) }}
+    {{- fail (printf "\n\nnative is true and no policy hides GPUs from pods without a claim: policies.blind is %s and settings.injection is %s. No webhook does it for native pods. Set policies.blind=policy and settings.injection=nvidia." $values.policies.blind (default "nvidia" $settings.injection)) }}
   {{- end }}
 {{- end }}
 {{- /* The reservations do not show the GPUs of native pods: another pod would get the same ones. */ -}}

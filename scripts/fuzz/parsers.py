@@ -37,6 +37,7 @@ from webhook.ledger.api_pods import pod_in
 from webhook.ledger.end_of_use import NodeSnapshot
 from webhook.ledger.pods import PodsUnavailableError
 from webhook.ledger.reserved_pod import PodSnapshot, ReservedPod
+from webhook.node import dra_messages
 from webhook.scheduler import wakeups
 from webhook.web.evidence import ProofBody
 from webhook.web.finalize import FinalizeBody
@@ -149,8 +150,8 @@ PARSERS = (
     Parser("pods of a kubelet", answers.pods_of_a_kubelet, "nodepods"),
     Parser("sandboxes of a container runtime", answers.sandboxes_of_a_runtime, "nodepods"),
     Parser("containers of a container runtime", answers.containers_of_a_runtime, "nodepods"),
-    Parser("claims of a kubelet", answers.claims_of_a_kubelet, "draclaims"),
-    Parser("registration by a kubelet", answers.status_of_a_kubelet, "draclaims"),
+    Parser("claims of a kubelet", dra_messages.claims_in, "draclaims"),
+    Parser("registration by a kubelet", dra_messages.registration_problem, "draclaims"),
     Parser("pod that is audited", stored(audit.AuditRules(RULES, DressRules()).pod), "pods", UNREADABLE),
     Parser("pod with devices of a plugin", stored(delivered.GivenDevices.of), "pods", UNREADABLE),
     Parser(

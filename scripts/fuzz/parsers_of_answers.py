@@ -13,7 +13,7 @@ from webhook.evidence.spire import spiffe_tls
 from webhook.evidence.spire.x509_svid import X509Svid
 from webhook.kube import api_callers, api_objects
 from webhook.kube.pod_exec import ExecOutput
-from webhook.node import dra_messages, node_pods
+from webhook.node import node_pods
 from webhook.runtime.tls.rotation import parse_certificates
 from webhook.scoring.client import DECODER
 from webhook.web.callers import list_pods
@@ -116,14 +116,6 @@ def sandboxes_of_a_runtime(content: bytes) -> object:
 
 def containers_of_a_runtime(content: bytes) -> object:
     return node_pods.containers_in(b"", content)
-
-
-def claims_of_a_kubelet(content: bytes) -> object:
-    return dra_messages.claims_in(content)
-
-
-def status_of_a_kubelet(content: bytes) -> object:
-    return dra_messages.registration_problem(content)
 
 
 def scorers_answer(content: bytes) -> object:

@@ -53,11 +53,11 @@ REFUSED: dict[str, tuple[Raw, str]] = {
     ),
     "native-without-blinding": (
         {"native": True, "policies.blind": "webhook"},
-        "native is true and GPUs are hidden from other pods by webhook",
+        "native is true and no policy hides GPUs from pods without a claim: policies.blind is webhook and",
     ),
     "native-with-another-variable": (
         {"native": True, "settings.injection": "cuda"},
-        "native is true and GPUs are hidden from other pods by nobody",
+        "policies.blind is auto and settings.injection is cuda. No webhook does it for native pods. Set policies.blind",
     ),
     "webhooks-without-serve": ({"serve.enabled": False}, "nothing would answer the API server"),
     "alerts-without-serve": (

@@ -10,7 +10,6 @@ import yaml
 
 import webhook
 from scripts import chart_manifests, chart_values, routes
-from scripts.chart_manifests import is_guard
 from scripts.chart_values import CHART
 from tests.chart.rendering import Raw, identity, of_kind, one, rendered
 from tests.chart.test_values import CHALLENGES
@@ -23,6 +22,7 @@ from webhook.kube.install.policies import (
     certs,
     dra,
     export,
+    is_guard,
     kueue,
     policies,
     rbac,

@@ -15,6 +15,7 @@ from webhook.core.injection import Injection, injection_of
 from webhook.core.keys import Key
 from webhook.core.pod import Pod
 from webhook.core.pod_claims import (
+    CONTAINER_GROUPS,
     pod_claim,
     with_container_claim,
     with_entry,
@@ -27,7 +28,6 @@ RawPod = Mapping[str, Json]
 RawTerm = dict[str, Json]
 
 REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
-CONTAINER_GROUPS = ("initContainers", "containers")
 # What hints can change in a pod, besides annotations, labels and affinity.
 HINTED = ("priorityClassName", "priority", "preemptionPolicy", "nodeSelector", "tolerations")
 
@@ -160,7 +160,7 @@ def waiting(
 
 def hide_gpus(raw: RawPod, rules: DressRules) -> RawPod:
     """The pod with all GPUs hidden, whatever its images and `envFrom` set. The same object if nothing changes."""
-    return with_gpus_hidden(raw, "initContainers", "containers") if rules.hides_gpus else raw
+    return with_gpus_hidden(raw, *CONTAINER_GROUPS) if rules.hides_gpus else raw
 
 
 def hide_gpus_from_debug_containers(raw: RawPod, old: RawPod, rules: DressRules) -> RawPod:

@@ -9,6 +9,8 @@ from typing import Any, Final
 
 Json = Any
 
+CONTAINER_GROUPS: Final = ("initContainers", "containers")
+
 # The name of the claim within the pod.
 POD_CLAIM: Final = "gpuwarden"
 CLAIM_NAME: Final = re.compile(r"gpuwarden-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
@@ -62,7 +64,7 @@ def without_own_claim(spec: Mapping[str, Json]) -> dict[str, Json]:
     made = {name: value for name, value in spec.items() if name != "resourceClaims"}
     if left:
         made["resourceClaims"] = left
-    for group in ("initContainers", "containers"):
+    for group in CONTAINER_GROUPS:
         if made.get(group):
             made[group] = [{**one, **without_container_claim(one)} for one in made[group]]
     return made

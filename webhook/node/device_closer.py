@@ -92,5 +92,5 @@ class DeviceCloser:
                 log.info("ended proof devices closed", node=self.slices.node, devices=names)
             ends += [one.end for one in proof_devices_of(raw) if one.end is not None and not one.is_closed]
         if not ends:
-            return LOOK_INTERVAL * random.uniform(*JITTER)  # noqa: S311 - jitter
+            return timedelta(seconds=BACKOFF.jittered(LOOK_INTERVAL))
         return min(min(ends) - self.clock() + MARGIN * random.uniform(1, 2), LONGEST_PAUSE)  # noqa: S311 - jitter

@@ -233,18 +233,22 @@ def dra(installation: Installation) -> list[Manifest]:
 
 def is_bound(manifest: Manifest, installation: Installation) -> bool:
     """A guard of all namespaces needs no binding for the older label."""
-    name = manifest["metadata"]["name"].removesuffix("-alias")
-    return installation.dra_guard is DraGuard.OPTED_IN or manifest["metadata"]["name"] == name or name not in GUARDS
+    is_for_alias = is_guard(manifest) and manifest["metadata"]["name"].endswith("-alias")
+    return installation.dra_guard is DraGuard.OPTED_IN or not is_for_alias
 
 
 def guarding(manifest: Manifest, installation: Installation) -> Manifest:
     """A binding of a guard selects the namespaces that are guarded."""
-    is_guard = manifest["kind"].endswith("Binding") and manifest["spec"]["policyName"] in GUARDS
-    if not is_guard or installation.dra_guard is DraGuard.OPTED_IN:
+    if not is_guard(manifest) or installation.dra_guard is DraGuard.OPTED_IN:
         return manifest
     selector = manifest["spec"]["matchResources"]["namespaceSelector"]
     anywhere = {key: value for key, value in selector.items() if key != "matchLabels"}
     return {**manifest, "spec": {**manifest["spec"], "matchResources": {"namespaceSelector": anywhere}}}
+
+
+def is_guard(manifest: Manifest) -> bool:
+    """Whether it is the binding of a guard. It selects namespaces."""
+    return manifest["kind"].endswith("Binding") and manifest["spec"]["policyName"] in GUARDS
 
 
 def shipped(file: str) -> Callable[[Installation], list[Manifest]]:
