@@ -30,7 +30,7 @@ from webhook.core.injection import Injection
 from webhook.core.reasons import Reason
 from webhook.core.reservation import Orphan, Phase, Reservation
 from webhook.dra.reserved_claims import CHECKED_EVERY, ClaimForm, OnEveryChange, ReservedClaims
-from webhook.kube.api_claims import ClaimRequestError
+from webhook.kube.requests import ApiUnavailableError
 
 NAME = "gpuwarden-0b2f3c46-0000-4000-8000-00000000000a"
 IN_DRA = ClaimRules(hash_policy=HashPolicy("ml", injection=Injection.DRA))
@@ -50,26 +50,26 @@ class FakeClaims:
     async def create(self, raw: Raw) -> Raw | None:
         self.requests.append(f"create {raw['metadata']['name']}")
         if self.fails:
-            raise ClaimRequestError("away")
+            raise ApiUnavailableError("away")
         name = raw["metadata"]["name"]
         if self.vanishes:
             return None
         if name not in self.claims:
             self.claims[name] = {**raw, "metadata": {**raw["metadata"], "uid": f"uid-of-{name}"}}
         if self.loses_answers:
-            raise ClaimRequestError("no answer")
+            raise ApiUnavailableError("no answer")
         return self.claims[name]
 
-    async def find(self, namespace: str, name: str) -> Raw | None:
-        self.requests.append(f"find {name}")
+    async def get(self, namespace: str, name: str) -> Raw | None:
+        self.requests.append(f"get {name}")
         if self.fails:
-            raise ClaimRequestError("away")
+            raise ApiUnavailableError("away")
         return self.claims.get(name)
 
     async def delete(self, namespace: str, name: str, uid: str) -> None:
         self.requests.append(f"delete {name} {uid}")
         if self.fails:
-            raise ClaimRequestError("away")
+            raise ApiUnavailableError("away")
         if name in self.claims and self.claims[name]["metadata"]["uid"] == uid:
             del self.claims[name]
 
@@ -367,7 +367,7 @@ async def test_claim_of_another_is_reported_and_left_alone(scene: Scene, change:
     # It is not withdrawn with the reservation either.
     scene.ledger.clear()
     await scene.step(CHECKED_EVERY)
-    assert await scene.step(CHECKED_EVERY) == [f"find {NAME}"]
+    assert await scene.step(CHECKED_EVERY) == [f"get {NAME}"]
     assert scene.objects.claims == {NAME: foreign}
 
 
@@ -423,7 +423,7 @@ async def test_claim_that_an_earlier_leader_has_left_is_deleted(scene: Scene) ->
     scene.claims = scene.another()
     scene.claims.changed(raw)
     assert await scene.step() == []
-    assert await scene.step(CHECKED_EVERY) == [f"find {NAME}", f"delete {NAME} uid-of-{NAME}"]
+    assert await scene.step(CHECKED_EVERY) == [f"get {NAME}", f"delete {NAME} uid-of-{NAME}"]
     assert await scene.step() == []
     scene.reserve(raw)
     assert await scene.step() == [f"create {NAME}"]

@@ -4,6 +4,7 @@ itself. Both need an API server with its own flags, so this module has its own c
 import base64
 import json
 import subprocess
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -38,9 +39,10 @@ from tests.running import GPUWARDEN, Running, reconciling, serving
 from webhook.admission.evictions import ApiEvictor
 from webhook.core.proof_claims import reserved_claim_spec
 from webhook.core.reservation import PodIdentity
-from webhook.kube.api_claims import ApiClaims
 from webhook.kube.client import connect
 from webhook.kube.install.policies import Installation, rbac
+from webhook.kube.requests import RateLimit, RateLimitedClient
+from webhook.kube.resource_claims import ResourceClaims
 from webhook.runtime.settings import Settings
 
 NODE_NAMES, GPUS = ("node-0", "node-1"), 2
@@ -379,7 +381,8 @@ async def test_reconciler_account_may_do_what_evidence_loss_needs(cluster: Clust
 async def test_reconciler_account_may_do_what_claims_of_pods_need(cluster: Cluster, kube: Kube) -> None:
     settings = Settings(kubeconfig=cluster.service_account_kubeconfig(OURS, "gpuwarden-reconcile"))
     async with await connect(settings) as api, new_namespace(kube) as namespace:
-        claims, owner = ApiClaims(api), await kube.create(PODS, pod("p0"), namespace)
+        claims = ResourceClaims(RateLimitedClient(api, RateLimit(100, 100, time.monotonic)))
+        owner = await kube.create(PODS, pod("p0"), namespace)
         owned = {"apiVersion": "v1", "kind": "Pod", "name": "p0", "uid": owner["metadata"]["uid"]}
         meta = {"name": "gpuwarden-a", "namespace": namespace, "ownerReferences": [owned]}
         spec = reserved_claim_spec(["GPU-1"], "aa11", gpu_driver="gpu.nvidia.com", gpu_class="gpu", evicts=True)

@@ -23,16 +23,20 @@ from webhook.kube.api_objects import ApiObjects
 from webhook.kube.claim_templates import TEMPLATES_PATH, ApiClaimTemplates
 from webhook.kube.client import ApiClient
 from webhook.kube.paths import RESOURCE_CLAIMS_PATH, RESOURCE_SLICES
-from webhook.kube.requests import RateLimit, RateLimitedClient
+from webhook.kube.requests import REQUEST_TIMEOUT, RateLimit, RateLimitedClient
 from webhook.kube.watch import Watch, WatchGroup
 from webhook.runtime.clock import utc_now
 from webhook.runtime.settings import Settings
 from webhook.runtime.telemetry import Metrics
 
-# Templates written per second, and at once.
-TEMPLATE_RATE, TEMPLATE_BURST = 100.0, 100
+# Claims or templates written per second, and at once.
+WRITE_RATE, WRITE_BURST = 100.0, 100
 # In seconds. The API server writes a template in milliseconds, but it waits for webhooks.
 TEMPLATE_TIMEOUT = 3.0
+
+
+def rate_limited(api: ApiClient, longest: float = REQUEST_TIMEOUT) -> RateLimitedClient:
+    return RateLimitedClient(api, RateLimit(WRITE_RATE, WRITE_BURST, time.monotonic), longest)
 
 
 @frozen
@@ -127,9 +131,8 @@ def native_parts(settings: Settings, api: ApiClient, fleet: Fleet, watches: Watc
         )
 
     asked, of_templates = asyncio.Event(), WatchGroup()
-    limit = RateLimit(TEMPLATE_RATE, TEMPLATE_BURST, time.monotonic)
     templates = ClaimTemplates(
-        ApiClaimTemplates(RateLimitedClient(api, limit, TEMPLATE_TIMEOUT)),
+        ApiClaimTemplates(rate_limited(api, TEMPLATE_TIMEOUT)),
         fleet,
         spec_of,
         utc_now,

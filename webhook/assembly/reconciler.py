@@ -33,14 +33,13 @@ from webhook.admission.queue.api_gates import ApiGates
 from webhook.admission.queue.queue import Queue
 from webhook.admission.queue.waiting_pods import DemandsListener, WaitingPods
 from webhook.assembly.cluster import ClusterWriters
-from webhook.assembly.dra import claimed_parts, native_parts, proof_parts, tell_loss
+from webhook.assembly.dra import claimed_parts, native_parts, proof_parts, rate_limited, tell_loss
 from webhook.assembly.parts import policy_of, rules_of, times_of
 from webhook.core.fleet import Fleet
 from webhook.core.injection import Injection
 from webhook.dra.reserved_claims import ClaimForm, OnEveryChange, ReservedClaims
 from webhook.evidence.cluster import EvidenceView
 from webhook.inventory.offers import Offers
-from webhook.kube.api_claims import ApiClaims
 from webhook.kube.api_gpu_nodes import ApiGpuNodes
 from webhook.kube.api_objects import ApiObjects
 from webhook.kube.client import ApiClient
@@ -56,6 +55,7 @@ from webhook.kube.paths import (
     STATEFUL_SETS_PATH,
     WORKLOADS_PATH,
 )
+from webhook.kube.resource_claims import ResourceClaims
 from webhook.kube.view import ListenerGroup
 from webhook.kube.watch import WATCH_ERRORS, Watch, WatchGroup, WatchListener, whole_list
 from webhook.ledger.api_pods import ApiPods
@@ -133,7 +133,7 @@ def reconciler_parts(settings: Settings, api: ApiClient, metrics: Metrics) -> Re
     offers = Offers(ApiObjects(api, GPU_NODES), fleet, utc_now, needs_evidence=policy.is_always_required)
     plugins = DevicePlugins(fleet, events, settings.gpu_resource, is_strict=settings.strict_devices)
     claims = ReservedClaims(
-        ApiClaims(api),
+        ResourceClaims(rate_limited(api)),
         ledger.of_pod,
         fleet,
         events,

@@ -26,8 +26,8 @@ from webhook.core.proof_devices import hash_attribute
 from webhook.core.raw import Raw
 from webhook.core.reasons import Reason
 from webhook.core.reservation import Phase, PodIdentity, Reservation
-from webhook.kube.api_claims import ClaimRequestError
 from webhook.kube.events import Events, Subject
+from webhook.kube.requests import ApiRefusesError, ApiUnavailableError
 from webhook.runtime.backoff import Backoff, Retry
 from webhook.runtime.clock import Clock
 from webhook.runtime.process import run_concurrently
@@ -41,9 +41,9 @@ CHECKED_EVERY: Final = timedelta(seconds=30)
 
 
 class ClaimClient(Protocol):
-    """Reads and writes ResourceClaims. All methods raise ClaimRequestError."""
+    """Reads and writes ResourceClaims. All methods raise ApiUnavailableError and ApiRefusesError."""
 
-    async def find(self, namespace: str, name: str) -> Raw | None:
+    async def get(self, namespace: str, name: str) -> Raw | None:
         """None if there is no claim of that name."""
 
     async def create(self, raw: Raw) -> Raw | None:
@@ -180,7 +180,7 @@ class ReservedClaims:
                 await self._withdraw(one)
             else:
                 await self._make(one, held)
-        except ClaimRequestError as exc:
+        except (ApiUnavailableError, ApiRefusesError) as exc:
             self._tries.setdefault(one.pod.uid, Retry(self._clock())).postpone(self._clock(), BACKOFF)
             log.warning("claim not written", namespace=one.pod.namespace, claim=one.claim_name, problem=str(exc))
 
@@ -199,7 +199,7 @@ class ReservedClaims:
         if now < self._unreserved.setdefault(one.pod.uid, now) + CHECKED_EVERY:
             return ""
         self._unreserved[one.pod.uid] = now
-        found = await self._objects.find(one.pod.namespace, one.claim_name)
+        found = await self._objects.get(one.pod.namespace, one.claim_name)
         return "" if found is None or not is_owned(found, one.pod) else str(found["metadata"].get("uid") or "")
 
     async def _make(self, one: ClaimingPod, held: Reservation) -> None:

@@ -1,4 +1,4 @@
-"""Reads ResourceClaims: what they have allocated, for which pods, and the hash that each proof device is for."""
+"""ResourceClaims: what they have allocated, for which pods, and the hash that each proof device is for."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any, Final
@@ -8,9 +8,11 @@ from attrs import frozen
 
 from webhook.core.proof_devices import DRIVER
 from webhook.core.raw import Raw
-from webhook.kube.requests import RateLimitedClient
+from webhook.kube.requests import ApiRefusesError, RateLimitedClient
 
-RESOURCE_CLAIM_PATH: Final = "/apis/resource.k8s.io/v1/namespaces/{namespace}/resourceclaims/{name}"
+IN_NAMESPACE: Final = "/apis/resource.k8s.io/v1/namespaces/{namespace}/resourceclaims"
+NAMED: Final = IN_NAMESPACE + "/{name}"
+NOT_FOUND, CONFLICT = 404, 409
 
 
 class OpaqueWire(msgspec.Struct, frozen=True):
@@ -162,11 +164,33 @@ def is_for(request: str, requests: list[str] | None) -> bool:
 
 
 class ResourceClaims:
-    """Reads single claims from the API server."""
+    """Single claims in the API server. All methods raise ApiUnavailableError or ApiRefusesError."""
 
     def __init__(self, client: RateLimitedClient) -> None:
         self._client = client
 
     async def get(self, namespace: str, name: str) -> Raw | None:
-        """None if there is none. Raises ApiUnavailableError or ApiRefusesError."""
-        return await self._client.call("GET", RESOURCE_CLAIM_PATH, {"namespace": namespace, "name": name})
+        """None if there is none."""
+        return await self._client.call("GET", NAMED, {"namespace": namespace, "name": name})
+
+    async def create(self, raw: Raw) -> Raw | None:
+        """The claim that has the name by now, created or found; None if it was deleted in between."""
+        namespace, name = raw["metadata"]["namespace"], raw["metadata"]["name"]
+        try:
+            made = await self._client.create_compact(IN_NAMESPACE, {"namespace": namespace}, raw)
+        except ApiRefusesError as exc:
+            if exc.status != CONFLICT:
+                raise
+            return await self.get(namespace, name)
+        if made is None:
+            raise ApiRefusesError(NOT_FOUND, f"there is no namespace {namespace}, or ResourceClaims are not served")
+        return made
+
+    async def delete(self, namespace: str, name: str, uid: str) -> None:
+        """Deletes the claim if it has this uid."""
+        only: Raw = {"preconditions": {"uid": uid}}
+        try:
+            await self._client.call("DELETE", NAMED, {"namespace": namespace, "name": name}, only)
+        except ApiRefusesError as exc:
+            if exc.status != CONFLICT:
+                raise

@@ -173,6 +173,10 @@ async def test_pod_gets_the_reserved_gpus_by_its_claim(claims: Claims, kube: Kub
     assert made["spec"]["containers"][0]["resources"]["claims"] == [{"name": "gpuwarden"}]
     assert len(await claims.assert_delivered(one)) == 1
     assert len(await claims.assert_delivered(two)) == 2
+    # The API server would refuse all patches of a claim that was sent with spaces in the parameters of a driver.
+    changes: list[Raw] = [{"op": "add", "path": "/metadata/labels/seen", "value": "yes"}]
+    patched = await kube.patch(RESOURCE_CLAIMS, claim_name_of(two), changes, claims.namespace)
+    assert patched["metadata"]["labels"]["seen"] == "yes"
     # A copy of the manifest asks for GPUs of its own.
     copy = {**one, "metadata": {**one["metadata"], "name": "copy"}, "spec": {**one["spec"]}}
     copy["metadata"] = {"name": "copy", "annotations": one["metadata"]["annotations"]}
