@@ -95,6 +95,8 @@ def test_files_contain_the_expected_objects() -> None:
         ("ValidatingAdmissionPolicyBinding", "gpuwarden-pods"),
         ("ValidatingAdmissionPolicy", "gpuwarden-gpunodes"),
         ("ValidatingAdmissionPolicyBinding", "gpuwarden-gpunodes"),
+        ("ValidatingAdmissionPolicy", "gpuwarden-held-gpunodes"),
+        ("ValidatingAdmissionPolicyBinding", "gpuwarden-held-gpunodes"),
         ("ValidatingAdmissionPolicy", "gpuwarden-nodeevidences"),
         ("ValidatingAdmissionPolicyBinding", "gpuwarden-nodeevidences"),
         ("ValidatingAdmissionPolicy", "gpuwarden-trustbundles"),

@@ -33,6 +33,7 @@ from tests.e2e.kube import (
     gone,
 )
 from webhook.evidence.node_evidence import new_node_evidence
+from webhook.kube.gpu_node import FINALIZER
 
 OURS = {"GPUNode": GPU_NODES, "NodeEvidence": NODE_EVIDENCES, "TrustBundle": TRUST_BUNDLES}
 KINDS = {"GPUNode": {"devices": [{"uuid": "GPU-1"}]}, "NodeEvidence": {}, "TrustBundle": {"trustDomain": "a.test"}}
@@ -159,6 +160,46 @@ async def test_gpunodes_with_reservations_cannot_be_deleted(users: ClusterUsers)
     )
     assert await users.admin.find(GPU_NODES, "node-p")
     await users.warden.call("DELETE", GPU_NODES.path(None, "node-p"), query={"dryRun": "All"})
+
+
+async def test_gpunode_with_reservations_keeps_its_finalizer_whoever_removes_it(users: ClusterUsers) -> None:
+    """Without it, a forced deletion could give one GPU to two pods."""
+    content = {**made("GPUNode", "held"), "metadata": {"name": "held", "finalizers": ["example.test/a", FINALIZER]}}
+    await users.admin.create(GPU_NODES, content)
+    held = {"GPU-1/0": {"reservation": "r1", "phase": "pending", "namespace": "ml", "digest": "d1"}}
+    status: Raw = {"status": {"capacity": 1, "free": 0, "held": held}}
+    await users.admin.patch(GPU_NODES, "held", status, subresource="status")
+    place, without = GPU_NODES.path(None, "held"), {"metadata": {"finalizers": ["example.test/a"]}}
+    said = "GPUNode held holds reservations (1), so it keeps its finalizer gpuwarden.io/held and {} may not remove it."
+    await refused(users.user.patch(GPU_NODES, "held", without), said.format("pat"), "gpuwarden release")
+    # Nor while the object is deleted, by a user with the permission, or by one with all.
+    await users.warden.delete(GPU_NODES, "held")
+    for user in (users.warden, users.admin):
+        await refused(user.patch(GPU_NODES, "held", without), "so it keeps its finalizer gpuwarden.io/held")
+    # The reconciler may, and finalizers of others are free.
+    await users.reconciler.call("PATCH", place, without, {"dryRun": "All"})
+    await users.user.patch(GPU_NODES, "held", {"metadata": {"finalizers": [FINALIZER]}})
+    # Without reservations everyone may.
+    releasing = {"GPU-1/0": {**held["GPU-1/0"], "phase": "releasing"}}
+    await users.admin.patch(GPU_NODES, "held", {"status": {"held": releasing}}, subresource="status")
+    await users.admin.patch(GPU_NODES, "held", {"status": {"held": None, "free": 1}}, subresource="status")
+    await users.user.patch(GPU_NODES, "held", {"metadata": {"finalizers": None}})
+    await gone(users.admin, GPU_NODES, "held")
+
+
+async def test_gpunode_with_reservations_and_without_finalizer_is_not_deleted(users: ClusterUsers) -> None:
+    """The reconciler has not added it yet."""
+    await users.admin.create(GPU_NODES, made("GPUNode", "held"))
+    held = {"GPU-1/0": {"reservation": "r1", "phase": "releasing", "namespace": "ml", "digest": "d1"}}
+    status: Raw = {"status": {"capacity": 1, "free": 0, "held": held}}
+    await users.admin.patch(GPU_NODES, "held", status, subresource="status")
+    for request in (
+        users.warden.delete(GPU_NODES, "held"),
+        users.warden.call("DELETE", GPU_NODES.path(None), query={"fieldSelector": "metadata.name=held"}),
+    ):
+        await refused(request, "GPUNode held holds reservations (1)")
+    await users.admin.patch(GPU_NODES, "held", {"status": {"held": None, "free": 1}}, subresource="status")
+    await users.warden.delete(GPU_NODES, "held")
 
 
 async def test_only_gpuwarden_writes_evidence(users: ClusterUsers) -> None:
