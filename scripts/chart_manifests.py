@@ -240,7 +240,7 @@ def policies_template() -> str:
     strips = when('include "gpuwarden.strips" .', template(strip))
     blinds = when('eq (include "gpuwarden.blinds" .) "policy"', template(blind))
     isolates = when(".Values.policies.isolate", template(isolate))
-    # Whoever reads the ends relies on them.
+    # With webhooks or proof devices, other policies read the ends, also without `policies.protect`.
     guards_ends = when(f"or .Values.policies.protect .Values.webhooks.enabled {PROOFS}", template(ends))
     natives = when(".Values.native", template(labelled(with_room(one)) for one in native(NATIVE_RELEASE)))
     parts = (when(".Values.policies.protect", template(protect)), guards_ends, isolates, strips, blinds, natives)

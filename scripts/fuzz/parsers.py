@@ -14,7 +14,7 @@ from scripts.fuzz.parsers_of_objects import stored
 from webhook.admission import audit, binding_ends, delivered, evidence_loss
 from webhook.admission.manifest_pods import pods_of
 from webhook.commands.score import QuestionWire
-from webhook.core import binding, claim, extender_wire, gpu_map, hashes, hints, pod, review
+from webhook.core import binding, claim, extender_wire, gpu_map, hashes, hints, pod, proof_claims, review
 from webhook.core.caller import CallersUnavailableError
 from webhook.core.dress import DressRules
 from webhook.core.errors import GpuwardenError
@@ -77,9 +77,9 @@ def claims_of(found: Any) -> object:
     return claim.claim_of(asked, RULES), claim.recorded_claim_or_none(asked), hints.features_of(asked)
 
 
-def compared(found: Any) -> object:
+def own_claim_of(found: Any) -> object:
     is_owned = reserved_claims.is_owned(found, PodIdentity("ml", "train", "uid-1"))
-    return is_owned, reserved_claims.has_gpus_of(found, found)
+    return is_owned, reserved_claims.hash_asked_for(found), proof_claims.without_defaults(found["spec"])
 
 
 def agents_of(message: bytes) -> object:
@@ -109,7 +109,7 @@ PARSERS = (
     Parser("slice of proof devices", raw(closed_devices_of), "slices", UNREADABLE),
     Parser("ResourceClaim", raw(allocations_of), "resourceclaims", UNREADABLE),
     Parser("pod that needs a claim", raw(reserved_claims.ClaimingPod.of), "pods", UNREADABLE),
-    Parser("claim of a pod's name", raw(compared), "resourceclaims", UNREADABLE),
+    Parser("claim of a pod's name", raw(own_claim_of), "resourceclaims", UNREADABLE),
     Parser("Node", raw(node_of), "nodes", UNREADABLE),
     Parser("annotation of devices", text(node_annotations.devices_in), "annotations"),
     Parser("annotation of readings", text(node_gpus.gpus_in), "readings"),

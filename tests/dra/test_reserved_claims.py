@@ -1,5 +1,6 @@
 """The claims of pods whose GPUs are reserved: when they are made, for whom, and what they ask for."""
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -27,6 +28,7 @@ from webhook.core.dress import Allocation, DressRules, dressed, waiting
 from webhook.core.fleet import Fleet
 from webhook.core.hashes import HashPolicy
 from webhook.core.injection import Injection
+from webhook.core.proof_claims import reserved_claim_spec
 from webhook.core.reasons import Reason
 from webhook.core.reservation import Orphan, Phase, Reservation
 from webhook.dra.reserved_claims import CHECKED_EVERY, ClaimForm, OnEveryChange, ReservedClaims
@@ -371,14 +373,64 @@ async def test_claim_of_another_is_reported_and_left_alone(scene: Scene, change:
     assert scene.objects.claims == {NAME: foreign}
 
 
-@pytest.mark.parametrize("spec", [{}, {"devices": {"requests": [{"name": "gpu0"}]}}, {"devices": "x"}], ids=str)
-async def test_claim_for_other_devices_is_reported(scene: Scene, spec: Raw) -> None:
+@pytest.mark.parametrize("spec", [{}, {"devices": {"requests": ["x"]}}, {"devices": "x"}], ids=str)
+async def test_claim_that_cannot_be_read_is_reported(scene: Scene, spec: Raw) -> None:
     raw = wished("GPU-1")
     scene.come(raw)
     await scene.step()
     scene.objects.claims[NAME]["spec"] = spec
     await scene.step(CHECKED_EVERY)
     assert scene.heard.recorded == [(raw["metadata"]["name"], Reason.RESOURCE_CLAIM_TAKEN)]
+
+
+def without_constraints(devices: Raw) -> None:
+    del devices["constraints"]
+
+
+def without_selector(devices: Raw) -> None:
+    del devices["requests"][1]["exactly"]["selectors"]
+
+
+def without_seconds(devices: Raw) -> None:
+    del devices["requests"][0]["exactly"]["tolerations"][0]["tolerationSeconds"]
+
+
+def without_parameters(devices: Raw) -> None:
+    del devices["config"]
+
+
+def for_another_hash(devices: Raw) -> None:
+    other = reserved_claim_spec(["GPU-1"], "bb22", gpu_driver="gpu.nvidia.com", gpu_class="gpu.nvidia.com", evicts=True)
+    devices |= other["devices"]
+
+
+@pytest.mark.parametrize(
+    "change", [without_constraints, without_selector, without_seconds, without_parameters, for_another_hash]
+)
+async def test_claim_that_another_has_changed_is_deleted_and_reported(
+    scene: Scene, change: Callable[[Raw], None]
+) -> None:
+    """A webhook for ResourceClaims may change it on the way."""
+    raw = wished("GPU-1")
+    scene.come(raw)
+    await scene.step()
+    change(scene.objects.claims[NAME]["spec"]["devices"])
+    assert await scene.step(CHECKED_EVERY) == [f"create {NAME}", f"delete {NAME} uid-of-{NAME}"]
+    assert scene.heard.recorded == [(raw["metadata"]["name"], Reason.RESOURCE_CLAIM_TAKEN)]
+    assert "a webhook or a policy has changed what it asks for" in scene.heard.messages[0]
+    # It is made again later.
+    assert await scene.step() == []
+    assert await scene.step(CHECKED_EVERY) == [f"create {NAME}"]
+    assert len(scene.heard.recorded) == 1
+
+
+async def test_claim_with_the_defaults_of_the_api_server_is_as_written(scene: Scene) -> None:
+    scene.come(wished("GPU-1"))
+    await scene.step()
+    for one in scene.objects.claims[NAME]["spec"]["devices"]["requests"]:
+        one["exactly"] |= {"allocationMode": "ExactCount", "count": 1}
+    assert await scene.step(CHECKED_EVERY) == [f"create {NAME}"]
+    assert scene.heard.recorded == []
 
 
 async def test_claim_whose_hash_has_changed_is_the_pods_own(scene: Scene) -> None:

@@ -157,12 +157,16 @@ def test_files_contain_the_expected_objects() -> None:
         ("ValidatingAdmissionPolicy", "gpuwarden-claims"),
         ("ValidatingAdmissionPolicyBinding", "gpuwarden-claims"),
         ("ValidatingAdmissionPolicyBinding", "gpuwarden-claims-alias"),
+        ("ValidatingAdmissionPolicyBinding", "gpuwarden-claims-labelled"),
         ("ValidatingAdmissionPolicy", "gpuwarden-consumers"),
         ("ValidatingAdmissionPolicyBinding", "gpuwarden-consumers"),
         ("ValidatingAdmissionPolicyBinding", "gpuwarden-consumers-alias"),
+        ("ValidatingAdmissionPolicyBinding", "gpuwarden-consumers-labelled"),
         ("ValidatingAdmissionPolicy", "gpuwarden-claiming-pods"),
         ("ValidatingAdmissionPolicyBinding", "gpuwarden-claiming-pods"),
         ("ValidatingAdmissionPolicyBinding", "gpuwarden-claiming-pods-alias"),
+        ("ValidatingAdmissionPolicy", "gpuwarden-forced-deletions"),
+        ("ValidatingAdmissionPolicyBinding", "gpuwarden-forced-deletions"),
     ]
 
 
@@ -508,8 +512,17 @@ def selected(installation: Installation) -> dict[str, Any]:
     return {
         one["metadata"]["name"]: one["spec"]["matchResources"]["namespaceSelector"]
         for one in dra(installation)
-        if one["kind"].endswith("Binding") and "matchResources" in one["spec"]
+        if "namespaceSelector" in one["spec"].get("matchResources", ())
     }
+
+
+@pytest.mark.parametrize("guard", DraGuard)
+@pytest.mark.parametrize("name", ["gpuwarden-claims", "gpuwarden-consumers"])
+def test_claims_with_our_label_are_guarded_in_all_namespaces(name: str, guard: DraGuard) -> None:
+    binding = next(one for one in dra(Installation(dra_guard=guard)) if one["metadata"]["name"] == f"{name}-labelled")
+    assert binding["spec"]["policyName"] == name
+    labelled = {"matchExpressions": [{"key": GPU_CLAIM, "operator": "Exists"}]}
+    assert binding["spec"]["matchResources"] == {"objectSelector": labelled}
 
 
 def test_guards_select_the_namespaces_of_the_webhooks() -> None:

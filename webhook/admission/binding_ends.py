@@ -367,7 +367,9 @@ class BindingEnds:
 
 def is_proven_by_claims(pod: Pod, claim: Claim) -> bool:
     """Whether ResourceClaims from our templates give the pod all that it asks for: they are allocated on nodes with
-    this hash only, and the end of the node's evidence applies to its Binding."""
+    this hash only, and the end of the node's evidence applies to its Binding.
+
+    By their names: only gpuwarden may write templates with such names (the policy `gpuwarden-gpu-claims`)."""
     templates = [str(one.get("resourceClaimTemplateName") or "") for one in pod.body.resource_claims or ()]
     hashes = {hash for name in templates if (hash := hash_of_template(name)) is not None}
     asked = {hash_attribute(one) for one in claim.hashes}

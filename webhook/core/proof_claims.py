@@ -16,6 +16,8 @@ EVIDENCE_ENDED: Final = "gpuwarden.io/evidence-ended"
 # API server refuses the allocation (proofs.yaml), and only gpuwarden may write them.
 GPU_CLAIM: Final = "gpuwarden.io/gpu-claim"
 CLAIM_LABELS: Final = {GPU_CLAIM: "true"}
+# What the API server adds to a request for devices.
+DEFAULTS: Final[Raw] = {"allocationMode": "ExactCount", "count": 1}
 TEMPLATE_NAME: Final = re.compile(r"gpuwarden-[1-9][0-9]?-([a-z0-9]{1,64})")
 
 
@@ -99,3 +101,19 @@ def toleration(*, evicts: bool) -> Raw:
     """Tolerates the end of the evidence for no time, or for ever."""
     seconds = {"tolerationSeconds": 0} if evicts else {}
     return {"key": EVIDENCE_ENDS, "operator": "Exists", "effect": "NoExecute", **seconds}
+
+
+def without_defaults(spec: Raw) -> Raw:
+    """The spec of a claim in the API server, as it was written."""
+    devices = spec.get("devices") or {}
+    if not devices.get("requests"):
+        return spec
+    requests = [without_default_members(one) for one in devices["requests"]]
+    return {**spec, "devices": {**devices, "requests": requests}}
+
+
+def without_default_members(request: Raw) -> Raw:
+    if not isinstance(request.get("exactly"), dict):
+        return request
+    exactly = {key: value for key, value in request["exactly"].items() if DEFAULTS.get(key) != value}
+    return {**request, "exactly": exactly}

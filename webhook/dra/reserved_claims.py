@@ -21,13 +21,14 @@ from webhook.core.errors import InvalidPodError
 from webhook.core.fleet import Fleet
 from webhook.core.pod import Metadata, Pod
 from webhook.core.pod_claims import own_claim_of
-from webhook.core.proof_claims import CLAIM_LABELS, reserved_claim_spec
+from webhook.core.proof_claims import CLAIM_LABELS, reserved_claim_spec, without_defaults
 from webhook.core.proof_devices import hash_attribute
 from webhook.core.raw import Raw
 from webhook.core.reasons import Reason
 from webhook.core.reservation import Phase, PodIdentity, Reservation
 from webhook.kube.events import Events, Subject
 from webhook.kube.requests import ApiRefusesError, ApiUnavailableError
+from webhook.kube.resource_claims import ConfigWire
 from webhook.runtime.backoff import Backoff, Retry
 from webhook.runtime.clock import Clock
 from webhook.runtime.process import run_concurrently
@@ -207,16 +208,18 @@ class ReservedClaims:
         is_ready, attribute = self._proof(one, held)
         if not is_ready:
             return
-        raw = self._claim(one, held, attribute)
-        found = await self._objects.create(raw)
+        found = await self._objects.create(self._claim(one, held, attribute))
         if found is None:
             return
-        if is_owned(found, one.pod) and has_gpus_of(found, raw):
+        if not is_owned(found, one.pod):
+            self._report(one, "exists and is not of this pod: the pod stays pending")
+        elif not self._is_as_written(found, one, held):
+            await self._objects.delete(one.pod.namespace, one.claim_name, str(found["metadata"].get("uid") or ""))
+            self._report(one, "is deleted, because a webhook or a policy has changed what it asks for")
+        else:
             if one.pod.uid not in self._made:
                 log.info("claim made", namespace=one.pod.namespace, claim=one.claim_name, pod=one.pod.name)
             self._made[one.pod.uid] = str(found["metadata"].get("uid") or "")
-        else:
-            self._report(one)
         self._tries[one.pod.uid] = Retry(self._clock() + CHECKED_EVERY)
 
     def _proof(self, one: ClaimingPod, held: Reservation) -> tuple[bool, str | None]:
@@ -228,8 +231,17 @@ class ReservedClaims:
             return True, hash_attribute(evidence.hash)
         return not hashes and not self._form.needs_evidence, None
 
+    def _is_as_written(self, found: Raw, one: ClaimingPod, held: Reservation) -> bool:
+        """Whether the claim is for the GPUs of the reservation and for a hash that the pod accepts. The evidence may
+        have changed since."""
+        attribute = hash_asked_for(found)
+        accepted = {hash_attribute(hash) for hash in one.record.hashes}
+        if accepted and self._form.has_proofs and attribute not in accepted:
+            return False
+        return without_defaults(found["spec"]) == self._spec(held, attribute)
+
     def _claim(self, one: ClaimingPod, held: Reservation, attribute: str | None) -> Raw:
-        form, pod = self._form, one.pod
+        pod = one.pod
         owner = {
             "apiVersion": "v1",
             "kind": "Pod",
@@ -247,31 +259,23 @@ class ReservedClaims:
                 "labels": {keys.MANAGED_BY: keys.OURS, **CLAIM_LABELS},
                 "ownerReferences": [owner],
             },
-            "spec": reserved_claim_spec(
-                sorted(held.uuids),
-                attribute,
-                gpu_driver=form.gpu_driver,
-                gpu_class=form.gpu_class,
-                evicts=form.evicts,
-            ),
+            "spec": self._spec(held, attribute),
         }
 
-    def _report(self, one: ClaimingPod) -> None:
-        text = f"ResourceClaim {one.claim_name} exists and is not of this pod: the pod stays pending"
+    def _spec(self, held: Reservation, attribute: str | None) -> Raw:
+        form = self._form
+        return reserved_claim_spec(
+            sorted(held.uuids), attribute, gpu_driver=form.gpu_driver, gpu_class=form.gpu_class, evicts=form.evicts
+        )
+
+    def _report(self, one: ClaimingPod, problem: str) -> None:
+        text = f"ResourceClaim {one.claim_name} {problem}"
         self._events.record(Subject.of_pod(one.pod), Reason.RESOURCE_CLAIM_TAKEN, text)
 
 
-class ExactRequestWire(msgspec.Struct, frozen=True):
-    selectors: list[Raw] | None = None
-
-
-class ClaimRequestWire(msgspec.Struct, frozen=True):
-    name: str
-    exactly: ExactRequestWire | None = None
-
-
 class ClaimDevicesWire(msgspec.Struct, frozen=True):
-    requests: list[ClaimRequestWire] | None = None
+    requests: list[Raw] | None = None
+    config: list[ConfigWire] | None = None
 
 
 class ClaimSpecWire(msgspec.Struct, frozen=True):
@@ -297,16 +301,14 @@ def is_owned(found: Raw, pod: PodIdentity) -> bool:
     return is_ours and any(one.uid == pod.uid and one.controller for one in meta.owner_references or ())
 
 
-def has_gpus_of(found: Raw, wanted: Raw) -> bool:
-    """Whether both claims ask for the same GPUs. The evidence may have changed since."""
-    was, is_wanted = (msgspec.convert(one, OwnedClaimWire) for one in (found, wanted))
-    return gpu_selectors(was) == gpu_selectors(is_wanted)
-
-
-def gpu_selectors(claim: OwnedClaimWire) -> list[object]:
-    """The selectors of the requests for GPUs, by which they take UUIDs."""
-    requests = claim.spec.devices.requests or ()
-    return [one.exactly and one.exactly.selectors for one in requests if one.name.startswith("gpu")]
+def hash_asked_for(found: Raw) -> str | None:
+    """The attribute that the claim asks for; None if it asks for no proofs, or does not say so."""
+    config = msgspec.convert(found, OwnedClaimWire).spec.devices.config or ()
+    match [one.opaque.parameters for one in config if one.opaque is not None]:
+        case [{"hash": str() as hash}]:
+            return hash
+        case _:
+            return None
 
 
 class OnEveryChange:

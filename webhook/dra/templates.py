@@ -10,7 +10,7 @@ import asyncio
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from datetime import datetime, timedelta
-from typing import Any, Protocol
+from typing import Protocol
 
 import structlog
 from attrs import define, field, frozen
@@ -19,7 +19,7 @@ from webhook.core.fleet import Fleet
 from webhook.core.hashes import HashPolicy
 from webhook.core.keys import MANAGED_BY, OURS
 from webhook.core.native import MAX_GPUS, NativeClaim
-from webhook.core.proof_claims import CLAIM_LABELS
+from webhook.core.proof_claims import CLAIM_LABELS, without_defaults
 from webhook.core.proof_devices import hash_attribute
 from webhook.core.raw import Raw
 from webhook.kube.claim_templates import API_VERSION
@@ -41,8 +41,6 @@ CHECK_INTERVAL = timedelta(minutes=5)
 MAX_FAILURES = 3
 # How long a template is kept that nothing needs.
 KEPT = timedelta(hours=1)
-# What the API server adds to a request for devices.
-DEFAULTS: Mapping[str, Any] = {"allocationMode": "ExactCount", "count": 1}
 FINISHED = ("Succeeded", "Failed")
 CONFLICT = 409
 
@@ -343,21 +341,4 @@ def key_of_template(raw: Raw) -> TemplateKey | None:
 def has_claims(raw: Raw, spec: Raw) -> bool:
     """Whether the template makes claims with this spec. Only claims with our label get GPUs."""
     labels = (raw["spec"].get("metadata") or {}).get("labels")
-    return labels == CLAIM_LABELS and without_defaults(raw) == spec
-
-
-def without_defaults(raw: Raw) -> Raw:
-    """The spec of the template's claims as it was written."""
-    spec: Raw = raw["spec"].get("spec") or {}
-    devices = spec.get("devices") or {}
-    if not devices.get("requests"):
-        return spec
-    requests = [without_default_members(one) for one in devices["requests"]]
-    return {**spec, "devices": {**devices, "requests": requests}}
-
-
-def without_default_members(request: Raw) -> Raw:
-    if not isinstance(request.get("exactly"), dict):
-        return request
-    exactly = {key: value for key, value in request["exactly"].items() if DEFAULTS.get(key) != value}
-    return {**request, "exactly": exactly}
+    return labels == CLAIM_LABELS and without_defaults(raw["spec"].get("spec") or {}) == spec

@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from datetime import timedelta
 from typing import Any, Final
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from scripts.controlplane.cluster import Cluster, gpu_node
 from tests.e2e.cluster_users import BINDING_ENDS, CRDS, grant, is_denied, resource_of
@@ -37,8 +37,9 @@ NODE, HASH = "guarded-a", "sha256:aa11"
 # The node of the claim `held`.
 ELSEWHERE = "guarded-b"
 NIC: Final = "nic.example.com"
-# A class of GPUs that existed before the guards.
+# Classes that existed before the guards: one of GPUs, and one of all devices.
 OLD_CLASS: Final = "gpus-too"
+ANY_CLASS: Final = "anything"
 TEMPLATE = template_name(1, hash_attribute(HASH))
 DELETE_PROTECTION = "resource.kubernetes.io/delete-protection"
 OPT_IN = {"gpuwarden.io/enabled": "true"}
@@ -73,12 +74,18 @@ class Tenants:
     controllers: Mapping[str, Kube]  # the claim controller, with and without an account of its own
     guarded: str
     free: str
-    pod: Raw  # owns the claim `held`
+    pod: Raw  # owns the claim `held` of the guarded namespace
+    free_pod: Raw  # owns the claim `held` of the other one
 
 
 Attack = Callable[[Tenants], Awaitable[Raw]]
 # What each attack got before the policies: None if it succeeded.
 Outcomes = Mapping[str, str | None]
+
+
+def without_opt_in(users: Tenants) -> Tenants:
+    """The same users in the namespace that has not opted in."""
+    return evolve(users, guarded=users.free, pod=users.free_pod)
 
 
 # Objects.
@@ -141,7 +148,7 @@ def consumer(pod: Raw) -> Raw:
 
 @asynccontextmanager
 async def tenants_of(cluster: Cluster) -> AsyncIterator[Tenants]:
-    """Users, a node with GPUs of which two are proven, and claims of before the guards."""
+    """Users, a node with GPUs of which two are proven, and claims that are older than the guards."""
     async with AsyncExitStack() as stack:
         admin = await stack.enter_async_context(Kube(cluster.kubeconfig))
         await asyncio.to_thread(cluster.add_nodes, [gpu_node(NODE, 0)])
@@ -152,6 +159,7 @@ async def tenants_of(cluster: Cluster) -> AsyncIterator[Tenants]:
         for driver in (GPU_DRIVER, DRIVER, NIC):
             await admin.create(DEVICE_CLASSES, device_class(driver))
         await admin.create(DEVICE_CLASSES, {**device_class(GPU_DRIVER), "metadata": {"name": OLD_CLASS}})
+        await admin.create(DEVICE_CLASSES, {"metadata": {"name": ANY_CLASS}, "spec": {}})
         for manifest in crds():
             await admin.create(CRDS, manifest)
         guarded = await stack.enter_async_context(new_namespace(admin, {**OPT_IN, **ADMIN_ACCESS}))
@@ -170,8 +178,11 @@ async def tenants_of(cluster: Cluster) -> AsyncIterator[Tenants]:
             guarded=guarded,
             free=free,
             pod=await admin.create(PODS, owner_pod(), guarded),
+            free_pod=await admin.create(PODS, owner_pod(), free),
         )
         await write_older_claims(found)
+        runner = claiming_pod("runner", resourceClaimTemplateName=TEMPLATE)
+        await admin.create(PODS, {**runner, "spec": {**runner["spec"], "nodeName": NODE}}, guarded)
         yield found
 
 
@@ -200,21 +211,26 @@ def owner_pod() -> Raw:
 
 
 async def write_older_claims(users: Tenants) -> None:
-    """`older` and the template `older` are of before the guards. `stripped` has the label, and fewer proofs than GPUs.
-    `held` has GPUs, and its pod owns it."""
+    """The claim and the template `older` were written before the guards."""
     await users.tenant.create(RESOURCE_CLAIMS, claim("older", asking(exactly(GPU_DRIVER))), users.guarded)
     await users.tenant.create(RESOURCE_CLAIM_TEMPLATES, template("older", asking(exactly(GPU_DRIVER))), users.guarded)
+    await write_labelled_claims(users, users.guarded, users.pod)
+    await write_labelled_claims(users, users.free, users.free_pod)
+
+
+async def write_labelled_claims(users: Tenants, namespace: str, pod: Raw) -> None:
+    """`stripped` has fewer proofs than GPUs. `held` has GPUs, and its pod owns it."""
     # As a webhook may leave the copy of a template.
     stripped = asking(exactly(GPU_DRIVER), exactly(GPU_DRIVER), exactly(DRIVER))
-    await users.admin.create(RESOURCE_CLAIMS, claim("stripped", stripped, labels=CLAIM_LABELS), users.guarded)
-    meta = owned(users.pod, labels=CLAIM_LABELS, finalizers=[DELETE_PROTECTION])
-    await users.admin.create(RESOURCE_CLAIMS, claim("held", pairs(1, HASH), **meta), users.guarded)
+    await users.admin.create(RESOURCE_CLAIMS, claim("stripped", stripped, labels=CLAIM_LABELS), namespace)
+    meta = owned(pod, labels=CLAIM_LABELS, finalizers=[DELETE_PROTECTION])
+    await users.admin.create(RESOURCE_CLAIMS, claim("held", pairs(1, HASH), **meta), namespace)
     status = {"allocation": allocation_on(ELSEWHERE, proof0=DRIVER, gpu0=GPU_DRIVER)}
     await users.admin.patch(
         RESOURCE_CLAIMS,
         "held",
-        {"status": {**status, "reservedFor": [consumer(users.pod)]}},
-        users.guarded,
+        {"status": {**status, "reservedFor": [consumer(pod)]}},
+        namespace,
         subresource="status",
     )
 

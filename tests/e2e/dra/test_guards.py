@@ -1,5 +1,6 @@
 """Tenants and other users try to get GPUs past the proof devices. Each attack succeeds without the policies."""
 
+import copy
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, suppress
 from typing import Any
@@ -26,6 +27,7 @@ from tests.e2e.dra.gpus import (
     refused_by_scheduler,
 )
 from tests.e2e.dra.tenants import (
+    ANY_CLASS,
     CONTROLLER,
     CONTROLLER_MANAGER,
     DELETE_PROTECTION,
@@ -45,6 +47,7 @@ from tests.e2e.dra.tenants import (
     claim,
     consumer,
     exactly,
+    granted,
     guarded,
     labelled_template,
     outcomes,
@@ -52,10 +55,11 @@ from tests.e2e.dra.tenants import (
     template,
     tenants_of,
     version,
+    without_opt_in,
 )
 from tests.e2e.kube import EVENTS, NAMESPACES, PODS, ApiError, Kube, Raw, gone, pod, wait_until
-from webhook.core.proof_claims import CLAIM_LABELS, EVIDENCE_ENDS
-from webhook.core.proof_devices import DRIVER, ProofDevice
+from webhook.core.proof_claims import CLAIM_LABELS, EVIDENCE_ENDS, claim_spec, reserved_claim_spec
+from webhook.core.proof_devices import DRIVER, ProofDevice, hash_attribute
 from webhook.kube.install.policies import GUARDS, DraGuard, Installation, dra
 from webhook.kube.resource_slices import slices_of
 
@@ -64,6 +68,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 COLLECTOR = "system:serviceaccount:kube-system:generic-garbage-collector"
 FOREVER = {"key": EVIDENCE_ENDS, "operator": "Exists", "effect": "NoExecute"}
 ANYTHING = {"operator": "Exists"}
+GPU_REQUEST = {"name": "gpu1", "exactly": {"deviceClassName": GPU_DRIVER}}
 
 
 # Attacks: all are dry runs.
@@ -129,6 +134,88 @@ def controller_copies_admin_access(users: Tenants) -> Any:
     return users.controllers[CONTROLLER].create(RESOURCE_CLAIMS, content, users.guarded, dryRun="All")
 
 
+def controller_copies(spec: Raw, **metadata: Any) -> Attack:
+    """As a webhook of an administrator may leave the copy of gpuwarden's template."""
+    return lambda users: users.controllers[CONTROLLER].create(
+        RESOURCE_CLAIMS,
+        claim("owner-gpu", spec, **owned(users.pod, labels=CLAIM_LABELS, **metadata)),
+        users.guarded,
+        dryRun="All",
+    )
+
+
+def reserved(*uuids: str, hash: str | None = HASH) -> Raw:
+    """The spec of a claim for the GPUs of a reservation."""
+    attribute = None if hash is None else hash_attribute(hash)
+    return reserved_claim_spec(uuids, attribute, gpu_driver=GPU_DRIVER, gpu_class=GPU_DRIVER, evicts=True)
+
+
+def changed(spec: Raw, path: str, value: Any = None) -> Raw:
+    """A copy of the spec, with another value for one member of `devices`; without one if there is none."""
+    made = copy.deepcopy(spec)
+    *parents, last = path.split("/")
+    parent = made["devices"]
+    for key in parents:
+        parent = parent[int(key) if isinstance(parent, list) else key]
+    if value is None:
+        del parent[int(last) if isinstance(parent, list) else last]
+    else:
+        parent[int(last) if isinstance(parent, list) else last] = value
+    return made
+
+
+def deletes_by_force(users: Tenants) -> Any:
+    """A pod with a claim of gpuwarden that is on a node."""
+    return deletes_pod("runner", 0)(users)
+
+
+def deletes_pod(name: str, grace: int | None) -> Attack:
+    options: Raw = {"dryRun": ["All"], **({} if grace is None else {"gracePeriodSeconds": grace})}
+    return lambda users: users.tenant.call("DELETE", PODS.path(users.guarded, name), options)
+
+
+def deletes_pods_by_force(users: Tenants) -> Any:
+    query = {"fieldSelector": "metadata.name=runner", "gracePeriodSeconds": "0", "dryRun": "All"}
+    return users.tenant.call("DELETE", PODS.path(users.guarded), query=query)
+
+
+def stops_at_once(users: Tenants) -> Any:
+    content = claiming_pod("thief", resourceClaimTemplateName=TEMPLATE)
+    spec = {**content["spec"], "terminationGracePeriodSeconds": 0}
+    return users.tenant.create(PODS, {**content, "spec": spec}, users.guarded, dryRun="All")
+
+
+def warden_writes(spec: Raw) -> Attack:
+    """As such a webhook may leave the claim of a reservation."""
+    return lambda users: users.warden.create(
+        RESOURCE_CLAIMS, claim("reserved", spec, labels=CLAIM_LABELS), users.guarded, dryRun="All"
+    )
+
+
+def elsewhere(attack: Attack) -> Attack:
+    """In the namespace that has not opted in."""
+    return lambda users: attack(without_opt_in(users))
+
+
+def writes_named_template(name: str) -> Attack:
+    return lambda users: users.tenant.create(
+        RESOURCE_CLAIM_TEMPLATES, template(name, asking(exactly())), users.guarded, dryRun="All"
+    )
+
+
+def selecting(expression: str, device_class: str = ANY_CLASS) -> Raw:
+    return asking(exactly(device_class, selectors=[{"cel": {"expression": expression}}]))
+
+
+def first_proof() -> Raw:
+    return {"firstAvailable": [{"name": "nic", "deviceClassName": NIC}, {"name": "gpu", "deviceClassName": DRIVER}]}
+
+
+def widens_any_class(users: Tenants) -> Any:
+    change = [{"op": "add", "path": "/spec/selectors", "value": [{"cel": {"expression": "true || false"}}]}]
+    return users.operator.call("PATCH", DEVICE_CLASSES.path(None, ANY_CLASS), change, {"dryRun": "All"})
+
+
 def scheduler_makes_extended_claim(users: Tenants) -> Any:
     notes = {"resource.kubernetes.io/extended-resource-claim": "true"}
     content = claim("extended", asking(exactly(GPU_DRIVER)), **owned(users.pod, annotations=notes))
@@ -141,6 +228,10 @@ def reserves_for_another_pod(users: Tenants) -> Any:
     return users.operator.call(
         "PATCH", RESOURCE_CLAIMS.path(users.guarded, "held", "status"), change, {"dryRun": "All"}
     )
+
+
+def pairs_of_attribute(attribute: str) -> Raw:
+    return claim_spec(1, attribute, gpu_driver=GPU_DRIVER, gpu_class=GPU_DRIVER, evicts=True)
 
 
 def allocates(name: str, **results: str) -> Attack:
@@ -232,11 +323,19 @@ SLICES = f"ResourceSlices of {DRIVER} are written by gpuwarden only, not by"
 ENDS = "BindingEnds are written by gpuwarden only, not by operator"
 EXTENDED = {"resource.kubernetes.io/extended-resource-claim": "true"}
 
+PROOFS = f"Only claims and templates of gpuwarden ask for devices of {DRIVER}, not those of"
+# Two policies refuse it, and the API server shows the sentence of one.
+NOT_OURS = f"{DRIVER}, not "
+FORCED = "A forced deletion would free the GPUs of pod runner while its containers run, so tom has to delete it without"
+SHAPE = "is not as gpuwarden writes it"
+PAIR, TWO = pairs(1, HASH), pairs(2, HASH)
+FOR_ANOTHER = pairs(1, "sha256:bb22")["devices"]["requests"][0]["exactly"]["selectors"]
+
 ATTACKS: dict[str, tuple[Attack, str]] = {
     "claim without proof": (writes_claim(asking(exactly(GPU_DRIVER))), f"{ONLY} {GPU_DRIVER}, not tom"),
-    "claim of the proof alone": (writes_claim(asking(exactly(DRIVER))), f"{ONLY} {DRIVER}, not tom"),
-    "claim with the right form": (writes_claim(pairs(1, HASH)), f"{ONLY} {DRIVER}, not tom"),
-    "claim that outlives its proof": (writes_claim(pairs(1, HASH, evicts=False)), ONLY),
+    "claim of the proof alone": (writes_claim(asking(exactly(DRIVER))), NOT_OURS),
+    "claim with the right form": (writes_claim(pairs(1, HASH)), NOT_OURS),
+    "claim that outlives its proof": (writes_claim(pairs(1, HASH, evicts=False)), NOT_OURS),
     "claim by another class": (writes_claim(asking(exactly(OLD_CLASS))), f"{ONLY} {OLD_CLASS}, not tom"),
     "second request for a GPU": (writes_claim(asking(exactly(), exactly(GPU_DRIVER))), f"{ONLY} {GPU_DRIVER}"),
     "alternative with a GPU": (writes_claim(asking(first_available())), f"{ONLY} {GPU_DRIVER}"),
@@ -261,8 +360,8 @@ ATTACKS: dict[str, tuple[Attack, str]] = {
         "adminAccess is not allowed",
     ),
     "template without proof": (writes_template(asking(exactly(GPU_DRIVER))), f"{ONLY} {GPU_DRIVER}, not tom"),
-    "template with the right form": (writes_template(pairs(1, HASH)), ONLY),
-    "template that outlives its proof": (writes_template(pairs(1, HASH, evicts=False)), ONLY),
+    "template with the right form": (writes_template(pairs(1, HASH)), NOT_OURS),
+    "template that outlives its proof": (writes_template(pairs(1, HASH, evicts=False)), NOT_OURS),
     "template with a toleration": (writes_template(tolerating(ANYTHING)), TAINTS),
     "template with admin access": (writes_template(asking(exactly(adminAccess=True))), "adminAccess is not allowed"),
     "template with an alternative": (writes_template(asking(first_available())), f"{ONLY} {GPU_DRIVER}"),
@@ -278,7 +377,108 @@ ATTACKS: dict[str, tuple[Attack, str]] = {
     ),
     "copy of a template with admin access": (controller_copies_admin_access, "adminAccess is not allowed"),
     "extended resource": (scheduler_makes_extended_claim, f"{ONLY} {GPU_DRIVER}, not operator for an extended"),
+    "copy without the constraint": (controller_copies(changed(PAIR, "constraints")), SHAPE),
+    "copy with another constraint": (
+        controller_copies(changed(PAIR, "constraints/0/matchAttribute", f"{GPU_DRIVER}/productName")),
+        SHAPE,
+    ),
+    "copy with a constraint for one of two pairs": (controller_copies(changed(TWO, "constraints/1")), SHAPE),
+    "copy without parameters": (controller_copies(changed(PAIR, "config")), SHAPE),
+    "copy with parameters for another hash": (
+        controller_copies(changed(PAIR, "config/0/opaque/parameters/hash", "bb22")),
+        SHAPE,
+    ),
+    "copy with a selector for another hash": (
+        controller_copies(changed(PAIR, "requests/0/exactly/selectors", FOR_ANOTHER)),
+        SHAPE,
+    ),
+    "copy with a wider selector": (
+        controller_copies(changed(PAIR, "requests/0/exactly/selectors/0/cel/expression", "true")),
+        SHAPE,
+    ),
+    "copy without a selector": (controller_copies(changed(PAIR, "requests/0/exactly/selectors")), SHAPE),
+    "copy that tolerates everything": (
+        controller_copies(changed(PAIR, "requests/0/exactly/tolerations", [ANYTHING])),
+        SHAPE,
+    ),
+    "copy that tolerates the end for an hour": (
+        controller_copies(changed(PAIR, "requests/0/exactly/tolerations/0/tolerationSeconds", 3600)),
+        SHAPE,
+    ),
+    "copy that tolerates for one of two pairs": (
+        controller_copies(changed(TWO, "requests/2/exactly/tolerations", [FOREVER])),
+        SHAPE,
+    ),
+    "copy whose GPU tolerates everything": (
+        controller_copies(changed(PAIR, "requests/1/exactly/tolerations", [ANYTHING])),
+        SHAPE,
+    ),
+    "copy for two GPUs a proof": (controller_copies(changed(PAIR, "requests/1/exactly/count", 2)), SHAPE),
+    "copy with a GPU more": (
+        controller_copies(changed(PAIR, "requests", [*PAIR["devices"]["requests"], GPU_REQUEST])),
+        SHAPE,
+    ),
+    "copy without the proof": (controller_copies(asking(exactly(GPU_DRIVER))), SHAPE),
+    "copy with an alternative": (
+        controller_copies(
+            changed(PAIR, "requests/1", {"name": "gpu0", "firstAvailable": first_available()["firstAvailable"]})
+        ),
+        SHAPE,
+    ),
+    "copy for a hash that is none": (controller_copies(pairs_of_attribute("a' || 'b' == 'b")), SHAPE),
+    "reserved claim without the UUID": (
+        warden_writes(changed(reserved("GPU-1"), "requests/1/exactly/selectors")),
+        SHAPE,
+    ),
+    "reserved claim with the proof of another GPU": (
+        warden_writes(
+            changed(
+                reserved("GPU-1"),
+                "requests/0/exactly/selectors",
+                reserved("GPU-2")["devices"]["requests"][0]["exactly"]["selectors"],
+            )
+        ),
+        SHAPE,
+    ),
+    "reserved claim without the constraint": (warden_writes(changed(reserved("GPU-1"), "constraints")), SHAPE),
+    "reserved claim with a wider selector": (
+        warden_writes(
+            changed(
+                reserved("GPU-1", hash=None),
+                "requests/0/exactly/selectors/0/cel/expression",
+                f"device.attributes['{GPU_DRIVER}'].uuid == 'GPU-1' || 'a' == 'a'",
+            )
+        ),
+        SHAPE,
+    ),
+    "proof without opt-in": (elsewhere(writes_claim(asking(exactly(DRIVER)))), f"{PROOFS} tom"),
+    "pair without opt-in": (elsewhere(writes_claim(PAIR)), f"{PROOFS} tom"),
+    "alternative with a proof without opt-in": (elsewhere(writes_claim(asking(first_proof()))), f"{PROOFS} tom"),
+    "template of a proof without opt-in": (elsewhere(writes_template(asking(exactly(DRIVER)))), f"{PROOFS} tom"),
+    "template of an alternative without opt-in": (elsewhere(writes_template(asking(first_proof()))), f"{PROOFS} tom"),
+    "selector of proofs without opt-in": (
+        elsewhere(writes_claim(selecting(f"device.driver == '{DRIVER}'"))),
+        f"{PROOFS} tom",
+    ),
+    "proof in v1beta1 without opt-in": (
+        elsewhere(in_version("v1beta1", {"deviceClassName": DRIVER})),
+        f"{PROOFS} tom",
+    ),
+    "name of our template": (writes_named_template("gpuwarden-1-aa11"), "belongs to gpuwarden: tom may not write it"),
+    "name of our template without opt-in": (
+        elsewhere(writes_named_template("gpuwarden-1-aa11")),
+        "belongs to gpuwarden: tom may not write it",
+    ),
     "another owner": (reowns("held"), OWNERS),
+    "another owner after the opt-out": (elsewhere(reowns("held")), OWNERS),
+    "claim of another pod after the opt-out": (
+        elsewhere(reserves_for_another_pod),
+        "serves only the pod that owns it: operator may not reserve it for thief",
+    ),
+    "two GPUs for one proof after the opt-out": (
+        elsewhere(allocates("stripped", r0=GPU_DRIVER, r1=GPU_DRIVER, r2=DRIVER)),
+        "a claim gets no more GPUs than proofs",
+    ),
     "another owner of an older claim": (reowns("older"), OWNERS),
     "no owner": (changes_claim("held", {"metadata": {"ownerReferences": None}}), OWNERS),
     "another annotation": (changes_claim("held", {"metadata": {"annotations": {"a": "b"}}}), OWNERS),
@@ -292,6 +492,9 @@ ATTACKS: dict[str, tuple[Attack, str]] = {
     "template without a number": (names_template("gpuwarden-aa11"), "is not one of gpuwarden"),
     "template for nine": (names_template("gpuwarden-9-aa11"), "is not one of gpuwarden"),
     "template with a suffix": (names_template("gpuwarden-1-aa11.x"), "is not one of gpuwarden"),
+    "forced deletion": (deletes_by_force, FORCED),
+    "forced deletion of a collection": (deletes_pods_by_force, FORCED),
+    "pod that is always deleted by force": (stops_at_once, "tom has to set 1 or more"),
     "reservation for another pod": (
         reserves_for_another_pod,
         "serves only the pod that owns it: operator may not reserve it for thief",
@@ -328,6 +531,7 @@ ATTACKS: dict[str, tuple[Attack, str]] = {
     "class after a comment": (of_class(f"// a\ndevice.driver == '{NIC}'\n|| true"), CLASSES),
     "class for our resource": (of_class(f"device.driver == '{NIC}'", extendedResourceName="nvidia.com/gpu"), CLASSES),
     "class widened": (widens_class, CLASSES),
+    "class of everything changed": (widens_any_class, CLASSES),
     "class of gpuwarden deleted": (deletes_our_class, f"{DRIVER} belongs to gpuwarden"),
     "end moved": (moves_the_end, ENDS),
     "ends deleted": (deletes_the_ends, ENDS),
@@ -417,6 +621,19 @@ async def test_slices_and_classes_of_other_drivers_are_free(users: Tenants) -> N
     await users.operator.call("PATCH", DEVICE_CLASSES.path(None, OLD_CLASS), labels, {"dryRun": "All"})
 
 
+@pytest.mark.parametrize("spec", [pairs(1, HASH), pairs(8, HASH), pairs(1, HASH, evicts=False)], ids=["1", "8", "kept"])
+async def test_claims_of_our_form_are_copied(users: Tenants, spec: Raw) -> None:
+    await controller_copies(spec)(users)
+    await controller_copies(spec, finalizers=[DELETE_PROTECTION])(users)
+
+
+@pytest.mark.parametrize("count", [1, 16])
+async def test_claims_of_reservations_are_written_with_and_without_proofs(users: Tenants, count: int) -> None:
+    uuids = [f"MIG-GPU-{k}/1/0" for k in range(count)]
+    await warden_writes(reserved(*uuids))(users)
+    await warden_writes(reserved(*uuids, hash=None))(users)
+
+
 @pytest.mark.parametrize("name", [CONTROLLER, CONTROLLER_MANAGER])
 async def test_claim_controller_makes_claims_of_labelled_templates(users: Tenants, name: str) -> None:
     content = claim("owner-gpu", pairs(1, HASH), **owned(users.pod, labels=CLAIM_LABELS))
@@ -429,27 +646,28 @@ async def test_claim_controller_makes_claims_of_labelled_templates(users: Tenant
     "name", ["claim without proof", "toleration of all taints", "claim in v1beta1", "claim of another pod"]
 )
 async def test_namespace_without_opt_in_is_not_guarded(users: Tenants, name: str) -> None:
-    await ATTACKS[name][0](evolve(users, guarded=users.free))
+    await ATTACKS[name][0](without_opt_in(users))
 
 
 async def test_label_and_finalizer_are_guarded_without_opt_in(users: Tenants) -> None:
     """A namespace may opt in later, and GPUs of all namespaces are allocated by one scheduler."""
-    free = evolve(users, guarded=users.free)
+    free = without_opt_in(users)
     await refused(ATTACKS["label of gpuwarden"][0](free), f"{LABEL} tom")
     await refused(ATTACKS["template with our label"][0](free), f"{LABEL} tom")
-    content = claim("held", asking(exactly(GPU_DRIVER)), finalizers=[DELETE_PROTECTION])
+    content = claim("taken", asking(exactly(GPU_DRIVER)), finalizers=[DELETE_PROTECTION])
     await users.tenant.create(RESOURCE_CLAIMS, content, users.free)
     status = {"status": {"allocation": allocation_on(ELSEWHERE, r0=GPU_DRIVER)}}
-    await users.operator.patch(RESOURCE_CLAIMS, "held", status, users.free, subresource="status")
-    attack, words = ATTACKS["finalizer of a claim in use"]
-    await refused(attack(free), words)
+    await users.operator.patch(RESOURCE_CLAIMS, "taken", status, users.free, subresource="status")
+    for name in ("taken", "held"):
+        attack = changes_claim(name, {"metadata": {"finalizers": None}})
+        await refused(attack(free), f"ResourceClaim {name} holds GPUs: tom may not remove its finalizer")
 
 
 async def test_guard_of_all_namespaces_includes_those_without_opt_in(users: Tenants) -> None:
     everywhere = Installation(dra_guard=DraGuard.ALL, device_classes=(NIC,))
     bindings = [one for one in dra(everywhere) if one["metadata"]["name"] in GUARDS and one["kind"].endswith("Binding")]
     attacks = [ATTACKS[name][0] for name in ("claim without proof", "claim of another pod")]
-    elsewhere = evolve(users, guarded=users.free)
+    elsewhere = without_opt_in(users)
     async with AsyncExitStack() as stack:
         for one in bindings:
             content = {**one, "metadata": {"name": f"{one['metadata']['name']}-all"}}
@@ -489,6 +707,35 @@ async def test_template_has_to_be_for_the_hash_that_the_namespace_requires(
         await wait_until(lambda: denies(names_template(template_name), there), lambda denied: denied != is_allowed)
         if not is_allowed:
             await refused(names_template(template_name)(there), f"Namespace {name} requires the hash {required}")
+
+
+async def test_pod_with_a_claim_is_deleted_with_a_grace_period(users: Tenants) -> None:
+    for grace in (None, 1):
+        await deletes_pod("runner", grace)(users)
+
+
+@pytest.mark.parametrize("groups", [("system:nodes",), ()], ids=["kubelet", "another user"])
+async def test_kubelet_deletes_a_pod_when_its_containers_have_ended(users: Tenants, groups: tuple[str, ...]) -> None:
+    async with AsyncExitStack() as stack:
+        name = f"system:node:{ELSEWHERE}" if groups else "somebody"
+        rules: list[Raw] = [{"apiGroups": [""], "resources": ["pods"], "verbs": ["delete"]}]
+        someone = await granted(users.cluster, users.admin, stack, name, rules, *groups)
+        request = deletes_by_force(evolve(users, tenant=someone))
+        await request if groups else await refused(request, "somebody has to delete it without --force")
+
+
+async def test_pod_that_cannot_run_is_deleted_by_force(users: Tenants) -> None:
+    """A pod on no node, and one that has failed, as pod GC makes the pods of nodes that are gone."""
+    content = claiming_pod("waits", resourceClaimTemplateName=TEMPLATE)
+    spec = {**content["spec"], "schedulingGates": [{"name": "example.test/hold"}]}
+    await users.tenant.create(PODS, {**content, "spec": spec}, users.guarded)
+    await users.tenant.delete(PODS, "waits", users.guarded, grace=0)
+    over = claiming_pod("over", resourceClaimTemplateName=TEMPLATE)
+    over["spec"]["nodeName"] = ELSEWHERE  # without a kubelet that would report the pod as running
+    await users.admin.create(PODS, over, users.guarded)
+    await refused(users.tenant.delete(PODS, "over", users.guarded, grace=0), "A forced deletion would free")
+    await users.admin.patch(PODS, "over", {"status": {"phase": "Failed"}}, users.guarded, subresource="status")
+    await users.tenant.delete(PODS, "over", users.guarded, grace=0)
 
 
 async def denies(attack: Attack, users: Tenants) -> bool:

@@ -39,6 +39,7 @@ from tests.e2e.kube import (
     Kube,
     Raw,
     deployment,
+    gone,
     job,
     pod,
     wait_until,
@@ -311,7 +312,9 @@ async def test_template_of_a_new_hash_is_made_for_its_first_pod(native: Native, 
 async def test_deployments_and_jobs_get_proven_gpus(native: Native) -> None:
     notes = {REQUIRED: HASH}
     await native.admin.create(DEPLOYMENTS, deployment("web", 2, gpus=2, annotations=notes), native.namespace)
-    await native.admin.create(JOBS, job("train", 2, gpus=2, annotations=notes), native.namespace)
+    # A claim is deleted when its pod has ended.
+    lasting = {**notes, "kubelet.test/runs-for": "1h"}
+    await native.admin.create(JOBS, job("train", 2, gpus=2, annotations=lasting), native.namespace)
 
     async def bound_pods() -> list[str]:
         found = await native.admin.list(PODS, native.namespace)
@@ -576,6 +579,28 @@ async def test_native_pod_is_not_deleted_with_a_longer_grace_period_than_its_own
     with pytest.raises(ApiError, match=r"the maximum for evictions in namespace .* is 3600 s"):
         await native.admin.call("POST", place, eviction)
     await native.admin.call("POST", place, {**eviction, "deleteOptions": {"gracePeriodSeconds": 1}})
+
+
+async def test_native_pod_is_not_deleted_by_force(native: Native) -> None:
+    """The scheduler would allocate its GPUs to another pod while its containers run."""
+    await native.create(asking("a"))
+    await native.gpus("a")
+    with pytest.raises(ApiError, match="A forced deletion would free the GPUs of pod a while its containers run"):
+        await native.user.delete(PODS, "a", native.namespace, grace=0)
+    place = PODS.path(native.namespace, "a", "eviction")
+    options: Raw = {"gracePeriodSeconds": 0, "dryRun": ["All"]}
+    eviction: Raw = {"metadata": {"name": "a"}, "deleteOptions": options}
+    async with AsyncExitStack() as stack:
+        rules: list[Raw] = [{"apiGroups": [""], "resources": ["pods/eviction"], "verbs": ["create"]}]
+        await grant(native.admin, stack, "may-evict", rules, {"kind": "User", "name": "nat"})
+        with pytest.raises(ApiError, match="gracePeriodSeconds: 0 in an eviction would free the GPUs of native pods"):
+            await native.user.call("POST", place, eviction)
+        await native.admin.call("POST", place, eviction)  # has all permissions
+        await native.user.call("POST", place, {**eviction, "deleteOptions": {"dryRun": ["All"]}})
+    await native.user.call("DELETE", PODS.path(native.namespace, "a"), {**options, "gracePeriodSeconds": 1})
+    # The kubelet deletes the pod once its containers have ended.
+    await native.user.delete(PODS, "a", native.namespace)
+    await gone(native.admin, PODS, "a", native.namespace)
 
 
 async def test_devices_of_a_runtime_are_not_added_later(native: Native) -> None:

@@ -247,8 +247,12 @@ def guarding(manifest: Manifest, installation: Installation) -> Manifest:
 
 
 def is_guard(manifest: Manifest) -> bool:
-    """Whether it is the binding of a guard. It selects namespaces."""
-    return manifest["kind"].endswith("Binding") and manifest["spec"]["policyName"] in GUARDS
+    """Whether it is the binding of a guard that selects namespaces."""
+    return (
+        manifest["kind"].endswith("Binding")
+        and manifest["spec"]["policyName"] in GUARDS
+        and "namespaceSelector" in manifest["spec"]["matchResources"]
+    )
 
 
 def shipped(file: str) -> Callable[[Installation], list[Manifest]]:
