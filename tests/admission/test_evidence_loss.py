@@ -3,7 +3,7 @@
 from datetime import timedelta
 
 import pytest
-from attrs import evolve
+from attrs import asdict, evolve
 
 from tests.builders import HASH, NOW, OTHER_HASH, SECOND, Raw, evidence, node
 from tests.recorded_events import RecordedEvents
@@ -74,8 +74,10 @@ class FakeNamespaces:
 
     def __init__(self) -> None:
         self.hashes: dict[str, str] = {}
+        self.asked = 0
 
     def known(self, namespace: str) -> HashPolicy | None:
+        self.asked += 1
         text = self.hashes.get(namespace)
         return None if text is None else HashPolicy.of(namespace, {"gpuwarden.io/required-hash": text})
 
@@ -557,6 +559,55 @@ async def test_observations_before_an_election_cause_no_action(policy: OnEvidenc
     scene.says(A)
     await scene.settle()
     assert scene.done == []
+
+
+async def test_new_leader_reports_losses_that_it_has_seen_before() -> None:
+    scene = Scene()
+    scene.continuous.changed(raw_pod())
+    scene.proves(A, None)
+    assert (await scene.settle()).count(("train", LOST)) == 1
+    scene.continuous.begin()
+    assert await scene.settle() == [("train", LOST), ("trains", LOST)]
+
+
+async def test_pass_compares_only_pods_for_which_something_has_changed() -> None:
+    """A large cluster has 40,000 pods with GPUs, and a pass follows each change of a pod."""
+    scene = Scene()
+    scene.namespaces.hashes["research"] = HASH
+    pods = {name: unreviewed_pod(HASH, name=name) for name in map(str, range(100))}
+    scene.continuous.replaced(pods)
+    await scene.settle()
+    compared = []
+    for _ in range(3):
+        scene.namespaces.asked = 0
+        await scene.continuous.step()
+        compared.append(scene.namespaces.asked)
+        scene.proves(B, None)
+    assert compared == [1, 1, 1]  # once for all pods of the namespace
+    scene.proves(A, evidence(A, HASH, until=scene.now + 2 * HOUR))
+    await scene.continuous.step()
+    assert scene.namespaces.asked >= 100
+
+
+async def test_pods_that_are_gone_leave_nothing_behind() -> None:
+    scene = Scene()
+    await scene.settle()
+    before = sizes(scene.continuous)
+    pods = [raw_pod(), unreviewed_pod(HASH, name="other"), unreviewed_pod(OTHER_HASH, name="lost")]
+    for raw in pods:
+        scene.continuous.changed(raw)
+    await scene.settle()
+    for raw in pods:
+        scene.continuous.deleted(raw)
+    await scene.settle()
+    for raw in pods:  # while another process leads
+        scene.continuous.changed(raw)
+        scene.continuous.deleted(raw)
+    assert sizes(scene.continuous) == before
+
+
+def sizes(one: EvidenceLoss) -> dict[str, int]:
+    return {name: len(value) for name, value in asdict(one, recurse=False).items() if isinstance(value, dict | set)}
 
 
 async def test_short_loss_causes_no_action() -> None:

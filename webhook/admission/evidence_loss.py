@@ -4,6 +4,7 @@ Acts only on settled facts: not while a watch is interrupted or right after, and
 still to be written.
 """
 
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from datetime import datetime, timedelta
 from enum import StrEnum
@@ -25,6 +26,7 @@ from webhook.core.evidence import EvidenceState
 from webhook.core.evidence_changes import Changes
 from webhook.core.fleet import Fleet
 from webhook.core.fleet_index import IndexedNode
+from webhook.core.hashes import HashPolicy
 from webhook.core.pod import OwnerReference, Pod
 from webhook.core.raw import Raw
 from webhook.core.reasons import Reason
@@ -168,31 +170,58 @@ class EvidenceLoss:
     _count_change: Callable[[str], None] = field(kw_only=True)
     _current_since: datetime | None = field(default=None, init=False)
     _bound_pods: dict[str, BoundPod] = field(factory=dict, init=False)
+    # The uids of these pods by node, and of those without a reservation by namespace.
+    _uids_on: dict[str, set[str]] = field(factory=lambda: defaultdict(set), init=False)
+    _uids_in: dict[str, set[str]] = field(factory=lambda: defaultdict(set), init=False)
+    # What has changed since the pods were compared: nodes of the fleet, and pods.
+    _changed_in_fleet: set[str] = field(init=False)
+    _changed_pods: set[str] = field(factory=set, init=False)
+    # What the namespaces required then.
+    _policies: dict[str, HashPolicy | None] = field(factory=dict, init=False)
     _losses: dict[str, LostEvidence] = field(factory=dict, init=False)
-    # Uids and hashes of pods whose node has been seen to match. A pod that changes its request has not lost
+    # By uid, the hashes of pods whose node has been seen to match. A pod that changes its request has not lost
     # evidence.
-    _were_proven: set[tuple[str, frozenset[str]]] = field(factory=set, init=False)
+    _were_proven: dict[str, set[frozenset[str]]] = field(factory=lambda: defaultdict(set), init=False)
     _tries: Retries = field(factory=partial(Retries, BACKOFF), init=False)
     _changes: Changes = field(init=False)
 
     def __attrs_post_init__(self) -> None:
         self._changes = Changes(self._fleet, self._count_change)
+        self._changed_in_fleet = self._fleet.collect_changes()
 
     # The listener of the watch of pods.
 
     def replaced(self, objects: Mapping[str, Raw]) -> None:
-        found = (BoundPod.of(raw, self._claims.rules) for raw in objects.values())
-        self._bound_pods = {one.pod.uid: one for one in found if one is not None}
+        for uid in self._bound_pods.keys() - {str(raw["metadata"].get("uid")) for raw in objects.values()}:
+            self._forget(uid)
+        for raw in objects.values():
+            self.changed(raw)
 
     def changed(self, raw: Raw) -> None:
         one = BoundPod.of(raw, self._claims.rules)
         if one is None:
             self.deleted(raw)
-        else:
-            self._bound_pods[one.pod.uid] = one
+            return
+        uid = one.pod.uid
+        self._bound_pods[uid] = one
+        self._uids_on[one.node].add(uid)
+        if one.is_bound:
+            self._uids_in[one.pod.namespace].add(uid)
+        self._changed_pods.add(uid)
 
     def deleted(self, raw: Raw) -> None:
-        self._bound_pods.pop(str(raw["metadata"].get("uid")), None)
+        self._forget(str(raw["metadata"].get("uid")))
+
+    def _forget(self, uid: str) -> None:
+        one = self._bound_pods.pop(uid, None)
+        if one is None:
+            return
+        self._changed_pods.discard(uid)
+        self._were_proven.pop(uid, None)
+        for index, key in ((self._uids_on, one.node), (self._uids_in, one.pod.namespace)):
+            index[key].discard(uid)
+            if not index[key]:
+                del index[key]
 
     # For the metrics, in any process.
 
@@ -207,6 +236,7 @@ class EvidenceLoss:
         """Called when this process is elected: earlier observations may be out of date."""
         self._current_since = None
         self._losses.clear()
+        self._changed_pods.update(self._bound_pods)
 
     async def step(self) -> None:
         """One pass. A failed action is tried again later."""
@@ -240,17 +270,33 @@ class EvidenceLoss:
         """Updates which pods lack evidence, and since when. Evidence that is still to be written is not counted as
         lost."""
         losses: dict[str, LostEvidence] = {}
-        were_proven = self._were_proven
-        for uid, one in self._bound_pods.items():
+        for uid in self._to_compare():
+            one = self._bound_pods[uid]
             objection = self._objection(one)
             if objection is None:
-                were_proven.add((uid, self._claim(one).hashes))
+                self._were_proven[uid].add(self._claim(one).hashes)
             elif uid in self._losses:
                 losses[uid] = evolve(self._losses[uid], pod_on_node=one, text=objection)
-            elif not self._is_write_pending(one.node):
+            elif self._is_write_pending(one.node):
+                self._changed_pods.add(uid)
+            else:
                 losses[uid] = LostEvidence(one, objection, now)
         self._losses = losses
-        self._were_proven = {known for known in were_proven if known[0] in self._bound_pods}
+
+    def _to_compare(self) -> list[str]:
+        """The pods that lack evidence, and those for which something has changed: a large cluster has 40,000 pods with
+        GPUs, and a pass follows each change of a pod."""
+        found = self._changed_pods | self._losses.keys()
+        for node in self._changed_in_fleet:
+            found |= self._uids_on.get(node, set())
+        policies = {namespace: self._claims.namespaces.known(namespace) for namespace in self._uids_in}
+        for namespace, uids in self._uids_in.items():
+            if self._policies.get(namespace) != policies[namespace]:
+                found |= uids
+        self._policies = policies
+        self._changed_in_fleet.clear()
+        self._changed_pods.clear()
+        return sorted(found & self._bound_pods.keys())
 
     def _objection(self, one: BoundPod) -> str | None:
         """Why the pod may not be on its node. None for a node that is gone: its pods go with it."""
@@ -325,7 +371,7 @@ class EvidenceLoss:
                 yield name, wanted
 
     def _may_taint(self, one: BoundPod) -> bool:
-        return (one.pod.uid, self._claim(one).hashes) in self._were_proven or self._is_claim_known(one)
+        return self._claim(one).hashes in self._were_proven.get(one.pod.uid, set()) or self._is_claim_known(one)
 
     async def _evict(self, pod: PodIdentity) -> None:
         await self._evictor.evict(pod)
