@@ -24,6 +24,7 @@ from tests.e2e.kube import (
     wait_until,
 )
 from tests.e2e.processes import Site, site
+from tests.e2e.storm import GRACE
 
 QUEUE = ("--when-unavailable", "queue")
 GATE = "gpuwarden.io/queue"
@@ -44,7 +45,8 @@ class QueueHarness:
         return self.here.namespace
 
     async def create(self, name: str | None, gpus: int = 1, asked: dict[str, str] | None = None, **spec: Any) -> Raw:
-        return await self.kube.create(PODS, pod(name, gpus, asked, **spec), self.namespace)
+        content = pod(name, gpus, asked, terminationGracePeriodSeconds=GRACE, **spec)
+        return await self.kube.create(PODS, content, self.namespace)
 
     async def get(self, name: str) -> Raw:
         return await self.kube.get(PODS, name, self.namespace)
