@@ -82,6 +82,7 @@ class Scene:
         self.is_current = True
         self.max_bytes = max_bytes
         self.has_proofs = has_proofs
+        self.published: dict[str, set[str]] = {}
         self.held: dict[str, Reservation] = {}
         self.objects = FakeObjects()
         self.fleet = Fleet()
@@ -103,7 +104,7 @@ class Scene:
             lambda: self.now,
             is_current=lambda: self.is_current,
             max_bytes=self.max_bytes,
-            has_proofs=self.has_proofs,
+            published=(lambda name: self.published.get(name, set())) if self.has_proofs else None,
         )
 
     def proves(self, name: str, lasts: timedelta | None, digest: str = HASH) -> None:
@@ -155,6 +156,10 @@ class Scene:
             raw = unrecorded_pod(f"{namespace}-{number:032}", {"gpuwarden.io/required-hash": HASH})
             raw["metadata"]["namespace"] = namespace
             self.ends.changed(raw)
+
+    def stored(self, part: str) -> dict[str, str]:
+        found: dict[str, str] = self.objects.objects[NAME]["spec"].get(part, {})
+        return found
 
     @property
     def is_kept(self) -> bool:
@@ -521,6 +526,49 @@ async def test_lost_evidence_is_written_within_a_fraction_of_a_second_and_gained
     scene.proves(A, HOUR)
     assert (await scene.after(LOSS))[A] == LATE
     assert moment_of((await scene.after())[A]) > scene.now
+
+
+async def test_device_for_a_hash_that_its_node_no_longer_proves_is_listed_until_it_is_gone_or_proven_again() -> None:
+    scene = Scene(has_proofs=True)
+    scene.published[A] = {"aa11"}
+    await scene.after()
+    assert scene.stored("proofs") == {}
+    scene.proves(A, HOUR, OTHER_HASH)
+    await scene.after(LOSS)
+    assert scene.stored("proofs") == {f"{A}/aa11": LATE}
+    assert moment_of(scene.stored("nodes")[A]) > scene.now
+    scene.published[A] = {"aa11", "bb22"}
+    await scene.after()
+    assert scene.stored("proofs") == {f"{A}/aa11": LATE}
+    scene.proves(A, HOUR)
+    await scene.after()
+    assert scene.stored("proofs") == {f"{A}/bb22": LATE}
+    scene.published[A] = {"aa11"}
+    await scene.after()
+    assert scene.stored("proofs") == {}
+
+
+async def test_device_of_an_earlier_hash_is_listed_when_its_node_is_proven_after_a_time_without_evidence() -> None:
+    scene = Scene(has_proofs=True)
+    scene.published[A] = {"aa11"}
+    await scene.after()
+    scene.says(A, None)
+    await scene.after()
+    assert (scene.stored("nodes")[A], scene.stored("proofs")) == (LATE, {})
+    scene.proves(A, HOUR, OTHER_HASH)
+    await scene.after()
+    assert scene.stored("proofs") == {f"{A}/aa11": LATE}
+
+
+async def test_new_leader_lists_devices_of_an_earlier_hash() -> None:
+    scene = Scene(has_proofs=True)
+    await scene.after()
+    scene.proves(A, HOUR, OTHER_HASH)
+    scene.published[A] = {"aa11"}
+    scene.ends = scene.another()
+    scene.ends.begin()
+    await scene.after()
+    assert scene.stored("proofs") == {f"{A}/aa11": LATE}
 
 
 async def test_without_proof_devices_nothing_is_checked_within_the_second() -> None:

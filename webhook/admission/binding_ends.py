@@ -8,11 +8,12 @@ not fit into the object, the namespace is listed instead and none of its pods is
 affected.
 
 With proof devices, a policy refuses allocations on nodes that are not listed with an end in the future. So proven nodes
-without an end are listed with a far one, and gained and lost evidence is written sooner.
+without an end are listed with a far one, and gained and lost evidence is written sooner. Devices of a hash that their
+node has no longer proven are listed too, as long as they are published: a scheduler may not have seen their end yet.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from datetime import UTC, datetime, timedelta
 from functools import partial
 
@@ -31,7 +32,7 @@ from webhook.core.evidence import EvidenceState
 from webhook.core.fleet import Fleet
 from webhook.core.pod import Pod
 from webhook.core.proof_claims import hash_of_template
-from webhook.core.proof_devices import hash_attribute, whole
+from webhook.core.proof_devices import digits_of_hash, hash_attribute, whole
 from webhook.core.raw import Raw
 from webhook.core.reservation import Reservation
 from webhook.kube.api_objects import ObjectClient
@@ -48,7 +49,7 @@ log = structlog.get_logger(__name__)
 Ends = dict[tuple[str, str], datetime]
 
 NAME = "gpuwarden"
-NODE, NAMESPACE, POD = "node", "namespace", "pod"
+NODE, NAMESPACE, POD, PROOF = "node", "namespace", "pod", "proof"
 # Urgent changes are checked for and written at the first interval, the others at the second.
 AT_ONCE, ROUTINE = timedelta(seconds=1), timedelta(seconds=10)
 # With proof devices, lost evidence is checked for at this interval.
@@ -72,6 +73,8 @@ class StoredEnds(msgspec.Struct, frozen=True):
     nodes: dict[str, str] = {}
     namespaces: dict[str, str] = {}
     pods: dict[str, str] = {}
+    # Absent in objects of older versions, and without proof devices.
+    proofs: dict[str, str] = {}
 
     @classmethod
     def of(cls, raw: Raw | None) -> "StoredEnds":
@@ -81,7 +84,7 @@ class StoredEnds(msgspec.Struct, frozen=True):
             return cls()
 
     def ends(self) -> Ends:
-        parts = ((NODE, self.nodes), (NAMESPACE, self.namespaces), (POD, self.pods))
+        parts = ((NODE, self.nodes), (NAMESPACE, self.namespaces), (POD, self.pods), (PROOF, self.proofs))
         return {(kind, name): moment_of(text) for kind, texts in parts for name, text in texts.items()}
 
 
@@ -131,8 +134,8 @@ class BindingEnds:
     _is_current: Callable[[], bool]
     _opt_in: str = keys.OPT_IN.name
     _max_bytes: int = MAX_BYTES
-    # Whether reconcile publishes proof devices.
-    _has_proofs: bool = False
+    # The digits of the hashes in the names of a node's proof devices. None if reconcile publishes no proof devices.
+    _published: Callable[[str], Collection[str]] | None = None
     _changed: set[str] = field(init=False)
     _unbound: dict[str, Unbound] = field(factory=dict, init=False)
     _parsed_claims: dict[str, tuple[ClaimRules, Claim | InvalidPodError | None]] = field(factory=dict, init=False)
@@ -142,7 +145,8 @@ class BindingEnds:
     _is_cut_reported: bool = field(default=False, init=False)  # that the API server drops fields of the object
     _checked_at: datetime = field(default=LONG_AGO, init=False)
     _wrote_at: datetime = field(default=LONG_AGO, init=False)
-    _were_fresh: set[str] = field(factory=set, init=False)
+    # The proven nodes at the last check, with their hashes.
+    _were_fresh: dict[str, str] = field(factory=dict, init=False)
     # Nodes that have lost their evidence, and since when.
     _closed_at: dict[str, datetime] = field(factory=dict, init=False)
     # Whether the policy judges the Bindings of the namespace.
@@ -151,6 +155,10 @@ class BindingEnds:
     def __attrs_post_init__(self) -> None:
         self.namespaces = ObjectView(partial(opted_in, opt_in=self._opt_in))
         self._changed = self._fleet.collect_changes() if self._has_proofs else set()
+
+    @property
+    def _has_proofs(self) -> bool:
+        return self._published is not None
 
     # The listener of the watch of pods.
 
@@ -206,11 +214,15 @@ class BindingEnds:
         return since >= AT_ONCE or (since >= LOSS and self._is_evidence_lost(now))
 
     def _is_evidence_lost(self, now: datetime) -> bool:
-        """Whether a proven node has lost its evidence since the last check."""
+        """Whether a proven node has lost its evidence, or has proven another hash, since the last check."""
         if not self._has_proofs:
             return False
         self._fleet.advance(now)
-        return any(name in self._were_fresh and self._fleet.fresh_evidence(name) is None for name in self._changed)
+        return any(name in self._were_fresh and self._is_lost(name) for name in self._changed)
+
+    def _is_lost(self, node: str) -> bool:
+        evidence = self._fleet.fresh_evidence(node)
+        return evidence is None or evidence.hash != self._were_fresh[node]
 
     async def _read(self) -> None:
         """Another leader may have written the object, or it may have been deleted."""
@@ -222,7 +234,8 @@ class BindingEnds:
         written = self._written or {}
         self._fleet.advance(now)
         judged = [one for one in self._unbound.values() if self._is_judged(one)]
-        wanted = within_the_limit(self._nodes(written, now, judged), self._pods(judged), self._max_bytes)
+        nodes = self._nodes(written, now, judged)
+        wanted = within_the_limit(nodes | self._ended_proofs(), self._pods(judged), self._max_bytes)
         is_due = now - self._wrote_at >= ROUTINE and (wanted != written or not self._is_in_force)
         if is_due or any(self._is_urgent(written, wanted, now)):
             await self._write(wanted, now)
@@ -233,6 +246,7 @@ class BindingEnds:
             before = written.get(key)
             yield (before is None or end < before) and (end - now < NEAR or self._is_new_node(written, key))
             yield self._has_proofs and key[0] == NODE and before is not None and before <= now < end
+        yield any(key[0] == PROOF and key not in wanted for key in written)
 
     def _is_new_node(self, written: Ends, key: tuple[str, str]) -> bool:
         return key not in written and key[0] == NODE
@@ -287,8 +301,7 @@ class BindingEnds:
     def _nodes(self, written: Ends, now: datetime, judged: Iterable[Unbound]) -> Ends:
         indexed_nodes = self._fleet.indexed_nodes
         fresh = {name for name, indexed in indexed_nodes.items() if indexed.state is EvidenceState.FRESH}
-        had = {name for kind, name in written if kind == NODE} | self._closed_at.keys() | self._were_fresh
-        self._were_fresh = fresh
+        had = {name for kind, name in written if kind == NODE} | self._closed_at.keys() | self._were_fresh.keys()
         self._changed.clear()
         on_their_way = [one for one in judged if self._has_claim(one)]
         closed = {name: self._closed_at.get(name, now) for name in had - fresh}
@@ -298,10 +311,22 @@ class BindingEnds:
             if now - since < CLOSED_FOR or any(one.may_go_to(name) for one in on_their_way)
         }
         proven = {name: indexed_nodes[name].evidence for name in fresh}
+        self._were_fresh = {name: one.hash for name, one in proven.items() if one is not None}
         endless = ENDLESS if self._has_proofs else None
         untils = {name: one.until or endless for name, one in proven.items() if one is not None}
         ends = {name: until for name, until in untils.items() if until is not None}
         return {(NODE, name): whole(end) for name, end in (ends | dict.fromkeys(self._closed_at, LONG_AGO)).items()}
+
+    def _ended_proofs(self) -> Ends:
+        """The published devices of proven nodes for other hashes, by node and by the digits of the hash."""
+        if self._published is None:
+            return {}
+        return {
+            (PROOF, f"{node}/{digits}"): LONG_AGO
+            for node, hash in self._were_fresh.items()
+            for digits in self._published(node)
+            if digits != digits_of_hash(hash)
+        }
 
     def _pods(self, judged: Iterable[Unbound]) -> dict[str, Ends]:
         """The ends of pods by namespace."""
@@ -400,7 +425,7 @@ def raw_of(ends: Ends, kept: datetime | None) -> Raw:
     """The object. Without `kept` the policy does not apply it."""
     spec: Raw = {} if kept is None else {"kept": stamp(kept), "nodes": {}, "namespaces": {}, "pods": {}}
     for (kind, name), end in ends.items():
-        spec[f"{kind}s"][name] = stamp(end)
+        spec.setdefault(f"{kind}s", {})[name] = stamp(end)
     return {"apiVersion": "gpuwarden.io/v1alpha1", "kind": "BindingEnds", "metadata": {"name": NAME}, "spec": spec}
 
 

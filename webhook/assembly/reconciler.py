@@ -165,6 +165,7 @@ def reconciler_parts(settings: Settings, api: ApiClient, metrics: Metrics) -> Re
         published=None if claimed is None else claimed.published,
     )
 
+    proofs = None if claimed is None else proof_parts(settings, api, metrics, fleet, watches, writers, claimed)
     ends = BindingEnds(
         ApiObjects(api, BINDING_ENDS),
         fleet,
@@ -175,7 +176,7 @@ def reconciler_parts(settings: Settings, api: ApiClient, metrics: Metrics) -> Re
         utc_now,
         is_current=watches.are_current,
         opt_in=settings.opt_in_label,
-        has_proofs=settings.proof_devices,
+        published=None if proofs is None else proofs.slices.view.digits,
     )
     reconciler = Reconciler(
         ledger,
@@ -263,10 +264,9 @@ def reconciler_parts(settings: Settings, api: ApiClient, metrics: Metrics) -> Re
         optional_watches += of_kueue
         first.append(kueue)
         begin.append(kueue.begin)
-    if claimed is None:
+    if claimed is None or proofs is None:
         then.append(ends)
     else:
-        proofs = proof_parts(settings, api, metrics, fleet, watches, writers, claimed)
         evidence.notify(partial(tell_loss, proofs.slices, proofs.loss))
         optional_watches += proofs.watches
         # The ends first: no pod is bound to a node whose devices are about to end.

@@ -83,6 +83,16 @@ def device_name(uuid: str, attribute: str) -> str:
     return f"{label}-{attribute[:HASH_DIGITS]}"
 
 
+def digits_of_device(name: str) -> str:
+    """The digits of the hash in the name of a device."""
+    return name.rpartition("-")[2]
+
+
+def digits_of_hash(hash: str) -> str:
+    """The digits of the hash, as evidence states it, in the names of its devices."""
+    return hash_attribute(hash)[:HASH_DIGITS]
+
+
 def whole(moment: datetime) -> datetime:
     """Rounded down to the second, as the API server stores it: too early is safe."""
     return moment.replace(microsecond=0)

@@ -14,3 +14,7 @@ class WrittenSlices(NodeView[ProofSlice]):
     def devices(self, node: str) -> dict[str, ProofDevice]:
         """The devices of a node by name."""
         return {device.name: device for one in self.of(node) for device in one.devices}
+
+    def digits(self, node: str) -> set[str]:
+        """The digits of the hashes in the names of the node's devices."""
+        return {digits for one in self.of(node) for digits in one.digits}

@@ -11,7 +11,7 @@ from webhook.core.errors import GpuwardenError
 from webhook.core.keys import MANAGED_BY, OURS
 from webhook.core.names import MAX_SUBDOMAIN
 from webhook.core.proof_claims import EVIDENCE_ENDED, EVIDENCE_ENDS
-from webhook.core.proof_devices import DRIVER, ProofDevice, ProofMode
+from webhook.core.proof_devices import DRIVER, ProofDevice, ProofMode, digits_of_device
 from webhook.core.raw import Raw
 from webhook.runtime.clock import LONG_AGO, is_plausible
 
@@ -66,6 +66,8 @@ class ProofSlice(msgspec.Struct, frozen=True):
     devices: tuple[ProofDevice, ...]
     metadata: Raw
     digest: bytes
+    # Of the hashes in the names of the devices.
+    digits: frozenset[str] = frozenset()
 
     @property
     def name(self) -> str:
@@ -91,7 +93,8 @@ def any_slice(raw: Raw) -> ProofSlice:
         devices = tuple(map(proof_device, spec.devices))
     except UnreadableSliceError:
         return ProofSlice(str(raw["spec"]["pool"]["name"]), 0, (), metadata, digest)
-    return ProofSlice(spec.pool.name, spec.pool.generation, devices, metadata, digest)
+    digits = frozenset(digits_of_device(one.name) for one in devices)
+    return ProofSlice(spec.pool.name, spec.pool.generation, devices, metadata, digest, digits)
 
 
 def proof_devices_of(raw: Raw) -> tuple[ProofDevice, ...]:

@@ -273,7 +273,9 @@ async def guarded(users: Tenants, probes: Mapping[str, Attack]) -> AsyncIterator
         yield
 
 
-async def write_ends(users: Tenants, nodes: Mapping[str, str] | None, kept: str = "2026-01-01T00:00:00Z") -> None:
+async def write_ends(
+    users: Tenants, nodes: Mapping[str, str] | None, kept: str = "2026-01-01T00:00:00Z", **parts: Mapping[str, str]
+) -> None:
     """BindingEnds as `reconcile` writes it; None removes it."""
     if await users.admin.find(BINDING_ENDS, "gpuwarden"):
         await users.admin.delete(BINDING_ENDS, "gpuwarden")
@@ -284,7 +286,7 @@ async def write_ends(users: Tenants, nodes: Mapping[str, str] | None, kept: str 
                 "apiVersion": "gpuwarden.io/v1alpha1",
                 "kind": "BindingEnds",
                 "metadata": {"name": "gpuwarden"},
-                "spec": {"nodes": dict(nodes), **({"kept": kept} if kept else {})},
+                "spec": {"nodes": dict(nodes), **parts, **({"kept": kept} if kept else {})},
             },
         )
 

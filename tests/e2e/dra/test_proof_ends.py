@@ -39,7 +39,7 @@ from tests.e2e.dra.tenants import (
 from tests.e2e.kube import PODS, ApiError, Raw, gone, wait_until
 from tests.e2e.measurements import percentile, report_figures
 from webhook.core.proof_claims import CLAIM_LABELS
-from webhook.core.proof_devices import DRIVER
+from webhook.core.proof_devices import DRIVER, hash_attribute
 from webhook.kube.install.crds import manifests as crds
 
 ALL = {"dryRun": "All"}
@@ -171,6 +171,18 @@ async def test_evidence_that_has_just_ended_is_not_allocated(users: Tenants) -> 
     )
     await write_ends(users, {NODE: NEVER})
     await wait_until(lambda: is_refused(users), lambda refused: not refused)
+
+
+async def test_device_for_a_hash_that_its_node_no_longer_proves_is_not_allocated(users: Tenants) -> None:
+    """The node is proven for another hash, and the slice still offers the device."""
+    past = "2026-01-01T00:00:00Z"
+    # The second one is the device that `is_refused` allocates.
+    await write_ends(users, {NODE: NEVER}, proofs={f"{NODE}/{hash_attribute(HASH)}": past, f"{NODE}/r0": past})
+    await pending(users, "waits", f"Node {NODE} is no longer proven for this hash")
+    await write_ends(users, {NODE: NEVER}, proofs={f"{NODE}/other": past, f"other/{hash_attribute(HASH)}": past})
+    await bound(users.admin, users.guarded, "waits", 60)
+    await ended(users.admin, users.guarded, "waits")
+    await write_ends(users, {NODE: NEVER})
 
 
 async def is_refused(users: Tenants) -> bool:
