@@ -89,7 +89,7 @@
   {{- fail (printf "\n\nsettings.proofDevices is true and requires resource.k8s.io/v1 of Kubernetes 1.34; this is %s. Set settings.proofDevices=false." .Capabilities.KubeVersion.Version) }}
 {{- end }}
 {{- range $class := $values.dra.deviceClasses }}
-  {{- if has $class (list "attested.gpuwarden.io" (default "gpu.nvidia.com" $settings.gpuDriver) (default "gpu.nvidia.com" $settings.gpuDeviceClass)) }}
+  {{- if has $class (list "attested.gpuwarden.io" (default "gpu.nvidia.com" $settings.gpuDriver) (default "gpu.nvidia.com" $settings.gpuDeviceClass) (default "mig.nvidia.com" $settings.migDeviceClass)) }}
     {{- fail (printf "\n\ndra.deviceClasses contains %s: with this class a claim takes GPUs or their proofs. List classes of other devices." $class) }}
   {{- end }}
 {{- end }}

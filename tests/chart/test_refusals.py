@@ -312,9 +312,12 @@ def test_proof_devices_need_kubernetes_1_34() -> None:
     assert rendered({"settings.proofDevices": True}, kubernetes="1.34.0")
 
 
-@pytest.mark.parametrize("name", ["attested.gpuwarden.io", "gpu.nvidia.com", "gpu.example.org", "gpus.example.org"])
+@pytest.mark.parametrize(
+    "name", ["attested.gpuwarden.io", "gpu.nvidia.com", "gpu.example.org", "gpus.example.org", "mig.example.org"]
+)
 def test_classes_of_gpus_and_proofs_are_refused_for_all_users(name: str) -> None:
     theirs = {"settings.gpuDriver": "gpu.example.org", "settings.gpuDeviceClass": "gpus.example.org"}
+    theirs["settings.migDeviceClass"] = "mig.example.org"
     values = {"dra.deviceClasses": ["nic.example.org", name], **({} if name.endswith(("io", "com")) else theirs)}
     assert f"dra.deviceClasses contains {name}" in refusal(values)
 

@@ -36,7 +36,9 @@ from webhook.kube.requests import ApiUnavailableError
 
 NAME = "gpuwarden-0b2f3c46-0000-4000-8000-00000000000a"
 IN_DRA = ClaimRules(hash_policy=HashPolicy("ml", injection=Injection.DRA))
-FORM = ClaimForm("gpu.nvidia.com", "gpu.nvidia.com", has_proofs=True, evicts=True, needs_evidence=False)
+FORM = ClaimForm(
+    "gpu.nvidia.com", "gpu.nvidia.com", "mig.nvidia.com", has_proofs=True, evicts=True, needs_evidence=False
+)
 UUID_OF = "device.attributes['gpu.nvidia.com'].uuid == '{}'"
 OWN = "device.attributes['attested.gpuwarden.io']"
 
@@ -168,8 +170,22 @@ async def test_claim_takes_the_reserved_gpus_with_their_proofs(scene: Scene) -> 
     assert [one and one[0]["tolerationSeconds"] for one in tolerations] == [0, None, 0, None]
 
 
+async def test_mig_device_is_taken_by_the_class_of_mig_devices(scene: Scene) -> None:
+    mig = "MIG-11111111-0000-4000-8000-000000000001"
+    scene.come(wished("GPU-1", mig))
+    await scene.step()
+    requests = scene.objects.claims[NAME]["spec"]["devices"]["requests"]
+    assert [(one["name"], one["exactly"]["deviceClassName"]) for one in requests] == [
+        ("proof0", "attested.gpuwarden.io"),
+        ("gpu0", "gpu.nvidia.com"),
+        ("proof1", "attested.gpuwarden.io"),
+        ("gpu1", "mig.nvidia.com"),
+    ]
+    assert selectors(scene.objects.claims[NAME])["gpu1"] == UUID_OF.format(mig)
+
+
 async def test_without_proof_devices_the_claim_takes_gpus_only() -> None:
-    scene = Scene(ClaimForm("gpu.nvidia.com", "class", has_proofs=False, evicts=True, needs_evidence=True))
+    scene = Scene(ClaimForm("gpu.nvidia.com", "class", "mig-class", has_proofs=False, evicts=True, needs_evidence=True))
     scene.proves(None)
     scene.come(wished("GPU-1"))
     await scene.step()
@@ -203,7 +219,9 @@ async def test_without_proof_devices_the_claim_takes_gpus_only() -> None:
 async def test_claim_waits_for_the_evidence_that_the_pod_needs(
     hash: str | None, proven: str | None, needs: bool, is_made: bool
 ) -> None:
-    scene = Scene(ClaimForm("gpu.nvidia.com", "class", has_proofs=True, evicts=False, needs_evidence=needs))
+    scene = Scene(
+        ClaimForm("gpu.nvidia.com", "class", "mig-class", has_proofs=True, evicts=False, needs_evidence=needs)
+    )
     scene.proves(proven)
     scene.come(wished("GPU-1", hash=hash))
     await scene.step()

@@ -124,6 +124,19 @@ async def test_gpu_of_a_claim_keeps_its_proof(scene: Scene, label: str | None) -
     assert scene.are_closed()
 
 
+@pytest.mark.parametrize(("label", "names"), [(None, {"gpu-1-aa11"}), ("dra", {"gpu-1-aa11", "mig-1-aa11"})])
+async def test_mig_device_has_a_proof_where_claims_of_reservations_take_it(
+    scene: Scene, label: str | None, names: set[str]
+) -> None:
+    """A native claim asks for whole GPUs: the allocator would try each combination of the proofs of MIG devices."""
+    labels = {} if label is None else {"gpuwarden.io/injection": label}
+    devices = tuple(Device(DeviceUuid(uuid)) for uuid in ("GPU-1", "MIG-1"))
+    scene.fleet.put(Node(A, labels=labels, devices=devices), scene.now)
+    scene.proves()
+    await scene.step()
+    assert scene.devices().keys() == names
+
+
 async def test_each_gpu_of_a_proven_node_is_published_once(scene: Scene) -> None:
     scene.proven(A, "GPU-1", "GPU-2")
     scene.node(B)

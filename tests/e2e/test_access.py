@@ -385,7 +385,9 @@ async def test_reconciler_account_may_do_what_claims_of_pods_need(cluster: Clust
         owner = await kube.create(PODS, pod("p0"), namespace)
         owned = {"apiVersion": "v1", "kind": "Pod", "name": "p0", "uid": owner["metadata"]["uid"]}
         meta = {"name": "gpuwarden-a", "namespace": namespace, "ownerReferences": [owned]}
-        spec = reserved_claim_spec(["GPU-1"], "aa11", gpu_driver="gpu.nvidia.com", gpu_class="gpu", evicts=True)
+        spec = reserved_claim_spec(
+            ["GPU-1"], "aa11", gpu_driver="gpu.nvidia.com", gpu_class="gpu", mig_class="mig", evicts=True
+        )
         raw = {"apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaim", "metadata": meta, "spec": spec}
         made = await claims.create(raw)
         assert made is not None

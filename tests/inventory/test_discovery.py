@@ -657,12 +657,13 @@ def as_read(*gpus: dict[str, Any]) -> str:
 @pytest.mark.defect("gpuid-19")
 async def test_reading_provides_index_uuid_and_serial(scene: Scene) -> None:
     gpus = [{"index": k, "uuid": f"GPU-{k}", "serial": "S", "model": "GB200", "memory": "189471Mi"} for k in range(2)]
+    gpus[0]["pci"] = "00000009:AF:00.0"
     read = as_read(*gpus, {"index": 2}, {"index": 3, "uuid": "GPU-3", "mig": True})
     scene.nodes.put({"metadata": {"name": "node-a", "annotations": {"gpuwarden.io/gpus": read}}})
     assert await scene.step() == ["create node-a"]
     found = {one.uuid: one for one in GpuNode.parse(scene.gpu_nodes.objects["node-a"]).devices}
     assert found == {
-        "GPU-0": Device(DeviceUuid("GPU-0"), 0, "GB200", "189471Mi", "S"),
+        "GPU-0": Device(DeviceUuid("GPU-0"), 0, "GB200", "189471Mi", "S", pci="0009:af:00.0"),
         "GPU-1": Device(DeviceUuid("GPU-1"), 1, "GB200", "189471Mi", "S"),
         "GPU-3": Device(DeviceUuid("GPU-3"), 3, is_healthy=False),
     }
@@ -704,13 +705,21 @@ async def test_published_gpus_are_listed_and_readings_complete_them(scene: Scene
     assert await scene.step() == ["create node-a"]
     model, memory = "NVIDIA H100 80GB HBM3", "81559Mi"
     first, second = scene.gpu_nodes.objects["node-a"]["spec"]["devices"]
-    assert first == {"uuid": "GPU-1", "model": model, "memory": memory}
-    assert second == {"uuid": "GPU-2", "model": model, "memory": memory, "healthy": False}
-    read = as_read({"index": 3, "uuid": "GPU-1", "serial": "s1", "model": "another"}, {"index": 4, "uuid": "GPU-9"})
+    assert first == {"uuid": "GPU-1", "model": model, "memory": memory, "pci": "0000:01:00.0"}
+    assert second == {"uuid": "GPU-2", "model": model, "memory": memory, "pci": "0000:02:00.0", "healthy": False}
+    other = {"index": 3, "uuid": "GPU-1", "serial": "s1", "model": "another", "pci": "00000000:AF:00.0"}
+    read = as_read(other, {"index": 4, "uuid": "GPU-9"})
     scene.nodes.put({"metadata": {"name": "node-a", "annotations": {"gpuwarden.io/gpus": read}}})
     assert await scene.step() == ["replace node-a"]
     first, _ = scene.gpu_nodes.objects["node-a"]["spec"]["devices"]
-    assert first == {"uuid": "GPU-1", "index": 3, "model": model, "memory": memory, "serial": "s1"}
+    assert first == {
+        "uuid": "GPU-1",
+        "index": 3,
+        "model": model,
+        "memory": memory,
+        "serial": "s1",
+        "pci": "0000:01:00.0",
+    }
 
 
 async def test_annotation_overrides_published_gpus(scene: Scene) -> None:

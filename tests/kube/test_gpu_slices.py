@@ -22,10 +22,10 @@ def with_attribute(raw: Raw, name: str, value: Any) -> Raw:
     return {**raw, "attributes": {**raw["attributes"], name: value}}
 
 
-def test_gpus_and_mig_devices_are_read_with_model_and_memory() -> None:
+def test_gpus_and_mig_devices_are_read_with_model_memory_and_pci_address() -> None:
     assert devices(gpu_device("GPU-1", 0), mig_device(MIG, "GPU-2", 0)) == (
-        Device(DeviceUuid("GPU-1"), model=MODEL, memory="81559Mi"),
-        Device(DeviceUuid(MIG), model=f"{MODEL} 1g.10gb", memory="9856Mi"),
+        Device(DeviceUuid("GPU-1"), model=MODEL, memory="81559Mi", pci="0000:01:00.0"),
+        Device(DeviceUuid(MIG), model=f"{MODEL} 1g.10gb", memory="9856Mi", pci="0000:01:00.0"),
     )
 
 
@@ -54,6 +54,7 @@ def test_device_without_a_uuid_of_its_own_is_left_out(raw: Raw) -> None:
 
 def test_texts_that_cannot_be_shown_are_left_out() -> None:
     raw = gpu_device("GPU-1", 0, model="H100\x1b[31m")
+    raw = with_attribute(raw, "resource.kubernetes.io/pciBusID", {"string": "0000:01:00.0\n"})
     assert devices({**raw, "capacity": {"memory": {"value": "8" * 33}}}) == (Device(DeviceUuid("GPU-1")),)
 
 

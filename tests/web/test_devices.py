@@ -249,7 +249,9 @@ async def test_devices_json_is_an_empty_object_without_devices() -> None:
 
 
 async def test_device_json_has_known_properties_only() -> None:
-    harness = Harness(node("gpu-a", gpu(1, index=0, model="H100", memory="80Gi", serial="16503"), gpu(2)))
+    harness = Harness(
+        node("gpu-a", gpu(1, index=0, model="H100", memory="80Gi", serial="16503", pci="0000:3b:00.0"), gpu(2))
+    )
     assert await harness.devices() == {
         GPU[1]: {
             "node": "gpu-a",
@@ -259,6 +261,7 @@ async def test_device_json_has_known_properties_only() -> None:
             "model": "H100",
             "memory": "80Gi",
             "serial": "16503",
+            "pci": "0000:3b:00.0",
             "evidence": "absent",
         },
         GPU[2]: {"node": "gpu-a", "labels": [], "state": "available", "evidence": "absent"},
@@ -601,7 +604,7 @@ INJECTION = """"'><script>alert(1)</script><img src=x onerror=alert(1)>{{7*7}}""
 
 
 async def test_page_escapes_all_external_text() -> None:
-    device = gpu(1, INJECTION, model=INJECTION, memory=INJECTION, serial=INJECTION)
+    device = gpu(1, INJECTION, model=INJECTION, memory=INJECTION, serial=INJECTION, pci=INJECTION)
     harness = Harness(node(INJECTION, device), notes=[INJECTION])
     reservation = await harness.pending("r1", GPU[1])
     await harness.ledger.bind_to_pod(PodProof.REPORTED, reservation.id, PodIdentity("ml", INJECTION, "uid-1"))

@@ -141,6 +141,7 @@ def reconciler_parts(settings: Settings, api: ApiClient, metrics: Metrics) -> Re
         ClaimForm(
             settings.gpu_driver,
             settings.gpu_device_class,
+            settings.mig_device_class,
             has_proofs=settings.proof_devices,
             evicts=settings.on_evidence_lost == OnEvidenceLost.EVICT,
             needs_evidence=policy.is_always_required,

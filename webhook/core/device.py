@@ -13,6 +13,9 @@ DeviceUuid = NewType("DeviceUuid", str)
 UUID: Final = re.compile(r"(GPU|MIG)-[A-Za-z0-9/-]{1,123}")
 
 
+# The forms of Kubernetes (domain of four digits) and of nvidia-smi (eight).
+PCI: Final = re.compile(r"([0-9a-f]{4,8}):([0-9a-f]{2}:[0-9a-f]{2}\.[0-7])")
+
 # The mark of a device that a ResourceClaim has and no reservation. Callers of /devices see it, so it has no names.
 CLAIMED: Final = "in use by a ResourceClaim"
 
@@ -20,6 +23,17 @@ CLAIMED: Final = "in use by a ResourceClaim"
 def is_uuid(text: str) -> bool:
     """Whether a container runtime reads the text as the UUID of one GPU."""
     return UUID.fullmatch(text) is not None
+
+
+def is_mig(uuid: str) -> bool:
+    """Whether the UUID is that of a MIG device."""
+    return uuid.startswith("MIG-")
+
+
+def pci_address(text: str) -> str:
+    """The PCI address as Kubernetes writes it, such as `0000:3b:00.0`; empty if the text is none."""
+    found = PCI.fullmatch(text.lower())
+    return "" if found is None else f"{int(found[1], 16):04x}:{found[2]}"
 
 
 class Slot(NamedTuple):
@@ -34,7 +48,7 @@ class Slot(NamedTuple):
 
 @frozen
 class Device:
-    """One GPU."""
+    """One GPU, or one MIG device: a part of a GPU."""
 
     uuid: DeviceUuid
     index: int | None = None
@@ -46,6 +60,8 @@ class Device:
     is_healthy: bool = True
     # How the use of the device contradicts its reservations, without names; empty if it does not.
     mismatch: str = ""
+    # The PCI address of the GPU.
+    pci: str = ""
 
     @property
     def is_usable(self) -> bool:
@@ -56,6 +72,10 @@ class Device:
     def is_claimed(self) -> bool:
         """Whether a ResourceClaim has it, and no reservation."""
         return self.mismatch == CLAIMED
+
+    @property
+    def is_mig(self) -> bool:
+        return is_mig(self.uuid)
 
     @property
     def is_shared(self) -> bool:

@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Final
 
+from webhook.core.device import is_mig
 from webhook.core.proof_devices import DRIVER, ProofMode
 from webhook.core.raw import Raw
 
@@ -81,7 +82,7 @@ def proof_selector(k: int, count: int, hash: str) -> str:
 
 
 def reserved_claim_spec(
-    uuids: Sequence[str], hash: str | None, *, gpu_driver: str, gpu_class: str, evicts: bool
+    uuids: Sequence[str], hash: str | None, *, gpu_driver: str, gpu_class: str, mig_class: str, evicts: bool
 ) -> Raw:
     """The spec of a claim for the GPUs of a reservation, each with its proof for the attribute `hash` if there is one.
     UUIDs have no quotes (`core/device.UUID`)."""
@@ -92,7 +93,7 @@ def reserved_claim_spec(
             own = f"device.attributes['{DRIVER}']"
             selector = f"{own}.hash == '{hash}' && {own}.mode == '{ProofMode.DRA}' && {is_gpu}"
             requests.append(request(f"proof{k}", DRIVER, selector, tolerations=[toleration(evicts=evicts)]))
-        requests.append(request(f"gpu{k}", gpu_class, is_gpu))
+        requests.append(request(f"gpu{k}", mig_class if is_mig(uuid) else gpu_class, is_gpu))
     devices: Raw = {"requests": requests}
     return {"devices": devices if hash is None else devices | tied(len(uuids), hash, gpu_driver)}
 

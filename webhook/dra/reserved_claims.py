@@ -60,6 +60,7 @@ class ClaimForm:
 
     gpu_driver: str
     gpu_class: str
+    mig_class: str
     # Whether GPUs of nodes with evidence are taken with their proof devices.
     has_proofs: bool
     # Whether the pod is evicted when the evidence ends.
@@ -265,7 +266,12 @@ class ReservedClaims:
     def _spec(self, held: Reservation, attribute: str | None) -> Raw:
         form = self._form
         return reserved_claim_spec(
-            sorted(held.uuids), attribute, gpu_driver=form.gpu_driver, gpu_class=form.gpu_class, evicts=form.evicts
+            sorted(held.uuids),
+            attribute,
+            gpu_driver=form.gpu_driver,
+            gpu_class=form.gpu_class,
+            mig_class=form.mig_class,
+            evicts=form.evicts,
         )
 
     def _report(self, one: ClaimingPod, problem: str) -> None:

@@ -244,6 +244,8 @@ class ProofSlices:
         from the claims of reservations, those are offered too: such a claim names the UUIDs of its reservation."""
         if self._mode(node) is ProofMode.DRA:
             return self._fleet.may_be_proven(device.uuid)
+        if device.is_mig:
+            return False  # claims that the scheduler chooses for ask for whole GPUs, and would try its proof in vain
         is_set_aside = device.uuid in self._fleet.set_aside_devices
         return self._fleet.may_be_proven(device.uuid) and not is_set_aside and not self._fleet.holders(device.uuid)
 

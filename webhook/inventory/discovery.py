@@ -112,6 +112,7 @@ def with_reading(one: Device, read: Device | None) -> Device:
         model=one.model or read.model,
         memory=one.memory or read.memory,
         serial=one.serial or read.serial,
+        pci=one.pci or read.pci,
     )
 
 

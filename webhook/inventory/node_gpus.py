@@ -7,7 +7,7 @@ from typing import Annotated, Final
 
 import msgspec
 
-from webhook.core.device import Device, DeviceUuid, is_uuid
+from webhook.core.device import Device, DeviceUuid, is_uuid, pci_address
 from webhook.inventory.node_annotations import MAX_DEVICES, AnnotatedDevices, UnreadableDevicesError, shown
 
 # The API server allows 256 KiB for all annotations of an object together.
@@ -78,6 +78,7 @@ def devices_read(found: NodeGpus) -> AnnotatedDevices:
             model=one.model or "",
             memory=one.memory or "",
             serial=one.serial or "",
+            pci=pci_address(one.pci or ""),
             is_healthy=not one.mig,
         )
         for one in found.gpus

@@ -38,6 +38,7 @@ class DeviceWire(msgspec.Struct, frozen=True, omit_defaults=True):
     model: str = ""
     memory: str = ""
     serial: str = ""
+    pci: str = ""
     labels: list[str] = []
     shares: int = 1
     healthy: bool = True
@@ -150,6 +151,7 @@ def device(wire: DeviceWire) -> Device:
         model=wire.model,
         memory=wire.memory,
         serial=wire.serial,
+        pci=wire.pci,
         labels=frozenset(wire.labels),
         shares=wire.shares,
         is_healthy=wire.healthy,
@@ -164,6 +166,7 @@ def raw_device(one: Device) -> Raw:
         model=one.model,
         memory=one.memory,
         serial=one.serial,
+        pci=one.pci,
         labels=sorted(one.labels),
         shares=one.shares,
         healthy=one.is_healthy,

@@ -5,12 +5,13 @@ from typing import Final
 
 import msgspec
 
-from webhook.core.device import Device, DeviceUuid, is_uuid
+from webhook.core.device import Device, DeviceUuid, is_uuid, pci_address
 from webhook.core.raw import Raw
 from webhook.kube.resource_slices import AttributeWire, PoolWire, UnreadableSliceError
 
 # Others are GPUs or MIG devices in another form, such as a whole GPU for a virtual machine.
 TYPES: Final = ("", "gpu", "mig")
+PCI_ADDRESS: Final = "resource.kubernetes.io/pciBusID"
 REPELS: Final = ("NoSchedule", "NoExecute")
 # An attribute has at most 64 bytes. The limit of the GPUNode CRD (manifests/gpunodes.yaml) for the memory.
 MAX_TEXT: Final = 64
@@ -82,6 +83,7 @@ def gpus_of(spec: GpuSliceSpecWire) -> Iterator[tuple[str, Device]]:
                 uuid=DeviceUuid(uuid),
                 model=" ".join(filter(None, (one.attribute("productName"), one.attribute("profile")))),
                 memory=memory_of(one),
+                pci=pci_address(one.attribute(PCI_ADDRESS)),
                 is_healthy=not any(taint.effect in REPELS for taint in one.taints),
             )
             yield one.name, device

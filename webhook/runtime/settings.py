@@ -488,7 +488,10 @@ class Settings:
         "DRA driver whose ResourceSlices list the GPUs; its attribute `uuid` ties a GPU to its proof device",
     )
     gpu_device_class: str = setting(
-        "gpu.nvidia.com", kinds.NAME, RECONCILE, "DeviceClass by which native pods get their GPUs"
+        "gpu.nvidia.com", kinds.NAME, RECONCILE, "DeviceClass by which ResourceClaims get whole GPUs"
+    )
+    mig_device_class: str = setting(
+        "mig.nvidia.com", kinds.NAME, RECONCILE, "DeviceClass by which ResourceClaims get reserved MIG devices"
     )
     proof_devices: bool = setting(
         False,

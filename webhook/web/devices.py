@@ -54,6 +54,9 @@ REDACTED = ReservationId("")
 MAX_NAMESPACES = 1000
 MAX_CONCURRENT_CHECKS = 16
 
+# Members of a device in the JSON, if they are known.
+PROPERTIES = ("index", "model", "memory", "serial", "pci")
+
 T = TypeVar("T")
 # Returns those of the given namespaces whose pods the caller may list.
 FilterNamespaces = Callable[[Collection[str]], Awaitable[Collection[str]]]
@@ -241,7 +244,7 @@ def device_json(seen: DevicesView, now: datetime, evidence: EvidenceState, *, sh
         content["mismatch"] = device.mismatch
     if len(seen.nodes) > 1:
         content["nodes"] = list(seen.nodes)
-    properties = {"index": device.index, "model": device.model, "memory": device.memory, "serial": device.serial}
+    properties = {name: getattr(device, name) for name in PROPERTIES}
     content.update((name, value) for name, value in properties.items() if value not in (None, ""))
     if device.is_shared:
         content["shares"] = device.shares
@@ -379,7 +382,7 @@ class Query:
 
     def _is_in(self, seen: DevicesView) -> bool:
         device = seen.device
-        texts = [device.uuid, device.model, device.serial, *seen.nodes, *device.labels]
+        texts = [device.uuid, device.model, device.serial, device.pci, *seen.nodes, *device.labels]
         for holder in (one for one in seen.holders if one.id != REDACTED):
             shows_id = self.finds_pending_ids or has_pod(holder)
             texts += (pod_of(holder), holder.id if shows_id else "", holder.uid or "")

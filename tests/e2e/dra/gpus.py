@@ -72,6 +72,7 @@ def mig_device(uuid: str, parent: str, number: int) -> Raw:
         "parentUUID": {"string": parent},
         "profile": {"string": "1g.10gb"},
         "productName": {"string": "NVIDIA H100 80GB HBM3"},
+        "resource.kubernetes.io/pciBusID": {"string": "0000:01:00.0"},
     }
     return {
         "name": f"gpu-0-mig-1g10gb-19-{number}",

@@ -17,12 +17,14 @@ from scripts.controlplane.cluster import Cluster
 from tests.e2e.cluster_users import resource_of
 from tests.e2e.conftest import emptied_namespace
 from tests.e2e.dra.gpus import (
+    DEVICE_CLASSES,
     GPU_DRIVER,
     RESOURCE_CLAIMS,
     RESOURCE_SLICES,
     bound,
     claiming_pod,
     device_classes,
+    mig_device,
     pairs_of,
     proof_devices,
     refused_by_scheduler,
@@ -33,6 +35,7 @@ from tests.e2e.kube import EVENTS, NAMESPACES, NODES, PODS, ApiError, Kube, Raw,
 from tests.e2e.measurements import report_figures
 from tests.e2e.processes import OPT_IN, Site, site
 from tests.e2e.test_discovery import NODE_EVIDENCES
+from tests.e2e.test_ledger import GPU_NODES
 from webhook.core.proof_devices import DRIVER
 from webhook.kube.install.policies import Installation, dra
 
@@ -40,6 +43,7 @@ HASH = "sha256:aa11"
 A, B = "claims-0", "claims-1"
 GATE = "gpuwarden.io/queue"
 INJECTION = "gpuwarden.io/injection"
+MIG_CLASS = "mig.nvidia.com"
 GPUS = "gpuwarden.io/gpu-uuid"
 LEASES = Resource("apis/coordination.k8s.io/v1", "leases")
 
@@ -312,6 +316,48 @@ async def test_gpu_of_a_pod_that_has_ended_is_allocated_again(claims: Claims, ku
     await wait_until(lambda: claims.here.held(), lambda held: len(held) == 2)
     await claims.create("next", 2)
     await claims.assert_delivered(await claims.runs("next"))
+
+
+async def test_mig_device_is_allocated_by_the_class_of_mig_devices(claims: Claims, kube: Kube) -> None:
+    mig = "MIG-11111111-0000-4000-8000-000000000001"
+    written = await kube.get(RESOURCE_SLICES, f"{A}-{GPU_DRIVER}")
+    written["spec"]["devices"] = [mig_device(mig, f"GPU-{A}-0", 0)]
+    written["spec"]["pool"]["generation"] += 1
+    async with mig_class(kube):
+        await kube.replace(RESOURCE_SLICES, written)
+        asking = pod("part", 1, {"gpuwarden.io/required-hash": HASH}, nodeSelector={"kubernetes.io/hostname": A})
+
+        async def chosen() -> str:
+            with suppress(ApiError):
+                made = await kube.create(PODS, asking, claims.namespace, dryRun="All")
+                return str(made["metadata"]["annotations"][GPUS])
+            return ""
+
+        await wait_until(chosen, lambda uuid: uuid == mig)
+        await kube.create(PODS, asking, claims.namespace)
+        part = await claims.runs("part")
+        assert await claims.assert_delivered(part) == [mig]
+        (node,) = [one for one in await kube.list(GPU_NODES) if one["metadata"]["name"] == A]
+        assert {one["uuid"]: one["pci"] for one in node["spec"]["devices"]} == {mig: "0000:01:00.0"}
+        requests = (await claims.claim_of(part))["spec"]["devices"]["requests"]
+        assert [one["exactly"]["deviceClassName"] for one in requests] == [DRIVER, MIG_CLASS]
+        await claims.gone("part")
+
+
+@asynccontextmanager
+async def mig_class(kube: Kube) -> AsyncIterator[None]:
+    """Both classes as NVIDIA's driver has them: one for GPUs, the other for MIG devices."""
+    for name, kind in ((GPU_DRIVER, "gpu"), (MIG_CLASS, "mig")):
+        expression = f"device.driver == '{GPU_DRIVER}' && device.attributes['{GPU_DRIVER}'].type == '{kind}'"
+        spec = {"selectors": [{"cel": {"expression": expression}}]}
+        if await kube.find(DEVICE_CLASSES, name) is None:
+            await kube.create(DEVICE_CLASSES, {"metadata": {"name": name}, "spec": spec})
+        else:
+            await kube.patch(DEVICE_CLASSES, name, {"spec": spec})
+    try:
+        yield
+    finally:
+        await kube.delete(DEVICE_CLASSES, MIG_CLASS)
 
 
 async def test_pods_go_to_nodes_of_their_own_injection(claims: Claims, kube: Kube) -> None:
