@@ -10,6 +10,7 @@ from grpclib.exceptions import GRPCError
 from grpclib.server import Server, Stream
 
 from tests.evidence.doubles import Table, built
+from webhook.core.proof_devices import DRIVER
 
 # Messages of runtime.v1 and of the kubelet's PodResources v1. On the wire a map is a list of entries, an enumeration is
 # a number.
@@ -23,6 +24,7 @@ TABLE: Table = {
         (3, "state", "int32"),
         (4, "created_at", "int64"),
         (5, "labels", "*Label"),
+        (6, "annotations", "*Label"),
         (7, "runtime_handler", "string"),
     ),
     "ListPodSandboxResponse": ((1, "items", "*PodSandbox"),),
@@ -37,7 +39,18 @@ TABLE: Table = {
         (8, "labels", "*Label"),
     ),
     "ListContainersResponse": ((1, "containers", "*Container"),),
-    "ContainerResources": ((1, "name", "string"),),
+    "ContainerDevices": ((1, "resource_name", "string"), (2, "device_ids", "*string")),
+    "ClaimResource": ((2, "driver_name", "string"), (3, "pool_name", "string"), (4, "device_name", "string")),
+    "DynamicResource": (
+        (2, "claim_name", "string"),
+        (3, "claim_namespace", "string"),
+        (4, "claim_resources", "*ClaimResource"),
+    ),
+    "ContainerResources": (
+        (1, "name", "string"),
+        (2, "devices", "*ContainerDevices"),
+        (5, "dynamic_resources", "*DynamicResource"),
+    ),
     "PodResources": ((1, "name", "string"), (2, "namespace", "string"), (3, "containers", "*ContainerResources")),
     "ListPodResourcesResponse": ((1, "pod_resources", "*PodResources"),),
 }
@@ -65,6 +78,10 @@ class NodeDouble:
     sandboxes: dict[str, list[int]] = field(factory=lambda: {OWN: [READY]})
     containers: dict[str, list[int]] = field(factory=lambda: {OWN: [RUNNING]})
     kubelet_pods: set[str] = field(factory=lambda: {"own"})
+    # By uid: the annotation with the reserved GPUs, the ids of devices of a device plugin, and proof devices.
+    reserved: dict[str, str] = field(factory=dict)
+    given: dict[str, list[str]] = field(factory=dict)
+    proofs: dict[str, list[str]] = field(factory=dict)
     # The names of calls that fail.
     failing_calls: set[str] = field(factory=set)
     calls: list[str] = field(factory=list)
@@ -126,6 +143,7 @@ class NodeDouble:
                 state=state,
                 created_at=1,
                 labels=[label("uid", uid)],
+                annotations=[MESSAGES["Label"](key="gpuwarden.io/gpu-uuid", value=self.reserved.get(uid, ""))],
                 runtime_handler="nvidia",
             )
             for uid, states in self.sandboxes.items()
@@ -153,11 +171,22 @@ class NodeDouble:
 
     async def _list_pods(self, stream: "Stream[Any, Any]") -> None:
         await self._received(stream, "List")
-        main = [MESSAGES["ContainerResources"](name="main")]
         pods = [
-            MESSAGES["PodResources"](name=name, namespace="ml", containers=main) for name in sorted(self.kubelet_pods)
+            MESSAGES["PodResources"](name=name, namespace="ml", containers=self._resources(f"uid-{name}"))
+            for name in sorted(self.kubelet_pods)
         ]
         await stream.send_message(MESSAGES["ListPodResourcesResponse"](pod_resources=pods))
+
+    def _resources(self, uid: str) -> list[Any]:
+        """Of two containers: one has the devices of a device plugin, the other those of a claim."""
+        plugin = MESSAGES["ContainerDevices"](resource_name="nvidia.com/gpu", device_ids=self.given.get(uid, []))
+        drivers = [("gpu.nvidia.com", "gpu-0"), *((DRIVER, name) for name in self.proofs.get(uid, []))]
+        results = [MESSAGES["ClaimResource"](driver_name=one, pool_name="n", device_name=name) for one, name in drivers]
+        claim = MESSAGES["DynamicResource"](claim_name="c", claim_namespace="ml", claim_resources=results)
+        return [
+            MESSAGES["ContainerResources"](name="main", devices=[plugin]),
+            MESSAGES["ContainerResources"](name="other", dynamic_resources=[claim]),
+        ]
 
     async def _received(self, stream: "Stream[Any, Any]", call: str) -> None:
         await stream.recv_message()

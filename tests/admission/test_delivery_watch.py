@@ -4,6 +4,7 @@ import random
 from datetime import timedelta
 
 import pytest
+from attrs import evolve
 
 from tests.admission.given_pods import ended_pod, given_container, given_pod
 from tests.builders import NOW, Raw, device, node, reservation, slot
@@ -103,6 +104,26 @@ async def test_gpu_of_a_pod_without_a_reservation_is_marked_at_once_until_the_po
     assert await scene.step() == {}
     assert list(scene.watch.take_changes()) == ["node-a"]
     assert scene.counts() == (0, 0, 0)
+
+
+async def test_gpus_by_the_report_of_a_node_count_like_those_of_the_status_until_the_pod_has_ended() -> None:
+    scene = Scene(OnMismatch.EVICT)
+    scene.hold(evolve(TRAIN, given=(DeviceUuid("GPU-b"),)))
+    assert await scene.settle() == [("train", MISMATCHED)]
+    assert scene.marks == {"GPU-a": REPLACED, "GPU-b": IN_USE}
+    assert (scene.counts(), scene.evicted) == ((1, 0, 0), ["train"])
+    scene.hold()
+    assert await scene.step() == {}
+    assert scene.counts() == (0, 0, 0)
+
+
+async def test_report_of_a_node_and_the_status_are_one_difference(scene: Scene) -> None:
+    scene.watch.changed(given_pod("GPU-a", name="train", namespace="ml"))
+    scene.hold(TRAIN)
+    assert await scene.settle() == []
+    scene.hold(evolve(TRAIN, given=(DeviceUuid("GPU-a"), DeviceUuid("GPU-c"))))
+    assert await scene.settle() == [("train", MISMATCHED)]
+    assert scene.marks == {"GPU-c": IN_USE}
 
 
 async def test_pod_without_gpus_changes_nothing(scene: Scene) -> None:

@@ -10,6 +10,7 @@ from tests.ledger.contract import CLOCK_SKEW, PENDING_DEADLINE, on
 from tests.ledger.test_cluster import ended
 from tests.ledger.test_reconcile import MARGIN, MAX_GRACE, ON_NODE, POD, R1, RECORD, Scene, raw_pod
 from webhook.admission.pending_limits import PendingLimiter, PendingLimits
+from webhook.core.device import DeviceUuid
 from webhook.core.device_state import DeviceState, reservation_state
 from webhook.core.errors import LedgerUnavailableError, SlotsTakenError
 from webhook.core.reasons import Reason
@@ -22,7 +23,7 @@ from webhook.core.reservation import (
     ReservationId,
     ReservationRequest,
 )
-from webhook.evidence.jwt.end_reports import EndReports, uid_digest
+from webhook.evidence.jwt.node_reports import NodeReports, uid_digest
 from webhook.kube.gpu_node import GpuNode
 from webhook.ledger.cluster import DEFAULT_TIMEOUT as AGAIN
 from webhook.ledger.end_of_use import NodeSnapshot
@@ -504,10 +505,10 @@ def rewritten_by_an_older_replica(scene: Scene) -> None:
 # Reports of the node.
 
 
-def reports(scene: Scene) -> EndReports:
+def reports(scene: Scene) -> NodeReports:
     """The reports of a replica that serves a node."""
     scene.bench.replica.watch.catch_up()
-    return EndReports(scene.bench.replica.ledger, CLOCK_SKEW)
+    return NodeReports(scene.bench.replica.ledger, CLOCK_SKEW)
 
 
 UID = POD.uid
@@ -518,7 +519,7 @@ async def test_orphan_is_released_at_once_when_its_node_reports_no_use(scene: Sc
     await gone_by_force(scene)
     scene.bench.now += EARLY + timedelta(seconds=1)
     assert reports(scene).digests("node-a", scene.bench.now) == [uid_digest(UID)]
-    await reports(scene).take("node-a", [UID], scene.bench.now)
+    await reports(scene).take_ended("node-a", [UID], scene.bench.now)
     assert scene.bench.held()["GPU-a0/0"]["unusedAt"]
     assert reports(scene).digests("node-a", scene.bench.now) == []
     assert await after(scene, timedelta(0)) == {}
@@ -526,24 +527,41 @@ async def test_orphan_is_released_at_once_when_its_node_reports_no_use(scene: Sc
     assert "its node reports that nothing uses it" in scene.heard.messages[-1]
 
 
+async def test_gpus_that_a_node_reports_are_stored_with_the_reservation(scene: Scene) -> None:
+    await reports(scene).take_given("node-a", {UID: ["GPU-a7", "GPU-a6"]})
+    assert scene.bench.held()["GPU-a0/0"]["given"] == ["GPU-a6", "GPU-a7"]
+    scene.bench.replica.watch.catch_up()
+    one = scene.bench.replica.ledger.of_pod(UID)
+    assert one is not None
+    assert one.given == ("GPU-a6", "GPU-a7")
+    assert list(scene.bench.replica.ledger.on("node-a")) == [one]
+
+
+async def test_gpus_of_an_orphan_are_not_stored(scene: Scene) -> None:
+    """The kubelet names pods without their uids: they may be those of its successor."""
+    await gone_by_force(scene)
+    await reports(scene).take_given("node-a", {UID: ["GPU-a7"]})
+    assert "given" not in scene.bench.held()["GPU-a0/0"]
+
+
 async def test_node_report_releases_no_orphan_of_another_node(scene: Scene) -> None:
     await gone_by_force(scene)
     scene.bench.now += EARLY + timedelta(seconds=1)
     assert reports(scene).digests("node-b", scene.bench.now) == []
-    await reports(scene).take("node-b", [UID], scene.bench.now)
+    await reports(scene).take_ended("node-b", [UID], scene.bench.now)
     assert await after(scene, CHECK_INTERVAL)
 
 
 async def test_node_report_releases_only_the_named_pods(scene: Scene) -> None:
     await gone_by_force(scene)
     scene.bench.now += EARLY + timedelta(seconds=1)
-    await reports(scene).take("node-a", ["another", uid_digest(UID), ""], scene.bench.now)
+    await reports(scene).take_ended("node-a", ["another", uid_digest(UID), ""], scene.bench.now)
     assert await after(scene, CHECK_INTERVAL)
 
 
 async def test_node_report_about_a_pod_that_is_no_orphan_is_ignored(scene: Scene) -> None:
     before = scene.bench.held()
-    await reports(scene).take("node-a", [UID], scene.bench.now + timedelta(days=1))
+    await reports(scene).take_ended("node-a", [UID], scene.bench.now + timedelta(days=1))
     assert await after(scene, CHECK_INTERVAL) == before
 
 
@@ -553,7 +571,7 @@ async def test_challenge_within_the_clock_skew_of_an_orphan_neither_asks_nor_cou
     await gone_by_force(scene)
     asked = scene.bench.now + EARLY
     assert reports(scene).digests("node-a", asked) == []
-    await reports(scene).take("node-a", [UID], asked)
+    await reports(scene).take_ended("node-a", [UID], asked)
     (held,) = scene.bench.replica.ledger.orphans_on("node-a")
     assert not await scene.bench.replica.ledger.mark_unused(held, asked)
     assert await after(scene, CHECK_INTERVAL)
@@ -562,7 +580,7 @@ async def test_challenge_within_the_clock_skew_of_an_orphan_neither_asks_nor_cou
 async def test_node_must_report_again_when_the_pod_is_orphaned_again(scene: Scene) -> None:
     await gone_by_force(scene)
     scene.bench.now += EARLY + timedelta(seconds=1)
-    await reports(scene).take("node-a", [UID], scene.bench.now)
+    await reports(scene).take_ended("node-a", [UID], scene.bench.now)
     (held,) = scene.bench.replica.ledger.reservations()
     later = Orphan(scene.bench.now + timedelta(seconds=1), GRACE)
     await scene.bench.ledger.mark_orphaned(R1, POD, later, node="node-a", since=held.since)
@@ -580,6 +598,12 @@ class UnavailableLedger:
     def orphans_on(self, node: str) -> list[Reservation]:
         return [self.held]
 
+    def of_pod(self, uid: str) -> Reservation | None:
+        return self.held
+
+    async def note_given(self, one: Reservation, given: tuple[DeviceUuid, ...]) -> bool:
+        raise LedgerUnavailableError("away")
+
     async def mark_unused(self, one: Reservation, asked_at: datetime) -> bool:
         raise LedgerUnavailableError("away")
 
@@ -588,6 +612,7 @@ async def test_report_that_cannot_be_stored_is_requested_again(scene: Scene) -> 
     await gone_by_force(scene)
     scene.bench.now += EARLY + timedelta(seconds=1)
     (held,) = scene.bench.ledger.orphans_on("node-a")
-    asking = EndReports(UnavailableLedger(held), CLOCK_SKEW)
-    await asking.take("node-a", [UID], scene.bench.now)
+    asking = NodeReports(UnavailableLedger(held), CLOCK_SKEW)
+    await asking.take_ended("node-a", [UID], scene.bench.now)
+    await asking.take_given("node-a", {UID: ["GPU-a7"]})
     assert asking.digests("node-a", scene.bench.now) == [uid_digest(UID)]

@@ -40,7 +40,7 @@ from webhook.core.reservation import (
     ReservationId,
     ReservationRequest,
 )
-from webhook.evidence.jwt.end_reports import EndReports, uid_digest
+from webhook.evidence.jwt.node_reports import NodeReports, uid_digest
 from webhook.kube.gpu_node import FINALIZER
 from webhook.ledger.cluster import PodReaderUnavailableError
 from webhook.ledger.end_of_use import NodeSnapshot, OrphanTimes
@@ -646,12 +646,12 @@ class World(RuleBasedStateMachine):
         one = self.processes[which]
         one.deliver_node_events(of_nodes)
         wanted = {raw["metadata"]["uid"] for raw in self.pods()}
-        reports = EndReports(one.ledger, CLOCK_SKEW)
+        reports = NodeReports(one.ledger, CLOCK_SKEW)
         digests = reports.digests(node, one.clock())
         known = [held.uid for held in one.ledger.orphans_on(node) if held.uid and uid_digest(held.uid) in digests]
         ended = [uid for uid in known if uid not in self.containers and uid not in wanted]
         if self.is_alive(node) and ended:
-            self.run(reports.take(node, ended, one.clock()))
+            self.run(reports.take_ended(node, ended, one.clock()))
 
     # The reconcilers.
 

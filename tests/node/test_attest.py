@@ -25,10 +25,11 @@ from tests.running import GPUWARDEN, Running, refusing, serving
 from tests.web.harness import INVENTORY
 from webhook.core.evidence_id import DEFAULT_TEMPLATE, EvidenceId
 from webhook.evidence import EvidenceUnavailableError
-from webhook.evidence.jwt.end_reports import uid_digest
 from webhook.evidence.jwt.jwt_workload_api import JwtWorkloadApi
+from webhook.evidence.jwt.node_reports import uid_digest
 from webhook.evidence.jwt.nonce import PREFIX
-from webhook.node.attest import BACKOFF, Attester, EndReporter, NotAttestedError
+from webhook.node.attest import BACKOFF, Attester, NotAttestedError, PodReporter
+from webhook.node.given_gpus import AGAIN_AFTER, LASTING
 from webhook.node.node_identity import NodeIdentity, NotOneIdentityError
 from webhook.node.node_pods import NodePods
 from webhook.node.pod_ends import MAX_SYNC_DURATION
@@ -288,7 +289,7 @@ async def reporting(
     double = EndpointDouble(b"", port=listener.sockets[0].getsockname()[1])
     now = 0.0
     pods = NodePods(node.runtime, node.kubelet, OWN)
-    reporter = EndReporter(attester(agent, double, ca), pods, lambda: now)
+    reporter = PodReporter(attester(agent, double, ca), pods, lambda: now)
 
     async def another_round(after: float = 5) -> list[object]:
         nonlocal now
@@ -324,6 +325,27 @@ async def test_end_of_an_orphan_is_reported_with_a_proof(
         assert agent.audiences == [NONCE]
         server.orphans = []
         assert await another_round() == []
+
+
+async def test_gpus_that_are_not_reserved_are_reported_with_a_proof_until_they_are_gone(
+    agent: JwtWorkloadApiDouble, ca: trustme.CA, node: NodeDouble
+) -> None:
+    server = RecordingServer()
+    node.run("uid-train")
+    node.reserved["uid-train"], node.given["uid-train"] = "GPU-a", ["GPU-b"]
+    async with reporting(agent, ca, node, server) as another_round:
+
+        async def given(after: float) -> list[object]:
+            await another_round(after)
+            return [one.get("given") for one in server.posted]
+
+        assert await given(5) == []
+        assert await given(LASTING.total_seconds()) == [{"uid-train": ["GPU-b"]}]
+        assert agent.audiences == [NONCE]
+        assert await given(5) == []
+        assert await given(AGAIN_AFTER.total_seconds()) == [{"uid-train": ["GPU-b"]}]
+        node.end("uid-train")
+        assert await given(AGAIN_AFTER.total_seconds()) == []
 
 
 async def test_pod_alive_at_the_last_check_is_not_reported(
@@ -364,7 +386,7 @@ async def test_unreadable_node_does_not_stop_the_reporter(
 ) -> None:
     node.failing_calls.add("ListContainers")
     async with endpoint(context(ca), asking()) as server:
-        reporter = EndReporter(attester(agent, server, ca), NodePods(node.runtime, node.kubelet, OWN))
+        reporter = PodReporter(attester(agent, server, ca), NodePods(node.runtime, node.kubelet, OWN))
         rounds = 0
 
         async def sleep(_: float) -> None:
@@ -377,7 +399,7 @@ async def test_unreadable_node_does_not_stop_the_reporter(
 
         with capture_logs() as logs, pytest.raises(asyncio.CancelledError):
             await reporter.run(sleep)
-    assert [one["event"] for one in logs] == ["ends of pods not reported", "ends of pods reported again"]
+    assert [one["event"] for one in logs] == ["pods not reported", "pods reported again"]
 
 
 async def test_unavailable_server_is_not_logged_as_back_between_requests(
@@ -387,7 +409,7 @@ async def test_unavailable_server_is_not_logged_as_back_between_requests(
     now = 0.0
     async with endpoint(context(ca), b"{}") as server:
         pods = NodePods(node.runtime, node.kubelet, OWN)
-        reporter = EndReporter(attester(agent, server, ca), pods, lambda: now)
+        reporter = PodReporter(attester(agent, server, ca), pods, lambda: now)
 
         async def sleep(_: float) -> None:
             nonlocal now
@@ -397,7 +419,7 @@ async def test_unavailable_server_is_not_logged_as_back_between_requests(
 
         with capture_logs() as logs, pytest.raises(asyncio.CancelledError):
             await reporter.run(sleep)
-    assert [one["event"] for one in logs] == ["ends of pods not reported"]
+    assert [one["event"] for one in logs] == ["pods not reported"]
 
 
 def test_runtime_socket_needs_the_pod_uid(tmp_path: Path) -> None:

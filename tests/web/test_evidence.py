@@ -21,8 +21,8 @@ from tests.evidence.jwt.tokens import TRUST_DOMAIN, SigningKey, document, eviden
 from tests.web.harness import INVENTORY, Harness
 from webhook.core.device import DeviceUuid, Slot
 from webhook.core.reservation import Orphan, Phase, Reservation, ReservationId
-from webhook.evidence.jwt.end_reports import MAX_PODS, EndReports, uid_digest
 from webhook.evidence.jwt.jwt_svid import TokenFault
+from webhook.evidence.jwt.node_reports import MAX_GIVEN, MAX_PODS, NodeReports, uid_digest
 
 KEY, FOREIGN = SigningKey.make("key-1"), SigningKey.make("key-1")
 
@@ -352,6 +352,7 @@ class FakeOrphans:
     def __init__(self, at: datetime) -> None:
         self.orphan = Orphan(at, timedelta(hours=1))
         self.marked: list[tuple[str, datetime]] = []
+        self.given: dict[str, tuple[str, ...]] = {}
 
     def orphans_on(self, node: str) -> list[Reservation]:
         if node != "node-a":
@@ -364,13 +365,20 @@ class FakeOrphans:
         self.marked.append((one.id, asked_at))
         return True
 
+    def of_pod(self, uid: str) -> Reservation | None:
+        return next((one for one in self.orphans_on("node-a") if one.uid == uid), None)
+
+    async def note_given(self, one: Reservation, given: tuple[DeviceUuid, ...]) -> bool:
+        self.given[one.id] = given
+        return True
+
 
 @pytest.fixture
 def orphans(site: Site) -> FakeOrphans:
     found = FakeOrphans(site.harness.now - timedelta(minutes=1))
     attestation = site.harness.parts.attestation
     assert attestation is not None
-    object.__setattr__(attestation, "reports", EndReports(found, timedelta(seconds=5)))
+    object.__setattr__(attestation, "reports", NodeReports(found, timedelta(seconds=5)))
     return found
 
 
@@ -393,6 +401,41 @@ async def test_node_cannot_report_orphans_of_another_node(site: Site, orphans: F
     text = await site.token("node-b", sub=evidence_id("node-b", OTHER_HASH))
     assert (await site.harness.tls.post("/evidence", json={"token": text, "ended": ["uid-1"]})).status_code == 200
     assert orphans.marked == []
+
+
+@pytest.mark.parametrize(
+    ("node", "given", "noted"),
+    [
+        ("node-a", {"uid-1": ["GPU-2"], "uid-2": ["GPU-3"]}, {"r1": ("GPU-2",)}),
+        ("node-a", {"uid-1": ["GPU-2", "GPU-1", "all", "GPU-2"]}, {"r1": ("GPU-1", "GPU-2")}),
+        ("node-a", {"uid-1": ["GPU-1"]}, {}),
+        ("node-b", {"uid-1": ["GPU-2"]}, {}),
+    ],
+    ids=["its own pod", "no UUID", "the reserved GPU", "a pod of another node"],
+)
+async def test_node_reports_the_gpus_of_its_own_pods_only(
+    site: Site, orphans: FakeOrphans, node: str, given: dict[str, list[str]], noted: dict[str, tuple[str, ...]]
+) -> None:
+    text = await site.token(node, sub=evidence_id(node, HASH if node == "node-a" else OTHER_HASH))
+    reply = await site.harness.tls.post("/evidence", json={"token": text, "given": given})
+    assert (reply.status_code, orphans.given) == (200, noted)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["uid-1"],
+        {"uid-1": "GPU-2"},
+        {"uid-1": [2]},
+        {"uid-1": ["G" * 128]},
+        {"u" * 65: ["GPU-2"]},
+        {"uid-1": ["GPU-2"] * (MAX_GIVEN + 1)},
+        {f"uid-{number}": ["GPU-2"] for number in range(MAX_GIVEN + 1)},
+    ],
+)
+async def test_malformed_report_of_gpus_is_refused(site: Site, orphans: FakeOrphans, given: Any) -> None:
+    reply = await site.harness.tls.post("/evidence", json={"token": await site.token(), "given": given})
+    assert (reply.status_code, orphans.given) == (400, {})
 
 
 async def test_end_report_with_a_refused_token_is_ignored(site: Site, orphans: FakeOrphans) -> None:

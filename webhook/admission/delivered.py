@@ -6,14 +6,11 @@ from enum import StrEnum
 import msgspec
 from attrs import frozen
 
-from webhook.core.device import DeviceUuid, is_uuid
+from webhook.core.device import REPLICA, DeviceUuid, is_uuid
 from webhook.core.pod import WireStruct
 from webhook.core.raw import Raw
 from webhook.core.reservation import Phase, PodIdentity, Reservation
 from webhook.ledger.end_of_use import ContainerUse, container_use_in
-
-# A device plugin that shares a GPU in time appends a number to the UUID.
-REPLICA = "::"
 
 
 class GivenDeviceWire(WireStruct, frozen=True):

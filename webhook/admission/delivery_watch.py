@@ -9,7 +9,7 @@ from functools import partial
 from typing import Protocol
 
 import structlog
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 
 from webhook.admission.delivered import DeliveryFault, GivenDevices, WrongDelivery, marks_of, wrong_deliveries
 from webhook.admission.evidence_loss import EvictionError
@@ -17,7 +17,7 @@ from webhook.core.device import DeviceUuid
 from webhook.core.fleet import Fleet
 from webhook.core.raw import Raw
 from webhook.core.reasons import Reason
-from webhook.core.reservation import Phase, PodIdentity
+from webhook.core.reservation import Phase, PodIdentity, Reservation
 from webhook.kube.events import Events, Subject
 from webhook.ledger import Ledger
 from webhook.ledger.end_of_use import OrphanTimes, has_ended, longest_grace_in
@@ -71,6 +71,11 @@ class SeenFault:
     is_reported: bool = False
 
 
+def reported_devices(one: Reservation, uid: str) -> GivenDevices:
+    """The GPUs of the reservation's pod by the report of its node."""
+    return GivenDevices(PodIdentity(one.namespace, one.pod_name or "", uid), one.node, one.given)
+
+
 @define(eq=False, repr=False)
 class DeliveryWatch:
     """Listener of the watch of pods. `step` reports and evicts; `marks_on` tells the writer of GPUNodes."""
@@ -88,6 +93,9 @@ class DeliveryWatch:
     _uids_on: dict[str, set[str]] = field(factory=lambda: defaultdict(set), init=False)
     _changed_in_fleet: set[str] = field(init=False)
     _changed_pods: set[str] = field(factory=set, init=False)
+    # The GPUs of pods by the reports of their nodes, and the uids of these pods by node.
+    _reported: dict[str, GivenDevices] = field(factory=dict, init=False)
+    _reported_on: dict[str, set[str]] = field(factory=dict, init=False)
     # Pods that are gone and were not seen to end, until their containers must have ended.
     _gone: dict[str, tuple[GivenDevices, datetime]] = field(factory=dict, init=False)
     # The longest grace period seen of each pod with GPUs.
@@ -177,16 +185,35 @@ class DeliveryWatch:
         """
         again = self._changed_pods | self._faults.keys()
         for node in self._changed_in_fleet:
-            again |= self._uids_on.get(node, set())
+            again |= self._uids_on.get(node, set()) | self._read_reports(node)
         self._changed_pods.clear()
         self._changed_in_fleet.clear()
-        for uid in again & self._given.keys():
-            found = tuple(self._wrong([self._given[uid]]))
+        for uid in again:
+            found = tuple(self._wrong(self._given_to(uid)))
             if found:
                 self._faults[uid] = found
             else:
                 self._faults.pop(uid, None)
         return [one for uid in sorted(self._faults) for one in self._faults[uid]]
+
+    def _read_reports(self, node: str) -> set[str]:
+        """Updates what the node has reported about its pods. Returns the uids of these pods, and of those before."""
+        before = self._reported_on.pop(node, set())
+        for uid in before:
+            self._reported.pop(uid, None)
+        found = {one.uid: reported_devices(one, one.uid) for one in self._ledger.on(node) if one.uid and one.given}
+        if found:
+            self._reported.update(found)
+            self._reported_on[node] = set(found)
+        return before | found.keys()
+
+    def _given_to(self, uid: str) -> Collection[GivenDevices]:
+        """The GPUs of a pod by its status and by the report of its node, which also sees those of sidecars and those of
+        kubelets that write no such status."""
+        shown, reported = self._given.get(uid), self._reported.get(uid)
+        if shown is None or reported is None:
+            return [one for one in (shown, reported) if one is not None]
+        return [evolve(shown, uuids=tuple(dict.fromkeys((*shown.uuids, *reported.uuids))))]
 
     def _wrong(self, given: Collection[GivenDevices]) -> Iterator[WrongDelivery]:
         for one in given:

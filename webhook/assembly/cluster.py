@@ -24,7 +24,7 @@ from webhook.core.raw import Raw
 from webhook.evidence.cluster import EvidenceView, EvidenceWriter
 from webhook.evidence.jwt.attestation import attestation_of
 from webhook.evidence.jwt.cluster_proofs import ApiNodeCreationTimes, ClusterBundleVersions, ClusterProofs
-from webhook.evidence.jwt.end_reports import EndReports
+from webhook.evidence.jwt.node_reports import NodeReports
 from webhook.evidence.jwt.nonce import LIFE as CHALLENGE_LIFE
 from webhook.evidence.providers import providers_of, pushed_of, retired_of
 from webhook.evidence.static import StaticEvidence, written_by_hand
@@ -116,7 +116,7 @@ def clustered(settings: Settings, clock: Clock, api: ApiClient, pods: ApiPods) -
     waiting = WaitingPods(parts.rules.claims, parts.rules.dress, queue_order=parts.reserver.queue_order)
     found.fleet_source.also(Watch(api, PODS_PATH, waiting, only={"labelSelector": keys.QUEUED_LABEL}))
     proofs = ClusterProofs(ApiObjects(api, NODE_EVIDENCES), ApiNodeCreationTimes(api), settings.clock_skew)
-    reports = EndReports(found.ledger, settings.clock_skew)
+    reports = NodeReports(found.ledger, settings.clock_skew)
     attestation = attestation_of(settings, proofs, clock, found.metrics, marks_of(settings, api), reports)
     return evolve(parts, attestation=attestation, hinting=hinting_in(settings, parts, api))
 

@@ -16,6 +16,9 @@ UUID: Final = re.compile(r"(GPU|MIG)-[A-Za-z0-9/-]{1,123}")
 # The forms of Kubernetes (domain of four digits) and of nvidia-smi (eight).
 PCI: Final = re.compile(r"([0-9a-f]{4,8}):([0-9a-f]{2}:[0-9a-f]{2}\.[0-7])")
 
+# A device plugin that shares a GPU in time appends this and a number to the UUID.
+REPLICA: Final = "::"
+
 # The mark of a device that a ResourceClaim has and no reservation. Callers of /devices see it, so it has no names.
 CLAIMED: Final = "in use by a ResourceClaim"
 

@@ -93,6 +93,14 @@ def digits_of_hash(hash: str) -> str:
     return hash_attribute(hash)[:HASH_DIGITS]
 
 
+def gpu_of_device(name: str, uuids: Iterable[str]) -> str:
+    """The UUID of the GPU that the proof device of this name is for: one of these, or the one that NVIDIA's driver
+    would have given it."""
+    label = name.rpartition("-")[0]
+    known = (uuid for uuid in uuids if device_name(uuid, "").rpartition("-")[0] == label)
+    return next(known, label[:3].upper() + label[3:])
+
+
 def whole(moment: datetime) -> datetime:
     """Rounded down to the second, as the API server stores it: too early is safe."""
     return moment.replace(microsecond=0)

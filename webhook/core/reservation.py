@@ -129,6 +129,8 @@ class Reservation:
     # The longest grace period with which the pod can have been deleted; None if it is not known.
     grace: timedelta | None = None
     orphan: Orphan | None = None
+    # The GPUs that its pod has by the report of its node; empty as long as these are the reserved ones.
+    given: tuple[DeviceUuid, ...] = ()
 
     @property
     def uuids(self) -> tuple[DeviceUuid, ...]:

@@ -62,6 +62,7 @@ class HeldSlotWire(msgspec.Struct, frozen=True, omit_defaults=True):
     orphaned_at: Timestamp | None = msgspec.field(name="orphanedAt", default=None)
     boot_id: str = msgspec.field(name="bootID", default="")
     unused_at: Timestamp | None = msgspec.field(name="unusedAt", default=None)
+    given: list[str] = []
 
 
 class GpuNodeSpecWire(msgspec.Struct, frozen=True):
@@ -209,6 +210,7 @@ def reservation(node: str, entry: HeldSlotWire, slots: tuple[Slot, ...]) -> Rese
         name_prefix=entry.prefix,
         grace=timedelta(seconds=entry.grace) if entry.grace else None,
         orphan=orphan(entry),
+        given=tuple(map(DeviceUuid, entry.given)),
     )
 
 
@@ -253,6 +255,7 @@ def raw_entry(one: Reservation) -> Raw:
         grace=ceil((one.orphan.grace if one.orphan else one.grace or timedelta()).total_seconds()),
         boot_id="" if one.orphan is None else one.orphan.boot_id,
         unused_at=None if one.orphan is None else one.orphan.unused_at,
+        given=list(one.given),
     )
     raw: Raw = msgspec.to_builtins(wire)
     return raw

@@ -119,6 +119,10 @@ class Ledger(ABC):
         """The reservation of a pod, as far as this process knows."""
         return self._index.of_pod(uid)
 
+    def on(self, node: str) -> Collection[Reservation]:
+        """The reservations on a node, as far as this process knows."""
+        return self._index.on(node).values()
+
     def reservations(self) -> Collection[Reservation]:
         """All reservations that this process knows."""
         return self._index.all()

@@ -14,6 +14,7 @@ from typing import Protocol
 import structlog
 from attrs import define, field
 
+from webhook.core.device import DeviceUuid
 from webhook.core.errors import (
     DeadlinePassedError,
     GpuwardenError,
@@ -48,6 +49,7 @@ from webhook.ledger.moves import (
     MarkOrphaned,
     MarkUnused,
     Move,
+    NoteGiven,
     Refresh,
     Release,
     Times,
@@ -243,6 +245,10 @@ class ClusterLedger(Ledger):
         too early: possibly before the pod was gone, given the clock skew."""
         move = MarkUnused(one.id, one.uid or "", one.since, asked_at)
         return await self._make(one.node, move) is not None
+
+    async def note_given(self, one: Reservation, given: tuple[DeviceUuid, ...]) -> bool:
+        """The node of the pod reports which GPUs the pod has. False if the reservation is not the pod's any more."""
+        return await self._make(one.node, NoteGiven(one.id, one.uid or "", one.since, given)) is not None
 
     def given_up(self, now: datetime) -> Collection[Reservation]:
         """All pending reservations that `collect` has expired and that are not deleted from the store yet."""

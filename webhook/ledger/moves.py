@@ -299,6 +299,24 @@ class MarkUnused:
 
 
 @frozen
+class NoteGiven:
+    """The node reports that the pod has other GPUs than the reserved ones."""
+
+    reservation_id: ReservationId
+    uid: str
+    since: datetime
+    given: tuple[DeviceUuid, ...]
+
+    def apply(self, stored: Stored, held: Held, now: datetime, times: Times) -> Reservation | None:
+        known = bound_to(held, self.reservation_id, self.uid, self.since)
+        # A pod that was deleted by force may have a successor of the same name, and the kubelet reports names.
+        if known is None or known.orphan is not None:
+            return None
+        noted = held[known.id] = evolve(known, given=self.given)
+        return noted
+
+
+@frozen
 class Expire:
     """A pending reservation is past its deadline by more than the clock skew."""
 

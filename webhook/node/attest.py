@@ -1,8 +1,9 @@
 """`gpuwarden attest`, run on every node: answers the server's challenges, again when half of a proof's life is over.
 
-With access to the sockets of the kubelet and the container runtime it also reports which orphaned pods have ended. With
-the kubelet's directory of plugins it also is the kubelet's plugin for proof devices, whether or not the server answers.
-Evidence that nodes do not push, such as that of a SPIRE Server, needs only the plugin, and no server.
+With access to the sockets of the kubelet and the container runtime it also reports which orphaned pods have ended, and
+which pods have other GPUs than those reserved for them. With the kubelet's directory of plugins it also is the
+kubelet's plugin for proof devices, whether or not the server answers. Evidence that nodes do not push, such as that of
+a SPIRE Server, needs only the plugin, and no server.
 """
 
 import asyncio
@@ -10,9 +11,10 @@ import random
 import ssl
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from datetime import datetime, timedelta
+from itertools import islice
 from typing import Annotated, Final, TypeVar
 
 import httpx
@@ -22,10 +24,11 @@ from attrs import asdict, frozen
 
 from webhook.core.errors import GpuwardenError
 from webhook.core.evidence_id import EvidenceId
-from webhook.evidence.jwt.end_reports import MAX_PODS, uid_digest
 from webhook.evidence.jwt.jwt_workload_api import JwtWorkloadApi
+from webhook.evidence.jwt.node_reports import MAX_GIVEN, MAX_PODS, uid_digest
 from webhook.evidence.jwt.nonce import is_ours
 from webhook.inventory.local_gpus import local_gpus
+from webhook.node.given_gpus import DifferenceDetector, Gpus
 from webhook.node.node_identity import NodeIdentity
 from webhook.node.node_pods import NodePods
 from webhook.node.pod_ends import PodEndDetector
@@ -111,6 +114,11 @@ class Attester:
                 await self._answer(challenge, client, ended=reported)
             return reported
 
+    async def report_given(self, given: Mapping[str, Sequence[str]]) -> None:
+        """Report the GPUs of pods, by their uids. Raises the errors of `attest`."""
+        async with self._client() as client:
+            await self._answer(await self._challenge(client), client, given=given)
+
     async def _answer(self, challenge: Challenge, client: httpx.AsyncClient, **more: object) -> Proven:
         svid, _ = await self.identity.svid(challenge.nonce)
         content = {"token": svid.token, **more}
@@ -162,13 +170,14 @@ class Attester:
                 await sleep(BACKOFF.jittered(proven.half_life))
 
 
-class EndReporter:
-    """Polls the node's pods, and reports orphans that have ended to the server."""
+class PodReporter:
+    """Polls the node's pods, and reports orphans that have ended and pods with other GPUs to the server."""
 
     def __init__(self, attester: Attester, pods: NodePods, clock: Callable[[], float] = time.monotonic) -> None:
         self._attester = attester
         self._pods = pods
-        self._ends = PodEndDetector()
+        self._ends, self._differences = PodEndDetector(), DifferenceDetector()
+        self._given: Mapping[str, Gpus] = {}
         self._clock = clock
         self._challenged_at: float | None = None
 
@@ -180,31 +189,43 @@ class EndReporter:
                 is_complete = await self.step()
             except GpuwardenError as exc:
                 if str(exc) != known:
-                    log.warning("ends of pods not reported", node=self._attester.node, problem=str(exc))
+                    log.warning("pods not reported", node=self._attester.node, problem=str(exc))
                 known = str(exc)
             else:
                 if known and is_complete:
-                    log.info("ends of pods reported again", node=self._attester.node)
+                    log.info("pods reported again", node=self._attester.node)
                 known = "" if is_complete else known
             await sleep(POLL_INTERVAL.total_seconds() * random.uniform(1.0, 1.2))  # noqa: S311 - jitter
 
     async def step(self) -> bool:
-        """One round; returns whether it is complete. The server is asked only if a pod has ended, and at most once per
-        MIN_CHALLENGE_INTERVAL: until then the round is incomplete."""
+        """One round; returns whether it is complete. The server is asked only if there is something to report, and at
+        most once per MIN_CHALLENGE_INTERVAL: until then the round is incomplete."""
         ended = await self._read_ended()
-        if not ended:
+        if not (ended or self._given):
             return True
         now = self._clock()
         if self._challenged_at is not None and now - self._challenged_at < MIN_CHALLENGE_INTERVAL.total_seconds():
             return False
         self._challenged_at = now
+        if self._given:
+            await self._report_given(self._given)
+            return not ended
         if reported := await self._attester.report(ended, self._read_ended):
             log.info("orphaned pods reported as ended", node=self._attester.node, pods=reported)
         return True
 
+    async def _report_given(self, given: Mapping[str, Gpus]) -> None:
+        some = {uid: gpus[:MAX_GIVEN] for uid, gpus in islice(given.items(), MAX_GIVEN)}
+        log.warning("pods have other GPUs than those reserved for them", node=self._attester.node, pods=some)
+        await self._attester.report_given(some)
+        for uid in some:
+            self._differences.reported(uid, self._clock())
+
     async def _read_ended(self) -> Collection[str]:
         began = self._clock()
-        return self._ends.observe(await self._pods.snapshot(), began, self._clock())
+        snapshot = await self._pods.snapshot()
+        self._given = self._differences.observe(snapshot, self._clock())
+        return self._ends.observe(snapshot, began, self._clock())
 
 
 async def bounded(reply: httpx.Response) -> bytes:
@@ -247,7 +268,7 @@ def attester(settings: Settings, identity: NodeIdentity) -> Attester | None:
     return Attester(settings.server, identity, trust=lambda: client_context(settings.server_ca))
 
 
-def end_reporter(settings: Settings, attester: Attester | None) -> EndReporter | None:
+def pod_reporter(settings: Settings, attester: Attester | None) -> PodReporter | None:
     """None without a runtime socket. Raises GpuwardenError."""
     if settings.runtime_socket is None:
         return None
@@ -255,7 +276,7 @@ def end_reporter(settings: Settings, attester: Attester | None) -> EndReporter |
         raise GpuwardenError("set --server as well: with --runtime-socket the ends of pods are reported to it")
     if settings.pod_uid is None:
         raise GpuwardenError("set --pod-uid as well: --runtime-socket must belong to the node of that pod")
-    return EndReporter(attester, NodePods(settings.runtime_socket, settings.pod_resources_socket, settings.pod_uid))
+    return PodReporter(attester, NodePods(settings.runtime_socket, settings.pod_resources_socket, settings.pod_uid))
 
 
 def print_gpus() -> None:
@@ -280,7 +301,7 @@ async def attest(settings: Settings, *, once: bool = False) -> None:
     configure_logging(settings.log_level)
     identity = node_identity(settings, needs_server=once or settings.kubelet_plugins is None)
     one = attester(settings, identity)
-    reporter = end_reporter(settings, one)
+    reporter = pod_reporter(settings, one)
     if one is not None and once:
         proven = await one.attest()
         log.info("node attested", node=one.node, hash=proven.hash, until=proven.until)
@@ -291,7 +312,7 @@ async def attest(settings: Settings, *, once: bool = False) -> None:
 
 
 async def work(
-    settings: Settings, identity: NodeIdentity, attester: Attester | None, reporter: EndReporter | None
+    settings: Settings, identity: NodeIdentity, attester: Attester | None, reporter: PodReporter | None
 ) -> None:
     """Runs until an exception of the attester or the plugin."""
     async with AsyncExitStack() as stack:

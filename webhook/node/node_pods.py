@@ -5,13 +5,16 @@ the protobuf definitions.
 """
 
 import asyncio
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Final
 
 from attrs import frozen
 from grpclib.client import Channel
 
+from webhook.core import keys
+from webhook.core.device import REPLICA, is_uuid
 from webhook.core.errors import GpuwardenError
+from webhook.core.proof_devices import DRIVER
 from webhook.evidence.protobuf import as_bytes, as_int64, as_text, fields_of
 from webhook.evidence.rpc import CallFailedError, RawCodec, ask, faults_of
 
@@ -44,16 +47,26 @@ class RemainingContainers:
     pod: PodName
     is_alive: bool
     ready_sandboxes: int = 0
+    # The GPUs in the annotation of its reservation.
+    reserved: frozenset[str] = frozenset()
+
+
+@frozen
+class GivenByKubelet:
+    """What the kubelet has allocated to the containers of one pod: GPUs of a device plugin, and proof devices."""
+
+    uuids: frozenset[str] = frozenset()
+    proof_devices: frozenset[str] = frozenset()
 
 
 @frozen
 class NodePodsSnapshot:
-    """By uid, what the runtime has of each pod; and by name, which pods the kubelet wants to run. A kubelet that has
-    observed a pod's deletion does not name the pod any more. The pod's containers may still run, and a sync that has
-    begun may start them."""
+    """By uid, what the runtime has of each pod; and by name, the pods that the kubelet wants to run with what it has
+    given to them. A kubelet that has observed a pod's deletion does not name the pod any more. The pod's containers may
+    still run, and a sync that has begun may start them."""
 
     remains: Mapping[str, RemainingContainers]
-    wanted: Collection[PodName]
+    wanted: Mapping[PodName, GivenByKubelet]
 
 
 @frozen
@@ -80,7 +93,7 @@ class NodePods:
             raise NodeUnknownError(f"kubelet: does not list this pod, {'/'.join(own.pod)}")
         return NodePodsSnapshot(remains, wanted)
 
-    async def _wanted(self) -> frozenset[PodName]:
+    async def _wanted(self) -> dict[PodName, GivenByKubelet]:
         with faults_of("kubelet"):
             return wanted_in(await call(self.kubelet, LIST_PODS))
 
@@ -100,9 +113,10 @@ async def call(socket: str, method: str) -> bytes:
         channel.close()
 
 
-def wanted_in(pods: bytes) -> frozenset[PodName]:
-    """The names in the kubelet's response."""
-    return frozenset(pod_name(as_bytes(value)) for number, value in fields_of(pods) if number == 1)
+def wanted_in(pods: bytes) -> dict[PodName, GivenByKubelet]:
+    """The pods in the kubelet's response."""
+    found = [as_bytes(value) for number, value in fields_of(pods) if number == 1]
+    return {pod_name(one): given_in(one) for one in found}
 
 
 def containers_in(sandboxes: bytes, containers: bytes) -> dict[str, RemainingContainers]:
@@ -111,7 +125,8 @@ def containers_in(sandboxes: bytes, containers: bytes) -> dict[str, RemainingCon
     for one in (*parse_items(sandboxes, of_sandbox), *parse_items(containers, of_container)):
         known = found.get(one.uid, RemainingContainers(one.uid, one.pod, is_alive=False))
         ready = known.ready_sandboxes + one.ready_sandboxes
-        found[one.uid] = RemainingContainers(one.uid, known.pod, known.is_alive or one.is_alive, ready)
+        is_alive, reserved = known.is_alive or one.is_alive, known.reserved | one.reserved
+        found[one.uid] = RemainingContainers(one.uid, known.pod, is_alive, ready, reserved)
     return found
 
 
@@ -121,9 +136,31 @@ def pod_name(message: bytes) -> PodName:
     return as_text(found.get(2, b"")), as_text(found.get(1, b""))
 
 
+def given_in(pod: bytes) -> GivenByKubelet:
+    """From a PodResources message. A device plugin that shares a GPU appends a number to the UUID."""
+    containers = tuple(messages_in(pod, 3))
+    devices = (one for container in containers for one in messages_in(container, 2))
+    ids = (as_text(value).partition(REPLICA)[0] for one in devices for number, value in fields_of(one) if number == 2)
+    claims = (one for container in containers for one in messages_in(container, 5))
+    results = [dict(fields_of(one)) for claim in claims for one in messages_in(claim, 4)]
+    proofs = (as_text(one.get(4, b"")) for one in results if as_text(one.get(2, b"")) == DRIVER)
+    return GivenByKubelet(frozenset(filter(is_uuid, ids)), frozenset(proofs))
+
+
+def messages_in(message: bytes, field: int) -> Iterator[bytes]:
+    """The messages in a repeated field."""
+    return (as_bytes(value) for number, value in fields_of(message) if number == field)
+
+
+def entry_of(message: bytes) -> tuple[str, str]:
+    """An entry of a map from text to text."""
+    found = dict(fields_of(message))
+    return as_text(found.get(1, b"")), as_text(found.get(2, b""))
+
+
 def parse_items(answer: bytes, reading: Callable[[bytes], RemainingContainers | None]) -> Iterator[RemainingContainers]:
-    for number, value in fields_of(answer):
-        if number == 1 and (one := reading(as_bytes(value))) is not None:
+    for message in messages_in(answer, 1):
+        if (one := reading(message)) is not None:
             yield one
 
 
@@ -132,8 +169,13 @@ def of_sandbox(message: bytes) -> RemainingContainers:
     meta = dict(fields_of(as_bytes(found.get(2, b""))))
     pod = as_text(meta.get(3, b"")), as_text(meta.get(1, b""))
     state = as_int64(found.get(3, 0))
+    annotated = dict(map(entry_of, messages_in(message, 6))).get(keys.GPU_UUID.name, "")
     return RemainingContainers(
-        as_text(meta.get(2, b"")), pod, is_alive=state != NOT_READY, ready_sandboxes=int(state == READY)
+        as_text(meta.get(2, b"")),
+        pod,
+        is_alive=state != NOT_READY,
+        ready_sandboxes=int(state == READY),
+        reserved=frozenset(filter(None, annotated.split(","))),
     )
 
 
@@ -144,8 +186,8 @@ def of_container(message: bytes) -> RemainingContainers | None:
         if number == 6:
             state = as_int64(value)
         elif number == 8:
-            entry = dict(fields_of(as_bytes(value)))
-            labels[as_text(entry.get(1, b""))] = as_text(entry.get(2, b""))
+            name, label = entry_of(as_bytes(value))
+            labels[name] = label
     if UID not in labels:
         return None
     pod = labels.get(NAMESPACE, ""), labels.get(NAME, "")

@@ -570,7 +570,7 @@ class Settings:
         kinds.SOCKET,
         ATTEST,
         "the node's container runtime (CRI), such as `unix:/run/containerd/containerd.sock`; with it `attest` reports "
-        "which orphaned pods have ended",
+        "which orphaned pods have ended, and which pods have other GPUs than those reserved for them",
     )
     kubelet_plugins: Path | None = setting(
         None,

@@ -15,8 +15,8 @@ from webhook.core.evidence import Evidence
 from webhook.core.names import is_object_name
 from webhook.evidence import EvidenceUnavailableError
 from webhook.evidence.jwt.attestation import Attestation
-from webhook.evidence.jwt.end_reports import MAX_PODS
 from webhook.evidence.jwt.jwt_svid import MAX_TOKEN, BadTokenError, TokenFault
+from webhook.evidence.jwt.node_reports import MAX_GIVEN, MAX_PODS
 from webhook.evidence.jwt.proofs import ReplayedProofError, UnknownNodeError
 from webhook.evidence.jwt.trust_bundle import KeysUnavailableError
 from webhook.web.body import RefusedBodyError, error, read_body
@@ -24,9 +24,13 @@ from webhook.web.health import Health
 
 log = structlog.get_logger(__name__)
 
-# A token, the uids of ended pods, and the JSON around them.
-MAX_BODY: Final = MAX_TOKEN + MAX_PODS * 128 + 1024
+# A token, the uids of pods, the UUIDs of GPUs, and the JSON around them.
+MAX_BODY: Final = MAX_TOKEN + MAX_PODS * 128 + MAX_GIVEN * MAX_GIVEN * 136 + 1024
 STATUS: Final = {TokenFault.FORM: 400, TokenFault.SIZE: 413}
+
+
+Uid = Annotated[str, msgspec.Meta(max_length=64)]
+Gpus = Annotated[list[Annotated[str, msgspec.Meta(max_length=127)]], msgspec.Meta(max_length=MAX_GIVEN)]
 
 
 class ProofBody(msgspec.Struct, frozen=True):
@@ -34,7 +38,9 @@ class ProofBody(msgspec.Struct, frozen=True):
 
     token: str
     # The uids of orphaned pods that have no containers left on the node.
-    ended: Annotated[list[Annotated[str, msgspec.Meta(max_length=64)]], msgspec.Meta(max_length=MAX_PODS)] = []
+    ended: Annotated[list[Uid], msgspec.Meta(max_length=MAX_PODS)] = []
+    # The GPUs of pods that have others than those in their annotations, by the uids of the pods.
+    given: Annotated[dict[Uid, Gpus], msgspec.Meta(max_length=MAX_GIVEN)] = {}
 
 
 class EvidenceRoutes:
@@ -62,7 +68,7 @@ class EvidenceRoutes:
             return error(503, f"the server is {self._health.stage}")
         try:
             answer = msgspec.json.decode(await read_body(request, MAX_BODY), type=ProofBody)
-            evidence = await self._attestation.take(answer.token, answer.ended)
+            evidence = await self._attestation.take(answer.token, answer.ended, answer.given)
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
             return error(400, 'the body must be {"token": "…"}')
         except RefusedBodyError as exc:

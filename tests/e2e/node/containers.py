@@ -81,6 +81,11 @@ def is_ready(pod: Raw) -> bool:
     return any(one["type"] == "Ready" and one["status"] == "True" for one in pod["status"].get("conditions", ()))
 
 
+def offers_gpus(node: Raw) -> bool:
+    """Whether a device plugin offers all GPUs of the node."""
+    return bool(node["status"]["allocatable"].get("nvidia.com/gpu", "0") == str(len(GPUS)))
+
+
 async def run_in(cluster: Cluster, namespace: str, pod: str, script: str, container: str | None = None) -> str:
     """The output of a shell script in the container."""
     named = ["--container", container] if container is not None else []

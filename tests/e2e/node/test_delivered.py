@@ -13,27 +13,14 @@ from grpclib.server import Server, Stream
 
 from scripts.controlplane.cluster import Cluster
 from scripts.node.files import RUNTIME
-from scripts.node.real import DEVICE_PLUGIN, RealNode
+from scripts.node.real import RealNode
 from tests.e2e.kube import EVENTS, NODES, PODS, ApiError, Kube, Raw, gone, wait_until
 from tests.e2e.node.containers import GPUS, NODE, START_TIMEOUT, container, real_pod, runs
 from tests.e2e.node.test_delivery import devices_by_uuid
-from tests.e2e.node.test_node import offers_gpus
 from tests.e2e.processes import Site
 from tests.e2e.test_ledger import GPU_NODES
 from tests.evidence.doubles import Table, built
 from webhook.evidence.rpc import RawCodec, ask
-
-
-@pytest.fixture
-async def plugin(real_kube: Kube, real_node: RealNode) -> AsyncIterator[None]:
-    """NVIDIA's device plugin offers the GPUs of the node, too."""
-    await asyncio.to_thread(real_node.start_device_plugin)
-    try:
-        await wait_until(lambda: real_kube.get(NODES, NODE), offers_gpus, START_TIMEOUT)
-        yield
-    finally:
-        await asyncio.to_thread(real_node.kill, DEVICE_PLUGIN)
-        await wait_until(lambda: real_kube.get(NODES, NODE), lambda node: not offers_gpus(node), START_TIMEOUT)
 
 
 async def given_to(kube: Kube, namespace: str, name: str) -> str:

@@ -21,7 +21,18 @@ from scripts.node.files import RUNTIME
 from scripts.node.machine import cgroup_of
 from scripts.node.real import DEVICE_PLUGIN, DRA_DRIVER, RealNode, living
 from tests.e2e.kube import NODES, PODS, ApiError, Kube, Raw, Resource, gone, pod, pod_in_phase, wait_until
-from tests.e2e.node.containers import GPUS, NODE, START_TIMEOUT, container, real_pod, run_in, runs, seen_in, seen_of
+from tests.e2e.node.containers import (
+    GPUS,
+    NODE,
+    START_TIMEOUT,
+    container,
+    offers_gpus,
+    real_pod,
+    run_in,
+    runs,
+    seen_in,
+    seen_of,
+)
 
 DEVICE_CLASSES = Resource("apis/resource.k8s.io/v1", "deviceclasses", is_namespaced=False)
 RESOURCE_CLAIMS = Resource("apis/resource.k8s.io/v1", "resourceclaims")
@@ -131,10 +142,6 @@ async def test_device_plugin_allocates_a_gpu_of_its_choice(
     finally:
         await asyncio.to_thread(real_node.kill, DEVICE_PLUGIN)
         await wait_until(lambda: real_kube.get(NODES, NODE), lambda node: not offers_gpus(node), START_TIMEOUT)
-
-
-def offers_gpus(node: Raw) -> bool:
-    return bool(node["status"]["allocatable"].get("nvidia.com/gpu", "0") == str(len(GPUS)))
 
 
 async def test_dra_driver_allocates_the_gpus_that_a_claim_names(

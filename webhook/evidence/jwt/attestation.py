@@ -1,8 +1,9 @@
 """Issues challenges to nodes and verifies their tokens, from a token to stored evidence."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from datetime import timedelta
+from types import MappingProxyType
 from typing import Final
 
 import structlog
@@ -12,9 +13,9 @@ from webhook.core.errors import GpuwardenError
 from webhook.core.evidence import Evidence
 from webhook.core.evidence_id import EvidenceId, trust_domain_of
 from webhook.evidence.jwt.bundle_endpoint import BundleEndpoint, FileRoots, Roots, SpiffeTrust, WebTrust, WorkloadRoots
-from webhook.evidence.jwt.end_reports import EndReports
 from webhook.evidence.jwt.jwt_svid import SOURCE, BadTokenError, TokenVerifier, check_signature
 from webhook.evidence.jwt.jwt_workload_api import JwtWorkloadApi, WorkloadBundles
+from webhook.evidence.jwt.node_reports import NodeReports
 from webhook.evidence.jwt.nonce import BadKeyError, KeyFile, Nonce, Nonces, digest, process_key
 from webhook.evidence.jwt.proofs import ProofStore, ReplayedProofError, UnknownNodeError
 from webhook.evidence.jwt.trust_bundle import BundleSource, BundleVersions, MemoryBundleVersions, TrustBundle
@@ -42,7 +43,7 @@ class Attestation:
     # In the cluster proofs are stored, and stay valid whether or not the next one can be verified.
     ends_with_process: bool = True
     # None in embedded mode, which has no orphans.
-    reports: EndReports | None = None
+    reports: NodeReports | None = None
 
     def challenge(self, node: str) -> Nonce:
         return self.nonces.issue(node, self.clock())
@@ -51,9 +52,12 @@ class Attestation:
         """Digests of the orphaned pods that the node's challenge asks about."""
         return [] if self.reports is None else self.reports.digests(node, self.clock())
 
-    async def take(self, token: str, ended: Collection[str] = ()) -> Evidence:
-        """Verify a token and store its evidence. The node may also report pods that have `ended` there. Raises
-        BadTokenError, ReplayedProofError, UnknownNodeError or EvidenceUnavailableError, each counted."""
+    async def take(
+        self, token: str, ended: Collection[str] = (), given: Mapping[str, Sequence[str]] = MappingProxyType({})
+    ) -> Evidence:
+        """Verify a token and store its evidence. The node may also report pods that have `ended` there, and the GPUs
+        that pods were `given`. Raises BadTokenError, ReplayedProofError, UnknownNodeError or EvidenceUnavailableError,
+        each counted."""
         try:
             proof = self.verifier.check_claims(token, self.clock())
             check_signature(proof, await self.bundle.key(proof.token.key_id))
@@ -71,8 +75,9 @@ class Attestation:
             self.metrics.count_proof(outcome_of(exc))
             raise
         self.metrics.count_proof("accepted")
-        if self.reports is not None and ended:
-            await self.reports.take(evidence.node, ended, proof.challenged)
+        if self.reports is not None:
+            await self.reports.take_ended(evidence.node, ended, proof.challenged)
+            await self.reports.take_given(evidence.node, given)
         return evidence
 
     async def load(self) -> None:
@@ -116,7 +121,7 @@ def attestation_of(
     clock: Clock,
     metrics: Metrics,
     marks: BundleVersions | None = None,
-    reports: EndReports | None = None,
+    reports: NodeReports | None = None,
 ) -> Attestation | None:
     """None if nodes are not challenged.
 
