@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
+KUBERNETES = "k8s.io/kubernetes"
 GO_VERSION = re.compile(r"go version go(\d+)\.(\d+)")
 
 
@@ -60,8 +61,20 @@ class Pins:
 def read_pins(where: Path = HERE) -> Pins:
     raw = tomllib.loads((where / "pins.toml").read_text())
     go = raw.pop("go")
-    modules = (checked(where / name, one) for name, one in raw.items() if "module" in one)
+    modules = (checked(*chosen(where / name, one)) for name, one in raw.items() if "module" in one)
     return Pins(where, go, tuple(modules))
+
+
+def chosen(directory: Path, raw: dict[str, Any]) -> tuple[Path, dict[str, Any]]:
+    """The module, or another version of Kubernetes that E2E_KUBERNETES names, which has a directory of its own, such
+    as kube-1.37.1. Raises BuildError if there is none."""
+    version = os.environ.get("E2E_KUBERNETES")  # noqa: TID251 - of the run, not a setting of ours
+    if not version or raw["module"] != KUBERNETES or raw["version"] == f"v{version}":
+        return directory, raw
+    other = directory.with_name(f"{directory.name}-{version}")
+    if not other.is_dir():
+        raise BuildError(f"E2E_KUBERNETES={version} needs a directory {other.name} beside {directory.name}")
+    return other, raw | {"version": f"v{version}"}
 
 
 def checked(directory: Path, raw: dict[str, Any]) -> Module:

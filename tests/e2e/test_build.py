@@ -28,6 +28,7 @@ class FakeGo:
         self.directory = directory
         self.log = directory / "log"
         self.more_path = ":/usr/bin:/bin"
+        self.kubernetes = ""
         go = directory / "bin" / "go"
         go.parent.mkdir()
         go.write_text(GO.format(version=version, status=status, log=self.log))
@@ -37,7 +38,8 @@ class FakeGo:
     def command(self) -> Sequence[str]:
         path = f"PATH={self.directory / 'bin'}{self.more_path}"
         cache = f"XDG_CACHE_HOME={self.directory / 'cache'}"
-        return ["/usr/bin/env", path, cache, sys.executable, "-m", "scripts.controlplane", "build"]
+        kubernetes = f"E2E_KUBERNETES={self.kubernetes}"
+        return ["/usr/bin/env", path, cache, kubernetes, sys.executable, "-m", "scripts.controlplane", "build"]
 
     def build(self, *parts: str) -> subprocess.CompletedProcess[str]:
         command = [*self.command, *parts]
@@ -70,6 +72,28 @@ def test_other_binaries_are_built_by_name(tmp_path: Path) -> None:
         ["kubeconform"],
     ]
     assert go.runs == 2
+
+
+def test_other_version_of_kubernetes_is_built_beside_the_pinned_one(tmp_path: Path) -> None:
+    go = FakeGo(tmp_path)
+    pinned = go.build()
+    go.kubernetes = "1.37.1"
+    other = go.build()
+    assert other.returncode == 0, other.stderr
+    assert "kubectl v1.37.1: minutes" in other.stderr
+    assert "etcd v3.7.3: minutes" in other.stderr
+    assert other.stdout != pinned.stdout
+    go.kubernetes = "1.36.3"
+    assert (go.build().stdout, go.build().stderr) == (pinned.stdout, "")
+
+
+def test_version_of_kubernetes_without_a_module_is_refused(tmp_path: Path) -> None:
+    go = FakeGo(tmp_path)
+    go.kubernetes = "1.20.0"
+    done = go.build()
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "E2E_KUBERNETES=1.20.0 needs a directory kube-1.20.0 beside kube\n"
+    assert go.runs == 0
 
 
 def test_concurrent_builds_build_once(tmp_path: Path) -> None:

@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 from attrs import frozen
 
+from scripts.controlplane.build import read_pins
 from scripts.controlplane.cluster import ROOT, Cluster, gpu_node
-from scripts.node.build import run
+from scripts.node.build import HERE, run
 from scripts.node.files import RUNTIME
 from scripts.node.machine import cgroup_of
 from scripts.node.real import DEVICE_PLUGIN, DRA_DRIVER, RealNode, living
@@ -96,7 +97,7 @@ async def test_node_is_a_real_kubelet_with_containerd(real_kube: Kube, real_node
     node = await real_kube.get(NODES, NODE)
     assert {one["type"]: one["status"] for one in node["status"]["conditions"]}["Ready"] == "True"
     info = node["status"]["nodeInfo"]
-    assert info["kubeletVersion"] == "v1.36.3"
+    assert info["kubeletVersion"] in {one.version for one in read_pins(HERE).modules}
     assert info["containerRuntimeVersion"] == "containerd://2.4.2"
     assert info["bootID"] == real_node.boot_id
 
