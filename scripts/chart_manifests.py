@@ -285,6 +285,7 @@ EXTRA_ROLES: Final = {
 KEEPS: Final = '(ne (default "cluster" .Values.settings.ledger) "memory")'
 CHALLENGES: Final = f'{KEEPS} (include "gpuwarden.challenges" .)'
 BUNDLES: Final = f"{CHALLENGES} .Values.settings.bundleEndpoint"
+AT_BIND: Final = ".Values.settings.challengeAtBind"
 SOMETIMES: Final[Mapping[tuple[str, str, str], str]] = {
     **{
         ("serve", resource, verb): KEEPS
@@ -300,11 +301,14 @@ SOMETIMES: Final[Mapping[tuple[str, str, str], str]] = {
     ("serve", "priorityclasses", "list"): f'{KEEPS} (include "gpuwarden.scorer" .)',
     ("reconcile", "resourceslices", "get"): PROOFS,
     ("reconcile", "resourceclaims", "list"): PROOFS,
+    ("reconcile", "resourceclaims/status", "patch"): AT_BIND,
+    ("reconcile", "resourceclaims/driver", "arbitrary-node:patch"): AT_BIND,
     ("reconcile", "resourceclaimtemplates", "list"): ".Values.native",
     ("reconcile", "pods/eviction", "create"): (
         '(or (eq (default "report" .Values.settings.onEvidenceLost) "evict") '
         '(eq (default "report" .Values.settings.onMismatch) "evict"))'
     ),
+    ("attest", "resourceslices", "list"): AT_BIND,
 }
 ONLY_IF, END_IF = "xx-only-if", "xx-end-if"
 

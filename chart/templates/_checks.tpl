@@ -17,6 +17,9 @@
 {{- if and (include "gpuwarden.reviews" .) (not $values.serve.enabled) }}
   {{- fail "\n\nwebhooks.enabled is true and serve.enabled is false: nothing would answer the API server, and every pod that requests GPUs would be refused. Set serve.enabled=true." }}
 {{- end }}
+{{- if and $settings.challengeAtBind (not (and $values.native $values.attest.enabled $values.attest.kubeletPlugins (include "gpuwarden.challenges" .))) }}
+  {{- fail "\n\nsettings.challengeAtBind is true: native pods ask for challenges, and nodes have to answer them. Set native=true, settings.evidence=jwt-svid, attest.enabled=true and attest.kubeletPlugins." }}
+{{- end }}
 {{- if $values.native }}
   {{- if semverCompare "<1.36.0-0" .Capabilities.KubeVersion.Version }}
     {{- fail (printf "\n\nnative is true and requires MutatingAdmissionPolicy v1 of Kubernetes 1.36; this is %s. Set native=false." .Capabilities.KubeVersion.Version) }}

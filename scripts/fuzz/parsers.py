@@ -87,6 +87,9 @@ def agents_of(message: bytes) -> object:
 
 
 def allocations_of(found: Any) -> object:
+    awaited = resource_claims.awaited_challenge(found)
+    if awaited is not None:
+        resource_claims.with_answer(found, awaited, {})
     return resource_claims.allocated_claim(found), resource_claims.proof_allocation(found)
 
 

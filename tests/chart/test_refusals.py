@@ -51,6 +51,10 @@ REFUSED: dict[str, tuple[Raw, str]] = {
         {"native": True, "settings.proofDevices": False},
         "Remove settings.proofDevices",
     ),
+    "challenges-at-bind-without-answers": (
+        {"native": True, "settings.challengeAtBind": True, "settings.evidence": "jwt-svid"},
+        "native pods ask for challenges, and nodes have to answer them",
+    ),
     "native-without-blinding": (
         {"native": True, "policies.blind": "webhook"},
         "native is true and no policy hides GPUs from pods without a claim: policies.blind is webhook and",
@@ -222,6 +226,7 @@ RULES: dict[str, str] = {
     "more than one listener at port": "one-port-twice",
     "counts them from 0": "an-index-of-some-gpus",
     "claims of native pods are for proof devices": "the chart sets both by native",
+    "native pods ask for challenges": "challenges-at-bind-without-answers",
     "plain HTTP authenticates no caller": "the chart says extenderPlainAnywhere with the port",
     "more than one cluster is named": "the chart names it, and leaves no other way",
     "no cluster is named": "the chart names it",

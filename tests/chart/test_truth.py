@@ -235,6 +235,7 @@ EVERY_USE: Raw = {
     "settings.bundleEndpoint": "https://bundle.example.org",
     "settings.onEvidenceLost": "evict",
     "settings.proofDevices": True,
+    "settings.challengeAtBind": True,
     "nonceKey.existingSecret": "nonce",
     "native": True,
 }
@@ -279,6 +280,12 @@ def test_conditional_permissions_are_rendered_only_if_needed() -> None:
     proving = may("reconcile", {"settings.proofDevices": True}) - may("reconcile", {})
     slices = {("resourceslices", verb) for verb in ("get", "list", "watch", "create", "update", "delete")}
     assert proving == slices | {("resourceclaims", "list"), ("resourceclaims", "watch")}
+    native = {"native": True, **CHALLENGES, "attest.enabled": True, "attest.kubeletPlugins": "/var/lib/kubelet"}
+    at_bind = {**native, "settings.challengeAtBind": True}
+    answering = {("resourceclaims/status", "patch"), ("resourceclaims/driver", "arbitrary-node:patch")}
+    assert may("reconcile", at_bind) - may("reconcile", native) == answering
+    watching = {("resourceslices", "list"), ("resourceslices", "watch")}
+    assert may("attest", at_bind) - may("attest", native) == watching
     assert may("reconcile", {"settings.onMismatch": "evict"}) == evicting
     # The memory ledger writes nothing to the cluster.
     assert {name for name, _ in may("serve", ALONE)} == {"pods", "tokenreviews", "subjectaccessreviews"}

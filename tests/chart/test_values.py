@@ -238,6 +238,7 @@ BESIDE: dict[str, Raw] = {
     "settings": {
         "settings.ledger": "cluster",
         "settings.spireWorkloadApi": "unix:/spiffe-workload-api/agent.sock",
+        "settings.challengeAtBind": False,  # only with native pods
         "settings.certsLeafLife": "78s",
         "settings.certsCaLife": "777s",
     },

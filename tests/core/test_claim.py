@@ -302,6 +302,13 @@ def test_invalid_map_is_a_mistake(raw: Raw, expected: tuple[str, ...]) -> None:
 # Mistakes.
 
 
+def test_challenge_before_the_binding_is_a_mistake_in_a_claim() -> None:
+    raw = raw_pod(raw_container(gpus=1), annotations={"gpuwarden.io/challenge": "bind"})
+    with pytest.raises(InvalidPodError) as caught:
+        claim_of(Pod.parse(raw), RULES)
+    assert caught.value.mistakes == ("gpuwarden.io/challenge: only native pods wait for the answer to a challenge",)
+
+
 def test_all_mistakes_are_in_one_error() -> None:
     assert mistakes(
         raw_container("a", gpus="1.5"),

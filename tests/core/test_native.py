@@ -10,9 +10,10 @@ HASH = "ab" * 32
 @pytest.mark.parametrize("count", [1, MAX_GPUS])
 @pytest.mark.parametrize("hash", ["a", "0", HASH])
 def test_name_of_a_template_says_what_its_claim_takes(count: int, hash: str) -> None:
-    claim = NativeClaim(count, hash)
-    assert claim.template == f"gpuwarden-{count}-{hash}"
-    assert NativeClaim.named(claim.template) == claim
+    for is_challenged, suffix in ((False, ""), (True, "-bind")):
+        claim = NativeClaim(count, hash, is_challenged)
+        assert claim.template == f"gpuwarden-{count}-{hash}{suffix}"
+        assert NativeClaim.named(claim.template) == claim
 
 
 @pytest.mark.parametrize(
@@ -28,6 +29,8 @@ def test_name_of_a_template_says_what_its_claim_takes(count: int, hash: str) -> 
         "gpuwarden-1-AB",
         "gpuwarden-1-a.b",
         "gpuwarden-1-a-b",
+        "gpuwarden-1--bind",
+        "gpuwarden-1-a-bind-bind",
         f"gpuwarden-1-{HASH}a",
         "gpuwarden-1-ab\n",
         "x-gpuwarden-1-ab",

@@ -45,6 +45,13 @@ def test_each_gpu_is_tied_to_a_proof_of_the_same_uuid() -> None:
     assert devices["config"] == [{"requests": ["proof0", "proof1"], "opaque": opaque}]
 
 
+def test_claim_with_a_fresh_challenge_takes_other_proofs() -> None:
+    claim = claim_spec(1, DIGITS, gpu_driver="gpu.nvidia.com", gpu_class="gpus", evicts=True, is_challenged=True)
+    selectors = [one["exactly"]["selectors"] for one in (spec(1)["requests"][0], claim["devices"]["requests"][0])]
+    plain, challenged = (one[0]["cel"]["expression"] for one in selectors)
+    assert plain.replace("mode == 'native'", "mode == 'challenged'") == challenged != plain
+
+
 def test_largest_claim_has_as_many_requests_as_the_api_server_accepts() -> None:
     assert len(spec(MAX_PAIRS)["requests"]) == 32
 
@@ -72,6 +79,8 @@ def test_pod_tolerates_the_end_for_no_time_or_for_ever() -> None:
     [
         (template_name(8, "aa11"), "aa11"),
         (template_name(16, DIGITS), DIGITS),
+        (template_name(1, "aa11", is_challenged=True), "aa11"),
+        (template_name(1, "bind"), "bind"),
         ("gpuwarden-0-aa11", None),
         ("gpuwarden-1-", None),
         ("gpuwarden-1-AA11", None),

@@ -20,7 +20,7 @@ from webhook.core.gpu_map import MapOwner, SetId
 from webhook.core.proof_devices import KEPT_AFTER_END, ProofDevice
 from webhook.dra.claims import AllocatedClaims
 from webhook.dra.slices import AWAITED_EVERY, BATCH_SIZE, MAX_FAILURES, MAX_GENERATION, ProofSlices
-from webhook.kube.resource_slices import proof_devices_of, slices_of
+from webhook.kube.resource_slices import proof_devices_of, slices_of, stamp
 from webhook.kube.store import StoreUnavailableError
 
 A, B = "node-a", "node-b"
@@ -331,6 +331,107 @@ async def test_loss_begins_a_pass_and_a_renewal_does_not(scene: Scene) -> None:
     scene.says(A, None)
     tell_loss(scene.slices, loss, A)
     assert loss.is_set()
+
+
+# Devices for claims with a fresh challenge.
+
+
+class Questions:
+    """What nodes have to answer."""
+
+    def __init__(self) -> None:
+        self.after: datetime | None = None
+        self.silent = False
+
+    def asked_after(self, node: str) -> datetime | None:
+        return self.after if node == A else None
+
+    def is_silent(self, node: str) -> bool:
+        return self.silent and node == A
+
+    def take_changes(self) -> set[str]:
+        return {A}
+
+
+@pytest.fixture
+def questions(scene: Scene) -> Questions:
+    """The node has been challenged."""
+    found = scene.slices._challenges = Questions()
+    scene.node(A, "GPU-node-a", "GPU-node-b")
+    scene.says(A, evidence(A, since=NOW - HOUR, until=END, challenged=NOW - HOUR))
+    return found
+
+
+async def test_challenged_node_has_a_second_device_for_each_gpu(scene: Scene, questions: Questions) -> None:
+    await scene.step()
+    found = {one["name"]: one for one in scene.raw["spec"]["devices"]}
+    assert set(found) == {f"gpu-node-{one}{mark}-aa11" for one in "ab" for mark in ("", "-bind")}
+    places = {
+        name: (one["attributes"]["index"]["int"], one["attributes"]["count"]["int"]) for name, one in found.items()
+    }
+    assert places == {
+        "gpu-node-a-aa11": (0, 2),
+        "gpu-node-a-bind-aa11": (0, 2),
+        "gpu-node-b-aa11": (1, 2),
+        "gpu-node-b-bind-aa11": (1, 2),
+    }
+    for name, one in found.items():
+        is_challenged = "-bind-" in name
+        assert one["attributes"]["mode"]["string"] == ("challenged" if is_challenged else "native")
+        assert one.get("bindingConditions") == (["gpuwarden.io/challenged"] if is_challenged else None)
+        assert one.get("bindingFailureConditions") == (["gpuwarden.io/challenge-failed"] if is_challenged else None)
+    assert await scene.step() == []
+
+
+@pytest.mark.parametrize("case", ["never challenged", "injection dra", "not served"])
+async def test_other_nodes_have_no_second_device(scene: Scene, questions: Questions, case: str) -> None:
+    if case == "never challenged":
+        scene.proves()
+    elif case == "injection dra":
+        labels = {"gpuwarden.io/injection": "dra"}
+        scene.fleet.put(Node(A, labels=labels, devices=(Device(DeviceUuid("GPU-node-a")),)), NOW)
+    else:
+        scene.slices._challenges = None
+    await scene.step()
+    assert all("-bind-" not in name for name in scene.devices())
+
+
+async def test_node_is_asked_by_an_annotation_that_later_writes_keep(scene: Scene, questions: Questions) -> None:
+    await scene.step()
+    questions.after = NOW
+    assert await scene.step() == ["replace gpuwarden-node-a-0"]
+    asked = {"gpuwarden.io/challenge-after": stamp(NOW)}
+    assert scene.raw["metadata"]["annotations"] == asked
+    assert await scene.step() == []
+    questions.after = None
+    assert await scene.step() == []
+    scene.says(A, None)
+    assert await scene.step() == ["replace gpuwarden-node-a-0"]
+    assert scene.raw["metadata"]["annotations"] == asked
+
+
+async def test_silent_node_is_closed_to_claims_with_a_fresh_challenge_only(scene: Scene, questions: Questions) -> None:
+    await scene.step()
+    questions.silent = True
+    assert await scene.step() == ["replace gpuwarden-node-a-0"]
+    closed = {one.name for one in proof_devices_of(scene.raw) if one.is_closed}
+    assert closed == {"gpu-node-a-bind-aa11", "gpu-node-b-bind-aa11"}
+    assert set(scene.devices().values()) == {END}
+    questions.silent = False
+    await scene.step()
+    assert not any(one.is_closed for one in proof_devices_of(scene.raw))
+
+
+async def test_second_device_in_use_stays_proven_when_challenges_are_no_longer_served(
+    scene: Scene, questions: Questions
+) -> None:
+    await scene.step()
+    scene.use(device="gpu-node-a-bind-aa11")
+    scene.slices._challenges = None
+    scene.proves()
+    await scene.step()
+    assert scene.devices()["gpu-node-a-bind-aa11"] == END
+    assert scene.devices()["gpu-node-b-bind-aa11"] == NOW
 
 
 # Devices in use.

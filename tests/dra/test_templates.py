@@ -254,6 +254,19 @@ async def test_claim_with_another_request_is_replaced_at_once(more: Raw) -> None
     assert requests[1]["exactly"].items().isdisjoint(more.items())
 
 
+@pytest.mark.parametrize("is_served", [True, False])
+async def test_template_for_a_fresh_challenge_exists_only_while_a_pod_names_it(*, is_served: bool) -> None:
+    scene = Scene()
+    scene.keeper._challenges = is_served
+    scene.prove("a")
+    scene.namespace("ml")
+    await scene.steps(2)
+    assert scene.names() == eight("aa11")
+    scene.pod("a", "gpuwarden-1-aa11-bind")
+    await scene.steps()
+    assert scene.names() - eight("aa11") == ({"gpuwarden-1-aa11-bind"} if is_served else set())
+
+
 async def test_new_template_of_another_author_is_deleted_at_once() -> None:
     scene = Scene()
     scene.namespace("ml")

@@ -248,6 +248,7 @@ Use = tuple[str, str, str]
 POLICIES_ASK = "the policies ask the authorizer for it; it is in no request"
 PROOFS_ONLY = "only where nodes are challenged, which is not here but in the tests of proofs"
 ON_NODES_ONLY = "only on nodes, which have tests of their own"
+CHALLENGES_ONLY = "only with --challenge-at-bind, in tests/e2e/dra/test_bind_challenge.py"
 CLAIMS_ONLY = "only with the injection dra, which is not here but in a test of its own"
 READ_AGAIN = "read again where another writer was faster, which is chance here"
 # Granted, and not always used in this test.
@@ -282,6 +283,8 @@ SPARE: dict[str, dict[Use, str]] = {
         ("resource.k8s.io", "resourceslices", "update"): "where a proven GPU is reserved, which is chance here",
         ("resource.k8s.io", "resourceslices", "delete"): "half a minute after the last proof of a node has ended",
         ("resource.k8s.io", "resourceclaimtemplates", "delete"): "an hour after nothing needs the template",
+        ("resource.k8s.io", "resourceclaims/status", "patch"): CHALLENGES_ONLY,
+        ("resource.k8s.io", "resourceclaims/driver", "arbitrary-node:patch"): CHALLENGES_ONLY,
         ("resource.k8s.io", "resourceclaims", "get"): CLAIMS_ONLY,
         ("resource.k8s.io", "resourceclaims", "create"): CLAIMS_ONLY,
         ("resource.k8s.io", "resourceclaims", "delete"): CLAIMS_ONLY,
@@ -293,6 +296,8 @@ SPARE: dict[str, dict[Use, str]] = {
         ("resource.k8s.io", "resourceclaims", "get"): ON_NODES_ONLY,
         ("resource.k8s.io", "resourceslices", "get"): ON_NODES_ONLY,
         ("resource.k8s.io", "resourceslices", "update"): ON_NODES_ONLY,
+        ("resource.k8s.io", "resourceslices", "list"): CHALLENGES_ONLY,
+        ("resource.k8s.io", "resourceslices", "watch"): CHALLENGES_ONLY,
     },
 }
 

@@ -148,6 +148,8 @@ def test_files_contain_the_expected_objects() -> None:
         ("ValidatingAdmissionPolicyBinding", "gpuwarden-proof-claims"),
         ("ValidatingAdmissionPolicy", "gpuwarden-proof-ends"),
         ("ValidatingAdmissionPolicyBinding", "gpuwarden-proof-ends"),
+        ("ValidatingAdmissionPolicy", "gpuwarden-proof-conditions"),
+        ("ValidatingAdmissionPolicyBinding", "gpuwarden-proof-conditions"),
         ("ValidatingAdmissionPolicy", "gpuwarden-gpu-claims"),
         ("ValidatingAdmissionPolicyBinding", "gpuwarden-gpu-claims"),
         ("ValidatingAdmissionPolicy", "gpuwarden-proof-slices"),
@@ -499,7 +501,8 @@ def test_native_policy_refuses_every_claim_key_but_the_hash() -> None:
 
 def test_native_policies_agree_with_the_reconciler_about_names() -> None:
     found = policy("gpuwarden-native-pods")
-    assert f"^{TEMPLATE_NAME.pattern}$".replace("(", "").replace(")", "") in found
+    name = TEMPLATE_NAME.pattern.replace("([1-8])", "[1-8]").replace("([a-z0-9]{1,64})", "[a-z0-9]{1,64}")
+    assert f"^{name}$" in found
     assert f"'^{HASH_ATTRIBUTE.pattern}$'" in found
     assert f"'^{HASH_ATTRIBUTE.pattern}$'" in policy("gpuwarden-native")
 
@@ -802,7 +805,8 @@ def test_roles_grant_no_more_than_expected() -> None:
     by_policy = {"nodes", "pods/eviction"}  # with --on-evidence-lost and --on-mismatch
     with_proofs = {"resourceslices", "resourceclaimtemplates"}  # with --proof-devices, --native-templates
     with_claims = {"resourceclaims", "pods/finalizers"}  # with the injection `dra`
-    assert may_write == ours | by_policy | with_proofs | with_claims | {
+    with_challenges = {"resourceclaims/status"}  # with --challenge-at-bind
+    assert may_write == ours | by_policy | with_proofs | with_claims | with_challenges | {
         "pods",
         "events",
         "leases",

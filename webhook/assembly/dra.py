@@ -15,6 +15,7 @@ from webhook.core.native import NativeClaim
 from webhook.core.proof_claims import claim_spec
 from webhook.core.proof_devices import DRIVER
 from webhook.core.raw import Raw
+from webhook.dra.bind_challenges import BindChallenges
 from webhook.dra.claims import AllocatedClaims
 from webhook.dra.slices import ProofSlices
 from webhook.dra.templates import ClaimTemplates
@@ -24,6 +25,8 @@ from webhook.kube.claim_templates import TEMPLATES_PATH, ApiClaimTemplates
 from webhook.kube.client import ApiClient
 from webhook.kube.paths import RESOURCE_CLAIMS_PATH, RESOURCE_SLICES
 from webhook.kube.requests import REQUEST_TIMEOUT, RateLimit, RateLimitedClient
+from webhook.kube.resource_claims import ResourceClaims
+from webhook.kube.view import ListenerGroup
 from webhook.kube.watch import Watch, WatchGroup
 from webhook.runtime.clock import utc_now
 from webhook.runtime.settings import Settings
@@ -46,6 +49,8 @@ class ClaimedParts:
     claims: AllocatedClaims
     published: PublishedGpus
     gpus: ClaimedGpus
+    # None if claims with a fresh challenge are not served.
+    challenges: BindChallenges | None
     watches: WatchGroup
 
 
@@ -54,16 +59,17 @@ def claimed_parts(settings: Settings, api: ApiClient, fleet: Fleet, watches: Wat
     if not settings.proof_devices:
         return None
     claims, published, of_claims = AllocatedClaims(), PublishedGpus(utc_now), WatchGroup()
-    of_claims.add(Watch(api, RESOURCE_CLAIMS_PATH, claims, trimmed=whole))
-    gpus = ClaimedGpus(
-        fleet,
-        claims,
-        published,
-        settings.gpu_driver,
-        utc_now,
-        is_current=lambda: watches.are_current() and of_claims.are_current(),
-    )
-    return ClaimedParts(claims, published, gpus, of_claims)
+
+    def is_current() -> bool:
+        return watches.are_current() and of_claims.are_current()
+
+    gpus = ClaimedGpus(fleet, claims, published, settings.gpu_driver, utc_now, is_current)
+    challenges = None
+    if settings.challenge_at_bind:
+        challenges = BindChallenges(ResourceClaims(rate_limited(api)), fleet, utc_now, is_current)
+    listeners = (claims,) if challenges is None else (claims, challenges)
+    of_claims.add(Watch(api, RESOURCE_CLAIMS_PATH, ListenerGroup(*listeners), trimmed=whole))
+    return ClaimedParts(claims, published, gpus, challenges, of_claims)
 
 
 @frozen
@@ -97,6 +103,7 @@ def proof_parts(
         skew=settings.clock_skew,
         count_write=metrics.count_proof_write,
         awaits=writers.awaits,
+        challenges=claimed.challenges,
     )
     metrics.watch_proofs(slices.counts)
     of_slices.add(slices_of_driver(api, DRIVER, slices.view))
@@ -128,6 +135,7 @@ def native_parts(settings: Settings, api: ApiClient, fleet: Fleet, watches: Watc
             gpu_driver=settings.gpu_driver,
             gpu_class=settings.gpu_device_class,
             evicts=settings.on_evidence_lost == OnEvidenceLost.EVICT,
+            is_challenged=claim.is_challenged,
         )
 
     asked, of_templates = asyncio.Event(), WatchGroup()
@@ -139,6 +147,7 @@ def native_parts(settings: Settings, api: ApiClient, fleet: Fleet, watches: Watc
         is_current=lambda: watches.are_current() and of_templates.are_current(),
         is_opted_in=partial(opted_in, opt_in=settings.opt_in_label),
         wake=asked.set,
+        challenges=settings.challenge_at_bind,
     )
     of_templates.add(Watch(api, TEMPLATES_PATH, templates, trimmed=whole))
     return NativeParts(templates, asked, of_templates)

@@ -271,7 +271,8 @@ def reconciler_parts(settings: Settings, api: ApiClient, metrics: Metrics) -> Re
         evidence.notify(partial(tell_loss, proofs.slices, proofs.loss))
         optional_watches += proofs.watches
         # The ends first: no pod is bound to a node whose devices are about to end.
-        passes.append(Passes((ends, proofs.slices), proofs.loss))
+        challenges = () if claimed.challenges is None else (claimed.challenges,)
+        passes.append(Passes((ends, *challenges, proofs.slices), proofs.loss))
         begin += [proofs.slices.begin, claimed.gpus.begin]
     if settings.native_templates:
         native = native_parts(settings, api, fleet, watches)

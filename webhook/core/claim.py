@@ -180,6 +180,8 @@ class ClaimParser:
         if not (gpus or hashes or entry or wants_one):
             return None
         hashes = self._restricted(hashes)
+        if keys.CHALLENGE in self.pod.annotations:
+            self.mistakes.append(f"{keys.CHALLENGE}: only native pods wait for the answer to a challenge")
         nodes = NodesAsked.of(self.pod)
         self._check_size(asked, nodes)
         record = ClaimRecord(

@@ -83,6 +83,7 @@ def combined(pieces: list[Evidence], asked: Collection[str] = ()) -> Evidence | 
         source="+".join(sorted({p.source for p in pieces})),
         since=max((p.since for p in pieces if p.since), default=None),
         until=min((p.until for p in pieces if p.until), default=None),
+        challenged=max((p.challenged for p in pieces if p.challenged), default=None),
         is_banned=any(p.is_banned for p in pieces),
         is_conflict=any(p.is_conflict for p in pieces) or len({p.hash for p in pieces}) > 1,
         oldest=min((p.oldest or p.since for p in pieces if p.since), default=None),

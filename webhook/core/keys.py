@@ -36,6 +36,8 @@ CLAIM: Final = Key(f"{DOMAIN}/claim")
 
 # Native pods: written by a policy of the API server (native.yaml).
 NATIVE: Final = f"{DOMAIN}/native"
+# With the value `bind`, a native pod is bound after its node has answered a new challenge.
+CHALLENGE: Final = f"{DOMAIN}/challenge"
 
 OUTPUTS: Final = (GPU_UUID, RESERVATION_ID, NODE, CLAIM)
 OUTPUT_NAMES: Final = frozenset(name for key in OUTPUTS for name in key.names)

@@ -13,7 +13,7 @@ from webhook.core.proof_claims import template_name
 
 # The most GPUs of a native pod.
 MAX_GPUS: Final = 8
-TEMPLATE_NAME: Final = re.compile(r"gpuwarden-([1-8])-([a-z0-9]{1,64})")
+TEMPLATE_NAME: Final = re.compile(r"gpuwarden-([1-8])-([a-z0-9]{1,64})(-bind)?")
 
 
 @frozen
@@ -22,12 +22,14 @@ class NativeClaim:
 
     count: int
     hash: str
+    # Whether the node answers a fresh challenge before the pod is bound.
+    is_challenged: bool = False
 
     @classmethod
     def named(cls, template: str) -> "NativeClaim | None":
         """The claim that the template of this name makes; None for another name."""
         found = TEMPLATE_NAME.fullmatch(template)
-        return None if found is None else cls(int(found[1]), found[2])
+        return None if found is None else cls(int(found[1]), found[2], found[3] is not None)
 
     @classmethod
     def of(cls, claims: Sequence[Mapping[str, Any]] | None) -> "NativeClaim | None":
@@ -38,4 +40,4 @@ class NativeClaim:
 
     @property
     def template(self) -> str:
-        return template_name(self.count, self.hash)
+        return template_name(self.count, self.hash, is_challenged=self.is_challenged)

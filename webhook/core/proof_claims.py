@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from webhook.core.device import is_mig
-from webhook.core.proof_devices import DRIVER, ProofMode
+from webhook.core.proof_devices import AT_BIND, DRIVER, ProofMode
 from webhook.core.raw import Raw
 
 # A claim has at most 32 requests, and each GPU takes two.
@@ -19,12 +19,12 @@ GPU_CLAIM: Final = "gpuwarden.io/gpu-claim"
 CLAIM_LABELS: Final = {GPU_CLAIM: "true"}
 # What the API server adds to a request for devices.
 DEFAULTS: Final[Raw] = {"allocationMode": "ExactCount", "count": 1}
-TEMPLATE_NAME: Final = re.compile(r"gpuwarden-[1-9][0-9]?-([a-z0-9]{1,64})")
+TEMPLATE_NAME: Final = re.compile(r"gpuwarden-[1-9][0-9]?-([a-z0-9]{1,64})(-bind)?")
 
 
-def template_name(count: int, hash: str) -> str:
+def template_name(count: int, hash: str, *, is_challenged: bool = False) -> str:
     """The ResourceClaimTemplate for `count` GPUs that are proven for the attribute `hash`."""
-    return f"gpuwarden-{count}-{hash}"
+    return f"gpuwarden-{count}-{hash}{AT_BIND if is_challenged else ''}"
 
 
 def hash_of_template(name: str) -> str | None:
@@ -33,12 +33,15 @@ def hash_of_template(name: str) -> str | None:
     return None if found is None else found[1]
 
 
-def claim_spec(count: int, hash: str, *, gpu_driver: str, gpu_class: str, evicts: bool) -> Raw:
+def claim_spec(
+    count: int, hash: str, *, gpu_driver: str, gpu_class: str, evicts: bool, is_challenged: bool = False
+) -> Raw:
     """The spec of a claim for `count` GPUs that are proven for the attribute `hash`. With `evicts`, the pod is evicted
     when the evidence ends."""
+    mode = ProofMode.CHALLENGED if is_challenged else ProofMode.NATIVE
     return {
         "devices": {
-            "requests": [one for k in range(count) for one in pair(k, count, hash, gpu_class, evicts=evicts)],
+            "requests": [one for k in range(count) for one in pair(k, count, hash, gpu_class, mode, evicts=evicts)],
             **tied(count, hash, gpu_driver),
         }
     }
@@ -58,9 +61,9 @@ def tied(count: int, hash: str, gpu_driver: str) -> Raw:
     }
 
 
-def pair(k: int, count: int, hash: str, gpu_class: str, *, evicts: bool) -> Iterator[Raw]:
+def pair(k: int, count: int, hash: str, gpu_class: str, mode: ProofMode, *, evicts: bool) -> Iterator[Raw]:
     """The proof first: the allocator then finds its GPU without a search."""
-    yield request(f"proof{k}", DRIVER, proof_selector(k, count, hash), tolerations=[toleration(evicts=evicts)])
+    yield request(f"proof{k}", DRIVER, proof_selector(k, count, hash, mode), tolerations=[toleration(evicts=evicts)])
     yield {"name": f"gpu{k}", "exactly": {"deviceClassName": gpu_class}}
 
 
@@ -69,8 +72,8 @@ def request(name: str, device_class: str, selector: str, **members: object) -> R
     return {"name": name, "exactly": exactly}
 
 
-def proof_selector(k: int, count: int, hash: str) -> str:
-    """Selects proofs of the hash for the k-th pair, on nodes whose GPUs do not come from the claims of reservations.
+def proof_selector(k: int, count: int, hash: str, mode: ProofMode) -> str:
+    """Selects proofs of the hash and mode for the k-th pair.
 
     The allocator tries all permutations of requests that could have the same devices, before it gives up on a node. So
     the k-th of `count` pairs gets only devices that can be the k-th by index: every set of `count` devices, in the
@@ -78,7 +81,7 @@ def proof_selector(k: int, count: int, hash: str) -> str:
     """
     own = f"device.attributes['{DRIVER}']"
     places = f"{own}.index >= {k} && {own}.index <= {k - count} + {own}.count"
-    return f"{own}.hash == '{hash}' && {own}.mode == '{ProofMode.NATIVE}' && {places}"
+    return f"{own}.hash == '{hash}' && {own}.mode == '{mode}' && {places}"
 
 
 def reserved_claim_spec(

@@ -16,14 +16,16 @@ from attrs import evolve, frozen
 DRIVER: Final = "attested.gpuwarden.io"
 # An attribute is a string of at most 64 bytes, so `sha256:` and 64 digits do not fit.
 HASH_ATTRIBUTE: Final = re.compile(r"[a-z0-9]{1,64}")
-# A DNS label of at most 63 characters has room for a UUID of 40, a dash and these digits of the hash.
-DEVICE_LABEL: Final = re.compile(r"[a-z0-9]([-a-z0-9]{0,48}[a-z0-9])?")
+# A DNS label of at most 63 characters has room for a UUID of 40, a dash, these digits of the hash, and a mark.
+DEVICE_LABEL: Final = re.compile(r"[a-z0-9]([-a-z0-9]{0,43}[a-z0-9])?")
 HASH_DIGITS: Final = 12
 # How long a device stays published after its end. A scheduler that has not seen the end yet may still allocate the
 # device; its pod is evicted only as long as the device and its taint exist.
 KEPT_AFTER_END: Final = timedelta(seconds=30)
 # Evidence with a later end is published with this one: readers take a year after 2999 for a mistake.
 LATEST_END: Final = datetime(2999, 1, 1, tzinfo=UTC)
+# In the names of devices and templates for claims with a fresh challenge.
+AT_BIND: Final = "-bind"
 
 
 class ProofMode(StrEnum):
@@ -31,6 +33,8 @@ class ProofMode(StrEnum):
 
     DRA = "dra"
     NATIVE = "native"
+    # Those that the scheduler chooses for, with a fresh challenge before the pod is bound.
+    CHALLENGED = "challenged"
 
 
 @frozen
@@ -43,6 +47,8 @@ class ProofDevice:
     end: datetime | None = None
     # No pod is scheduled to it. An ended device would attract pods whose allocation the API server refuses.
     is_closed: bool = False
+    # For claims with a fresh challenge: a pod is bound after the node has answered one (decision 37).
+    is_challenged: bool = False
 
     @classmethod
     def of(cls, uuid: str, hash: str, end: datetime | None) -> "ProofDevice":
@@ -54,6 +60,16 @@ class ProofDevice:
     def lost(cls, name: str, end: datetime) -> "ProofDevice":
         """An ended device of which only the name is known. No claim selects it."""
         return cls(name, "", "", whole(end))
+
+    @property
+    def with_challenge(self) -> "ProofDevice":
+        """The second device of the same GPU, for claims with a fresh challenge."""
+        return evolve(self, name=device_name(self.uuid, self.hash, is_challenged=True), is_challenged=True)
+
+    def proves(self, attribute: str) -> bool:
+        """Whether it is a proof for the attribute of a hash."""
+        name = device_name(self.uuid, attribute, is_challenged=self.is_challenged)
+        return self.hash == attribute and self.name == name
 
     def ended(self, now: datetime, skew: timedelta) -> "ProofDevice":
         """The device with an end that has passed by every clock, unless it has ended by itself."""
@@ -74,13 +90,13 @@ def hash_attribute(hash: str) -> str:
     return digits if HASH_ATTRIBUTE.fullmatch(digits) else hashlib.sha256(hash.encode()).hexdigest()
 
 
-def device_name(uuid: str, attribute: str) -> str:
+def device_name(uuid: str, attribute: str, *, is_challenged: bool = False) -> str:
     """A DNS label for a GPU and a hash. A GPU that is proven for another hash is another device: a claim that asks for
     one hash never gets the other, however late a scheduler sees the change."""
     label = uuid.lower()
     if not DEVICE_LABEL.fullmatch(label):
         label = f"gpu-{hashlib.sha256(uuid.encode()).hexdigest()[:36]}"
-    return f"{label}-{attribute[:HASH_DIGITS]}"
+    return f"{label}{AT_BIND if is_challenged else ''}-{attribute[:HASH_DIGITS]}"
 
 
 def digits_of_device(name: str) -> str:
@@ -96,8 +112,8 @@ def digits_of_hash(hash: str) -> str:
 def gpu_of_device(name: str, uuids: Iterable[str]) -> str:
     """The UUID of the GPU that the proof device of this name is for: one of these, or the one that NVIDIA's driver
     would have given it."""
-    label = name.rpartition("-")[0]
-    known = (uuid for uuid in uuids if device_name(uuid, "").rpartition("-")[0] == label)
+    label = name.rpartition("-")[0].removesuffix(AT_BIND)
+    known = (uuid for uuid in uuids if device_name(uuid, "") == f"{label}-")
     return next(known, label[:3].upper() + label[3:])
 
 

@@ -7,7 +7,7 @@ end that comes nearer is written at once; one that moves away is written when ha
 import asyncio
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from datetime import datetime, timedelta
-from typing import Final
+from typing import Final, Protocol
 
 import structlog
 from attrs import define, evolve, field, frozen
@@ -19,7 +19,6 @@ from webhook.core.injection import Injection, injection_of_node
 from webhook.core.proof_devices import (
     ProofDevice,
     ProofMode,
-    device_name,
     end_of_device,
     hash_attribute,
     is_earlier,
@@ -31,7 +30,7 @@ from webhook.core.raw import Raw
 from webhook.dra.claims import AllocatedClaims
 from webhook.dra.written_slices import WrittenSlices
 from webhook.kube.api_objects import ObjectClient, is_not_found
-from webhook.kube.resource_slices import ProofSlice, slices_of
+from webhook.kube.resource_slices import CHALLENGE_AFTER, ProofSlice, slices_of, stamp
 from webhook.kube.store import RefusedError, StaleError, StoreUnavailableError
 from webhook.runtime.clock import Clock
 
@@ -64,6 +63,19 @@ class SliceWrites:
     is_urgent: bool
 
 
+class NodeChallenges(Protocol):
+    """What nodes have to answer for claims with a fresh challenge."""
+
+    def asked_after(self, node: str) -> datetime | None:
+        """The node has to answer a challenge that is newer than this."""
+
+    def is_silent(self, node: str) -> bool:
+        """Whether the node has not answered in time."""
+
+    def take_changes(self) -> set[str]:
+        """The nodes for which this may have changed since the last call."""
+
+
 @define(eq=False, repr=False)
 class ProofSlices:
     """The elected leader writes in `step`. `is_current` is about the watches behind the fleet, `are_claims_current`
@@ -81,6 +93,8 @@ class ProofSlices:
     _awaits: Callable[[str, Collection[str]], bool] = lambda _node, _sources: False
     # How far the clocks of Kubernetes may be behind.
     _skew: timedelta = timedelta()
+    # Claims with a fresh challenge, if they are served.
+    _challenges: NodeChallenges | None = None
     view: WrittenSlices = field(factory=WrittenSlices, init=False)
     _changed: set[str] = field(init=False)
     # Nodes to compare because something has changed, and nodes with writes that are not urgent.
@@ -140,7 +154,8 @@ class ProofSlices:
 
     def _collect(self, now: datetime) -> None:
         """Enters the nodes that have to be compared."""
-        changed = (*self._changed, *self.view.take_changed_nodes(), *self._claims.take_changes())
+        asked = self._challenges.take_changes() if self._challenges is not None else ()
+        changed = (*self._changed, *self.view.take_changed_nodes(), *self._claims.take_changes(), *asked)
         self._todo.update(dict.fromkeys(changed))
         self._changed.clear()
         if self._first_due is not None and self._first_due <= now:
@@ -177,7 +192,9 @@ class ProofSlices:
         slices, written = self.view.of(node), self.view.devices(node)
         used = {*self._claims.proofs_in_use(node), *(() if self._are_claims_current() else written)}
         wanted = published(self._proven(node, written, used, now), written.values(), used, now, self._skew)
-        is_sound = self._is_sound(node, slices, written)
+        wanted = self._closed_if_silent(node, wanted)
+        question = self._question(node)
+        is_sound = self._is_sound(node, slices, written) and is_asked(slices, question)
         if is_sound and not is_write_due(wanted, written, now):
             moment = next_change(wanted, written, used, now)
             if used and self._undecided_evidence(node, now) is not None:
@@ -189,6 +206,8 @@ class ProofSlices:
         if not is_sound or [one.name for one in wanted] != sorted(written):
             generation = 1 if is_worn else generation + 1
         raws = slices_of(node, wanted, generation, self._gpu_driver, self._mode(node))
+        for raw in raws[:1]:
+            raw["metadata"] |= question
         names = {raw["metadata"]["name"] for raw in raws}
         return SliceWrites(
             node,
@@ -220,10 +239,26 @@ class ProofSlices:
         claimed = self._claims.proofs_in_use(node)
         for device in self._fleet.indexed_nodes[node].node.devices:
             one = ProofDevice.of(device.uuid, evidence.hash, evidence.until)
-            if self._is_offered(node, device) or one.name in claimed:
-                yield one
+            for each in (one, one.with_challenge) if self._can_be_challenged(node, evidence) else (one,):
+                if self._is_offered(node, device) or each.name in claimed:
+                    yield each
         # While claims are not watched, one that counts as used may be free: a reservation ends it.
         yield from still_proven((one for one in known if one.name in claimed or not self._is_held(node, one)), evidence)
+
+    def _can_be_challenged(self, node: str, evidence: Evidence) -> bool:
+        has_answered = evidence.challenged is not None and evidence.until is not None
+        return self._challenges is not None and has_answered and self._mode(node) is ProofMode.NATIVE
+
+    def _closed_if_silent(self, node: str, devices: tuple[ProofDevice, ...]) -> tuple[ProofDevice, ...]:
+        """A node that does not answer gets no more claims with a fresh challenge."""
+        if self._challenges is None or not self._challenges.is_silent(node):
+            return devices
+        return tuple(evolve(one, is_closed=one.is_closed or one.is_challenged) for one in devices)
+
+    def _question(self, node: str) -> Raw:
+        """Metadata of the node's first slice that asks `attest` to answer a new challenge."""
+        after = self._challenges.asked_after(node) if self._challenges is not None else None
+        return {} if after is None else {"annotations": {CHALLENGE_AFTER: stamp(after)}}
 
     def _is_held(self, node: str, one: ProofDevice) -> bool:
         """By a reservation whose pod gets its GPUs in another way than by claims."""
@@ -304,7 +339,7 @@ class ProofSlices:
 
     async def _write_slice(self, raw: Raw) -> None:
         known = self.view.get(raw["metadata"]["name"])
-        if known is not None and known.has_spec_of(raw):
+        if known is not None and known.has_content_of(raw):
             return
         try:
             if known is None:
@@ -333,8 +368,14 @@ def still_proven(used: Iterable[ProofDevice], evidence: Evidence) -> Iterator[Pr
     """The devices that prove the same as this evidence, with its end."""
     attribute, end = hash_attribute(evidence.hash), end_of_device(evidence.until)
     for one in used:
-        if one.hash == attribute and one.name == device_name(one.uuid, attribute):
+        if one.proves(attribute):
             yield evolve(one, end=end)
+
+
+def is_asked(slices: Collection[ProofSlice], question: Raw) -> bool:
+    """Whether the node has been asked this. Without a slice it cannot be."""
+    asked = question.get("annotations", {}).items()
+    return not slices or any(one.annotations.items() >= asked for one in slices)
 
 
 def nearer(one: ProofDevice, other: ProofDevice) -> ProofDevice:

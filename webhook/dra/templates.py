@@ -90,6 +90,8 @@ class ClaimTemplates:
     _is_opted_in: Callable[[Raw], bool]
     # Called if there is more to do at once.
     _wake: Callable[[], object]
+    # Whether claims with a fresh challenge are served. Their templates exist only while pods name them.
+    _challenges: bool = False
     _stored: dict[TemplateKey, StoredTemplate] = field(factory=dict, init=False)
     _created: set[str] = field(factory=set, init=False)  # uids
     _fresh: frozenset[str] = field(default=frozenset(), init=False)
@@ -223,7 +225,9 @@ class ClaimTemplates:
         hashes = self.namespaces.get(key[0])
         if hashes is None or not hashes.allows(key[1].hash):
             return False
-        return bool(hashes.required) or key[1].hash in self._fresh or key in self.pods
+        if key in self.pods:
+            return not key[1].is_challenged or self._challenges
+        return not key[1].is_challenged and (bool(hashes.required) or key[1].hash in self._fresh)
 
     async def _write(self, key: TemplateKey, now: datetime) -> int:
         """The number of writes. A template of another author is replaced where the policies would use it."""

@@ -1,6 +1,7 @@
 """ResourceClaims: what they have allocated, for which pods, and the hash that each proof device is for."""
 
 from collections.abc import Iterable, Iterator
+from datetime import datetime
 from typing import Any, Final
 
 import msgspec
@@ -9,9 +10,11 @@ from attrs import frozen
 from webhook.core.proof_devices import DRIVER
 from webhook.core.raw import Raw
 from webhook.kube.requests import ApiRefusesError, RateLimitedClient
+from webhook.kube.resource_slices import CHALLENGE_FAILED, CHALLENGED, Timestamp
 
 IN_NAMESPACE: Final = "/apis/resource.k8s.io/v1/namespaces/{namespace}/resourceclaims"
 NAMED: Final = IN_NAMESPACE + "/{name}"
+STATUS: Final = NAMED + "/status"
 NOT_FOUND, CONFLICT = 404, 409
 
 
@@ -33,6 +36,7 @@ class ResultWire(msgspec.Struct, frozen=True, rename="camel"):
     device: str
     request: str = ""
     admin_access: bool | None = None
+    binding_conditions: list[str] = []
 
 
 class DevicesWire(msgspec.Struct, frozen=True):
@@ -41,8 +45,9 @@ class DevicesWire(msgspec.Struct, frozen=True):
     config: Any = None
 
 
-class AllocationWire(msgspec.Struct, frozen=True):
+class AllocationWire(msgspec.Struct, frozen=True, rename="camel"):
     devices: DevicesWire | None = None
+    allocation_timestamp: Timestamp | None = None
 
 
 class ConsumerWire(msgspec.Struct, frozen=True):
@@ -51,9 +56,22 @@ class ConsumerWire(msgspec.Struct, frozen=True):
     uid: str
 
 
+class DeviceConditionWire(msgspec.Struct, frozen=True):
+    type: str
+
+
+class DeviceStatusWire(msgspec.Struct, frozen=True):
+    driver: str
+    pool: str
+    device: str
+    conditions: list[DeviceConditionWire] | None = None
+
+
 class ClaimStatusWire(msgspec.Struct, frozen=True, rename="camel"):
     allocation: AllocationWire | None = None
     reserved_for: list[ConsumerWire] | None = None
+    # Parsed only for claims that wait for an answer.
+    devices: Any = None
 
 
 class MetadataWire(msgspec.Struct, frozen=True):
@@ -106,6 +124,17 @@ class ProofAllocation:
     proofs: tuple[AllocatedProof, ...] | None
 
 
+@frozen
+class AwaitedChallenge:
+    """What a claim waits for: the node has to answer a challenge that is newer than the allocation. `hash` is the
+    attribute that the claim asks for."""
+
+    node: str
+    hash: str | None
+    since: datetime
+    devices: tuple[str, ...]
+
+
 def allocated_claim(raw: Raw) -> AllocatedClaim | None:
     """None without an allocation. A claim that cannot be parsed raises msgspec.ValidationError."""
     wire = msgspec.convert(raw, ClaimWire)
@@ -129,6 +158,35 @@ def proof_allocation(raw: Raw) -> ProofAllocation:
         AllocatedProof(one, hash_of(one.request, config)) for one in devices_of(allocation) if one.driver == DRIVER
     )
     return ProofAllocation(wire.metadata.uid, proofs)
+
+
+def awaited_challenge(raw: Raw) -> AwaitedChallenge | None:
+    """None if the claim waits for no answer. A claim that cannot be parsed raises msgspec.ValidationError."""
+    wire = msgspec.convert(raw, ClaimWire)
+    allocation = wire.status.allocation if wire.status is not None else None
+    results = (allocation and allocation.devices and allocation.devices.results) or ()
+    conditional = [one for one in results if one.driver == DRIVER and CHALLENGED in one.binding_conditions]
+    if wire.status is None or allocation is None or allocation.allocation_timestamp is None or not conditional:
+        return None
+    statuses = msgspec.convert(wire.status.devices, list[DeviceStatusWire] | None) or ()
+    answered = {(one.pool, one.device) for one in statuses if one.driver == DRIVER and is_answer(one)}
+    if all((one.pool, one.device) in answered for one in conditional):
+        return None
+    hashes = {one.hash for one in proof_allocation(raw).proofs or ()}
+    hash = hashes.pop() if len(hashes) == 1 else None
+    devices = tuple(one.device for one in conditional)
+    return AwaitedChallenge(conditional[0].pool, hash, allocation.allocation_timestamp, devices)
+
+
+def is_answer(status: DeviceStatusWire) -> bool:
+    return any(one.type in (CHALLENGED, CHALLENGE_FAILED) for one in status.conditions or ())
+
+
+def with_answer(raw: Raw, awaited: AwaitedChallenge, condition: Raw) -> list[Raw]:
+    """The status of the claim's devices with this condition for those of ours."""
+    ours = [{"driver": DRIVER, "pool": awaited.node, "device": name} for name in awaited.devices]
+    others = [one for one in raw["status"].get("devices") or () if one["driver"] != DRIVER]
+    return [*others, *({**one, "conditions": [condition]} for one in ours)]
 
 
 def devices_of(allocation: AllocationWire | None) -> Iterator[AllocatedDevice]:
@@ -194,3 +252,10 @@ class ResourceClaims:
         except ApiRefusesError as exc:
             if exc.status != CONFLICT:
                 raise
+
+    async def patch_devices(self, raw: Raw, devices: list[Raw]) -> None:
+        """Replaces the status of the devices if the claim is still at this version."""
+        meta = raw["metadata"]
+        only = {"uid": meta["uid"], "resourceVersion": meta["resourceVersion"]}
+        names = {"namespace": meta["namespace"], "name": meta["name"]}
+        await self._client.call("PATCH", STATUS, names, {"metadata": only, "status": {"devices": devices}})

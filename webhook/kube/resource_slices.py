@@ -1,7 +1,7 @@
 """Reads and writes ResourceSlices of gpuwarden's driver. A node is one pool."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from typing import Annotated
 
@@ -19,6 +19,10 @@ API_VERSION = "resource.k8s.io/v1"
 # The API server's limit for slices whose devices have taints.
 MAX_DEVICES = 64
 HASH, INDEX, COUNT, MODE = "hash", "index", "count", "mode"
+# The conditions that `reconcile` writes into the status of a claim, and for which the scheduler waits.
+CHALLENGED, CHALLENGE_FAILED = "gpuwarden.io/challenged", "gpuwarden.io/challenge-failed"
+# The annotation of a node's first slice that asks `attest` for the answer to a new challenge.
+CHALLENGE_AFTER = "gpuwarden.io/challenge-after"
 
 Timestamp = Annotated[datetime, msgspec.Meta(tz=True)]
 
@@ -36,10 +40,11 @@ class ProofTaintWire(msgspec.Struct, frozen=True, rename="camel"):
     time_added: Timestamp | None = None
 
 
-class ProofDeviceWire(msgspec.Struct, frozen=True):
+class ProofDeviceWire(msgspec.Struct, frozen=True, rename="camel"):
     name: str
     attributes: dict[str, AttributeWire] = {}
     taints: list[ProofTaintWire] = []
+    binding_conditions: list[str] = []
 
 
 class PoolWire(msgspec.Struct, frozen=True, rename="camel"):
@@ -73,12 +78,21 @@ class ProofSlice(msgspec.Struct, frozen=True):
     def name(self) -> str:
         return str(self.metadata["name"])
 
+    @property
+    def annotations(self) -> Raw:
+        return self.metadata.get("annotations") or {}
+
     def has_spec_of(self, raw: Raw) -> bool:
         return self.digest == digest_of(raw["spec"])
 
+    def has_content_of(self, raw: Raw) -> bool:
+        """The spec and the annotations of another."""
+        return self.has_spec_of(raw) and self.annotations.items() >= (raw["metadata"].get("annotations") or {}).items()
+
     def replaced_by(self, raw: Raw) -> Raw:
-        """The object with the spec of another."""
-        return {**raw, "metadata": self.metadata}
+        """The object with the spec and the annotations of another."""
+        annotations = {**self.annotations, **(raw["metadata"].get("annotations") or {})}
+        return {**raw, "metadata": {**self.metadata, **({"annotations": annotations} if annotations else {})}}
 
 
 def digest_of(spec: Raw) -> bytes:
@@ -134,7 +148,7 @@ def proof_device(wire: ProofDeviceWire) -> ProofDevice:
     uuid = next((one.string for name, one in wire.attributes.items() if name.endswith("/uuid")), "")
     hash = wire.attributes.get(HASH, AttributeWire()).string
     is_closed = any(one.key == EVIDENCE_ENDED for one in wire.taints)
-    return ProofDevice(wire.name, uuid, hash, end_of(wire), is_closed)
+    return ProofDevice(wire.name, uuid, hash, end_of(wire), is_closed, CHALLENGED in wire.binding_conditions)
 
 
 def end_of(wire: ProofDeviceWire) -> datetime | None:
@@ -153,7 +167,7 @@ def slices_of(
 ) -> list[Raw]:
     """The slices of a node, in order. Without devices there are none."""
     parts = [devices[first : first + MAX_DEVICES] for first in range(0, len(devices), MAX_DEVICES)]
-    places = {one.name: place for place, one in enumerate(devices)}
+    places = {name: place for group in (False, True) for name, place in places_of(devices, is_challenged=group)}
     return [
         {
             "apiVersion": API_VERSION,
@@ -163,11 +177,17 @@ def slices_of(
                 "driver": DRIVER,
                 "pool": {"name": node, "generation": generation, "resourceSliceCount": len(parts)},
                 "nodeSelector": on_node(node),
-                "devices": [raw_device(one, places[one.name], len(devices), gpu_driver, mode) for one in part],
+                "devices": [raw_device(one, *places[one.name], gpu_driver, mode) for one in part],
             },
         }
         for number, part in enumerate(parts)
     ]
+
+
+def places_of(devices: Iterable[ProofDevice], *, is_challenged: bool) -> list[tuple[str, tuple[int, int]]]:
+    """The place of each device among those that the same claims take, and their number."""
+    names = [one.name for one in devices if one.is_challenged is is_challenged]
+    return [(name, (place, len(names))) for place, name in enumerate(names)]
 
 
 def on_node(node: str) -> Raw:
@@ -182,9 +202,11 @@ def raw_device(one: ProofDevice, place: int, count: int, gpu_driver: str, mode: 
         HASH: {"string": one.hash},
         INDEX: {"int": place},
         COUNT: {"int": count},
-        MODE: {"string": mode.value},
+        MODE: {"string": (ProofMode.CHALLENGED if one.is_challenged else mode).value},
     }
     raw: Raw = {"name": one.name, "attributes": attributes}
+    if one.is_challenged:
+        raw |= {"bindingConditions": [CHALLENGED], "bindingFailureConditions": [CHALLENGE_FAILED]}
     if one.end is not None:
         raw["taints"] = [{"key": EVIDENCE_ENDS, "effect": "NoExecute", "timeAdded": stamp(one.end)}]
         if one.is_closed:

@@ -316,15 +316,22 @@ async def work(
 ) -> None:
     """Runs until an exception of the attester or the plugin."""
     async with AsyncExitStack() as stack:
-        endless = [attester.run()] if attester is not None else []
+        endless, beside = list[Awaitable[None]](), [log_gpus(identity.node)]
+        sleep: Sleep = asyncio.sleep
+        if reporter is not None:
+            beside.append(reporter.run())
         if settings.kubelet_plugins is not None:
             # The client of the API server takes memory that other nodes need not spend.
             from webhook.node.dra_plugin import kubelet_plugin
 
             plugin = kubelet_plugin(settings, settings.kubelet_plugins, identity)
-            closer = await stack.enter_async_context(plugin)
-            endless.append(closer.run())
-        beside = [log_gpus(identity.node), *([reporter.run()] if reporter is not None else [])]
+            parts = await stack.enter_async_context(plugin)
+            endless.append(parts.closer.run())
+            if settings.challenge_at_bind:
+                beside.append(parts.watch.run())
+                sleep = parts.challenges.sleep
+        if attester is not None:
+            endless.append(attester.run(sleep))
         await run_beside(endless, beside)
 
 

@@ -15,7 +15,7 @@ import structlog
 from attrs import field, frozen
 
 from webhook.core.errors import GpuwardenError
-from webhook.core.proof_devices import HASH_DIGITS, hash_attribute
+from webhook.core.proof_devices import HASH_DIGITS, digits_of_device, hash_attribute
 from webhook.core.raw import Raw
 from webhook.evidence import EvidenceUnavailableError
 from webhook.evidence.jwt.jwt_svid import MAX_LIFE, read_token
@@ -149,7 +149,7 @@ def check_proof(proof: AllocatedProof, node: str, hash: str) -> None:
         raise NotPreparedError(f"the ResourceClaim does not say which hash the request {device.request} is for")
     if proof.hash != hash:
         raise NotPreparedError(f"node {node} is proven for the hash {hash}, and the pod requires {proof.hash}")
-    if device.name.rpartition("-")[2] != hash[:HASH_DIGITS]:
+    if digits_of_device(device.name) != hash[:HASH_DIGITS]:
         raise NotPreparedError(f"the proof device {device.name} is not for the hash {hash}")
 
 

@@ -24,6 +24,8 @@ from webhook.evidence.rpc import RawCodec
 from webhook.kube.client import connect
 from webhook.kube.requests import RateLimit, RateLimitedClient
 from webhook.kube.resource_claims import ResourceClaims
+from webhook.kube.watch import Watch
+from webhook.node.asked_challenges import AskedChallenges
 from webhook.node.claim_check import ClaimCheck
 from webhook.node.device_closer import DeviceCloser, NodeSlices
 from webhook.node.dra_messages import (
@@ -206,9 +208,18 @@ def remove_socket(path: Path, inode: int) -> None:
             path.unlink()
 
 
+@frozen(eq=False)
+class NodeParts:
+    """What works beside the plugin. `watch` tells `challenges` when the node has to answer one."""
+
+    closer: DeviceCloser
+    challenges: AskedChallenges
+    watch: Watch
+
+
 @asynccontextmanager
-async def kubelet_plugin(settings: Settings, directory: Path, identity: NodeIdentity) -> AsyncIterator[DeviceCloser]:
-    """The plugin in the kubelet's directory, and what closes the node's ended devices. Raises GpuwardenError."""
+async def kubelet_plugin(settings: Settings, directory: Path, identity: NodeIdentity) -> AsyncIterator[NodeParts]:
+    """The plugin in the kubelet's directory, and what works beside it. Raises GpuwardenError."""
     async with await connect(settings) as api:
         limit = RateLimit(READS_PER_SECOND, READS_AT_ONCE, time.monotonic)
         claims = ResourceClaims(RateLimitedClient(api, limit, READ_TIMEOUT))
@@ -216,4 +227,5 @@ async def kubelet_plugin(settings: Settings, directory: Path, identity: NodeIden
         slices = NodeSlices(identity.node, RateLimitedClient(api, RateLimit(READS_PER_SECOND, 1, time.monotonic)))
         async with ProofPlugin(directory, check).listening():
             log.info("waiting for the kubelet", driver=DRIVER, directory=str(directory))
-            yield DeviceCloser(slices, utc_now)
+            asked = AskedChallenges()
+            yield NodeParts(DeviceCloser(slices, utc_now), asked, asked.watch(api, identity.node))

@@ -505,6 +505,14 @@ class Settings:
         RECONCILE,
         "keep the ResourceClaimTemplates of native pods in opted-in namespaces; requires --proof-devices",
     )
+    challenge_at_bind: bool = setting(
+        False,
+        kinds.BOOLEAN,
+        RECONCILE | ATTEST,
+        "serve native pods with the annotation `gpuwarden.io/challenge: bind`: such a pod is bound after its node has "
+        "answered a new challenge of `serve`; requires --native-templates, and in `attest` --kubelet-plugins and "
+        "--server",
+    )
     strict_devices: bool = setting(
         False,
         kinds.BOOLEAN,
@@ -812,6 +820,11 @@ class SettingsReader(TableReader):
             self.mistakes.append(
                 f"{self.where(['native_templates'])}: claims of native pods are for proof devices; "
                 "allowed: with --proof-devices true"
+            )
+        if values.get("challenge_at_bind") and self.reads("native_templates") and not values.get("native_templates"):
+            self.mistakes.append(
+                f"{self.where(['challenge_at_bind'])}: native pods ask for challenges; "
+                "allowed: with --native-templates true"
             )
 
     def _check_plain_extender(self, values: Mapping[str, Any]) -> None:

@@ -61,7 +61,7 @@ from tests.e2e.kube import EVENTS, NAMESPACES, PODS, ApiError, Kube, Raw, gone, 
 from webhook.core.proof_claims import CLAIM_LABELS, EVIDENCE_ENDS, claim_spec, reserved_claim_spec
 from webhook.core.proof_devices import DRIVER, ProofDevice, hash_attribute
 from webhook.kube.install.policies import GUARDS, DraGuard, Installation, dra
-from webhook.kube.resource_slices import slices_of
+from webhook.kube.resource_slices import CHALLENGED, slices_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -232,6 +232,17 @@ def reserves_for_another_pod(users: Tenants) -> Any:
 
 def pairs_of_attribute(attribute: str) -> Raw:
     return claim_spec(1, attribute, gpu_driver=GPU_DRIVER, gpu_class=GPU_DRIVER, evicts=True)
+
+
+def says_that_the_node_has_answered(users: Tenants) -> Any:
+    condition = {"type": CHALLENGED, "status": "True", "reason": "Mine", "message": "", "lastTransitionTime": NEVER}
+    device = {"driver": DRIVER, "pool": ELSEWHERE, "device": "d-proof0", "conditions": [condition]}
+    return users.operator.call(
+        "PATCH",
+        RESOURCE_CLAIMS.path(users.guarded, "held", "status"),
+        {"status": {"devices": [device]}},
+        {"dryRun": "All"},
+    )
 
 
 def allocates(name: str, **results: str) -> Attack:
@@ -480,6 +491,7 @@ ATTACKS: dict[str, tuple[Attack, str]] = {
         "a claim gets no more GPUs than proofs",
     ),
     "another owner of an older claim": (reowns("older"), OWNERS),
+    "answer of a node": (says_that_the_node_has_answered, "of proof devices is written by gpuwarden only: operator"),
     "no owner": (changes_claim("held", {"metadata": {"ownerReferences": None}}), OWNERS),
     "another annotation": (changes_claim("held", {"metadata": {"annotations": {"a": "b"}}}), OWNERS),
     "label removed": (changes_claim("held", {"metadata": {"labels": None}}), f"{LABEL} tom"),
@@ -491,6 +503,7 @@ ATTACKS: dict[str, tuple[Attack, str]] = {
     "claim of another pod": (names_claim, "may not name ResourceClaim held"),
     "template without a number": (names_template("gpuwarden-aa11"), "is not one of gpuwarden"),
     "template for nine": (names_template("gpuwarden-9-aa11"), "is not one of gpuwarden"),
+    "template with two suffixes": (names_template("gpuwarden-1-aa11-bind-bind"), "is not one of gpuwarden"),
     "template with a suffix": (names_template("gpuwarden-1-aa11.x"), "is not one of gpuwarden"),
     "forced deletion": (deletes_by_force, FORCED),
     "forced deletion of a collection": (deletes_pods_by_force, FORCED),
@@ -694,6 +707,9 @@ async def test_older_label_guards_too(users: Tenants) -> None:
         ("AA11", "gpuwarden-1-aa11", False),
         ("", "gpuwarden-1-aa11", False),
         ("sha256:bb22", "nics", True),
+        ("sha256:aa11", "gpuwarden-1-aa11-bind", True),
+        ("sha256:bb22", "gpuwarden-1-aa11-bind", False),
+        ("sha256:bind", "gpuwarden-1-aa11-bind", False),
     ],
 )
 async def test_template_has_to_be_for_the_hash_that_the_namespace_requires(
