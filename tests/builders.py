@@ -10,7 +10,7 @@ from webhook.core.device import Device, DeviceUuid, Node, Slot, Taint
 from webhook.core.evidence import Evidence
 from webhook.core.fleet import Fleet
 from webhook.core.pod import Pod
-from webhook.core.reservation import Phase, PodIdentity, Reservation, ReservationId
+from webhook.core.reservation import Delivery, Phase, PodIdentity, Reservation, ReservationId
 
 Raw = dict[str, Any]
 
@@ -216,8 +216,11 @@ def node(
     is_cordoned: bool = False,
     taints: Iterable[Taint] = (),
     is_refused_for_plugin: bool = False,
+    plugin_gpus: int | None = None,
 ) -> Node:
-    return Node(name, dict(labels or {}), devices, is_ready, is_cordoned, tuple(taints), is_refused_for_plugin)
+    return Node(
+        name, dict(labels or {}), devices, is_ready, is_cordoned, tuple(taints), is_refused_for_plugin, plugin_gpus
+    )
 
 
 def evidence(
@@ -261,6 +264,7 @@ def reservation(
     pod_name: str | None = POD_NAME,
     uid: str | None = None,
     is_shared: bool = False,
+    delivery: Delivery | None = None,
 ) -> Reservation:
     return Reservation(
         id=ReservationId(id),
@@ -274,6 +278,7 @@ def reservation(
         pod_name=pod_name,
         uid=uid,
         is_shared=is_shared,
+        delivery=delivery,
     )
 
 

@@ -32,7 +32,7 @@ from webhook.inventory.file import InventoryParser
 from webhook.kube import gpu_slices, pods, resource_claims, resource_slices
 from webhook.kube.gpu_node import GpuNode
 from webhook.kube.json_objects import decoded, object_in, status_message
-from webhook.kube.node import has_device_plugin, node_of
+from webhook.kube.node import node_of, plugin_gpus
 from webhook.ledger.api_pods import pod_in
 from webhook.ledger.end_of_use import NodeSnapshot
 from webhook.ledger.pods import PodsUnavailableError
@@ -159,7 +159,7 @@ PARSERS = (
     Parser("pod with devices of a plugin", stored(delivered.GivenDevices.of), "pods", UNREADABLE),
     Parser(
         "node with a device plugin",
-        stored(lambda one: has_device_plugin(one, "nvidia.com/gpu")),
+        stored(lambda one: plugin_gpus(one, "nvidia.com/gpu")),
         "nodes",
         UNREADABLE,
     ),

@@ -21,7 +21,7 @@ from webhook.core.device import DeviceUuid, Slot
 from webhook.core.dress import DressRules
 from webhook.core.evidence import Evidence
 from webhook.core.injection import Injection
-from webhook.core.reservation import Orphan, Phase, Reservation, ReservationId
+from webhook.core.reservation import Delivery, Orphan, Phase, Reservation, ReservationId
 from webhook.runtime.telemetry import Metrics
 
 READING = AuditRules(ClaimRules(), DressRules(Injection.NVIDIA, "nvidia.com/gpu"))
@@ -148,6 +148,16 @@ async def test_audit_finds_nothing_in_a_queued_pod(harness: Harness) -> None:
     raw = raw_pod(raw_container(gpus=1), annotations={keys.CLAIM.name: json.dumps({"gpus": 1})})
     gated = {**raw, "spec": {**raw["spec"], "schedulingGates": [{"name": keys.QUEUE_GATE}]}}
     assert kinds(facts(gated)) == []
+
+
+async def test_audit_reports_a_pod_whose_gpus_the_kubelet_chose_without_a_reservation(harness: Harness) -> None:
+    raw = await placed(harness, raw_pod(raw_container(gpus=1)))
+    (held,) = harness.parts.ledger.reservations()
+    raw["metadata"]["annotations"][keys.CLAIM.name] = '{"gpus":1,"asked":{"main":1},"injection":"plugin"}'
+    del raw["metadata"]["annotations"][keys.GPU_UUID.name]
+    assert kinds(facts(raw, held=[evolve(held, delivery=Delivery.AWAITED)])) == []
+    (found,) = findings(facts(raw), LATER, needs_evidence=False)
+    assert found.message == "was given 1 GPU, which no GPUNode holds for it"
 
 
 async def test_audit_reports_gpus_that_the_ledger_does_not_hold(harness: Harness) -> None:

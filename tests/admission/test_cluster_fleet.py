@@ -174,22 +174,28 @@ def test_gpu_node_being_deleted_offers_no_device(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize(
-    ("resource", "allocatable", "is_refused"),
+    ("allocatable", "gpus"),
     [
-        (None, {"nvidia.com/gpu": "4"}, False),
-        ("nvidia.com/gpu", {"nvidia.com/gpu": "4"}, True),
-        ("nvidia.com/gpu", {"nvidia.com/gpu": "0", "cpu": "4"}, False),
-        ("nvidia.com/gpu", {"example.com/gpu": "4"}, False),
-        ("nvidia.com/gpu", None, False),
-        ("nvidia.com/gpu", ["nvidia.com/gpu"], False),
+        ({"nvidia.com/gpu": "4"}, 4),
+        ({"nvidia.com/gpu": "0", "cpu": "4"}, 0),
+        ({"example.com/gpu": "4"}, 0),
+        (None, 0),
+        (["nvidia.com/gpu"], 0),
+        ({"nvidia.com/gpu": "many"}, 0),
     ],
-    ids=["not-strict", "offered", "gone", "another", "none", "malformed"],
+    ids=["offered", "gone", "another", "none", "malformed", "no-number"],
 )
-def test_strict_fleet_refuses_nodes_on_which_a_device_plugin_offers_the_resource(
-    resource: str | None, allocatable: Any, *, is_refused: bool
-) -> None:
-    fleet = Fleet()
-    raw = raw_node()
-    raw["status"]["allocatable"] = allocatable
-    NodesListener(ClusterFleet(fleet, lambda: NOW, lambda _: None, resource)).changed(raw)
-    assert fleet.indexed_nodes["node-a"].node.is_refused_for_plugin is is_refused
+def test_fleet_knows_what_the_device_plugin_of_a_node_offers(allocatable: Any, gpus: int) -> None:
+    def seen(*, is_strict: bool, labels: dict[str, str] | None = None) -> Node:
+        fleet = Fleet()
+        raw = raw_node()
+        raw["status"]["allocatable"] = allocatable
+        raw["metadata"]["labels"] = labels or {}
+        NodesListener(ClusterFleet(fleet, lambda: NOW, lambda _: None, is_strict=is_strict)).changed(raw)
+        return fleet.indexed_nodes["node-a"].node
+
+    assert not seen(is_strict=False).is_refused_for_plugin
+    assert seen(is_strict=True).is_refused_for_plugin is (gpus > 0)
+    assert seen(is_strict=True).plugin_gpus is None
+    uses_plugin = seen(is_strict=True, labels={"gpuwarden.io/injection": "plugin"})
+    assert (uses_plugin.plugin_gpus, uses_plugin.is_refused_for_plugin) == (gpus, False)

@@ -52,6 +52,13 @@ async def test_message_of_a_strict_installation_says_that_no_claim_is_placed_the
     assert scene.heard.messages[0].endswith(": no claim for GPUs is placed here")
 
 
+async def test_node_whose_gpus_come_from_its_plugin_is_not_reported() -> None:
+    scene = Scene()
+    scene.fleet.put(node("node-a", device("GPU-a"), labels={"gpuwarden.io/injection": "plugin"}), NOW)
+    scene.plugins.replaced({"/node-a": raw_node()})
+    assert await scene.step() == []
+
+
 async def test_node_without_gpus_in_the_inventory_is_not_reported() -> None:
     scene = Scene()
     scene.fleet.put(node("node-b"), NOW)

@@ -429,7 +429,7 @@ def test_mode_cuda_sets_one_variable_and_leaves_requests() -> None:
 
 
 def test_injection_values_do_not_change() -> None:
-    assert [mode.value for mode in Injection] == ["nvidia", "cuda", "dra"]
+    assert [mode.value for mode in Injection] == ["nvidia", "cuda", "plugin", "dra"]
 
 
 def test_replaced_variables_give_warnings() -> None:

@@ -135,7 +135,7 @@ def test_default_dra_needs_no_runtime_class_and_shows_uuids() -> None:
 
 
 @pytest.mark.parametrize("default", Injection)
-@pytest.mark.parametrize("own", Injection)
+@pytest.mark.parametrize("own", [Injection.NVIDIA, Injection.CUDA, Injection.DRA])
 def test_pod_is_dressed_by_its_own_injection(own: Injection, default: Injection) -> None:
     rules = ClaimRules(hash_policy=HashPolicy("ml", injection=own), default_injection=default)
     wish = raw_pod(raw_container("main"), annotations={"gpuwarden.io/gpu-count": "1"})

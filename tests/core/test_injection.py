@@ -13,7 +13,7 @@ from webhook.core.pod import Pod
 from webhook.core.reasons import Reason
 from webhook.core.verdict import Deny
 
-NVIDIA, CUDA, DRA = Injection
+NVIDIA, CUDA, PLUGIN, DRA = Injection
 LABEL = "gpuwarden.io/injection"
 LAX = EvidencePolicy()
 
@@ -25,18 +25,21 @@ def test_record_gives_the_injection_back(own: Injection | None, default: Injecti
     assert injection_of(recorded, default) is (own or default)
 
 
-def test_only_other_injections_and_dra_are_recorded() -> None:
-    assert [recorded_injection(one, NVIDIA) for one in (None, NVIDIA, CUDA, DRA)] == [None, None, "cuda", "dra"]
-    assert recorded_injection(None, DRA) == "dra"
+def test_only_other_injections_and_those_that_older_versions_do_not_know_are_recorded() -> None:
+    assert [recorded_injection(one, NVIDIA) for one in (None, NVIDIA, CUDA, PLUGIN, DRA)] == [
+        *(None, None, "cuda", "plugin", "dra")
+    ]
+    assert [recorded_injection(None, one) for one in (PLUGIN, DRA)] == ["plugin", "dra"]
 
 
-def test_pod_of_an_older_version_keeps_its_variables_when_the_default_becomes_dra() -> None:
-    assert injection_of(None, DRA) is NVIDIA
+@pytest.mark.parametrize("default", [PLUGIN, DRA])
+def test_pod_of_an_older_version_keeps_its_variables_when_the_default_changes(default: Injection) -> None:
+    assert injection_of(None, default) is NVIDIA
 
 
 def test_injection_of_a_newer_version_is_a_mistake() -> None:
-    with pytest.raises(InvalidPodError, match="'plugin' is not known; allowed are nvidia, cuda, dra"):
-        injection_of("plugin", NVIDIA)
+    with pytest.raises(InvalidPodError, match="'cdi' is not known; allowed are nvidia, cuda, plugin, dra"):
+        injection_of("cdi", NVIDIA)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +71,7 @@ def test_every_claim_of_a_namespace_with_an_unknown_injection_is_denied(value: s
         with pytest.raises(InvalidPodError) as caught:
             claim_of(Pod.parse(raw), rules)
         assert caught.value.mistakes == (
-            f"namespace ml: its annotation {LABEL} is {value!r}; allowed are nvidia, cuda, dra",
+            f"namespace ml: its annotation {LABEL} is {value!r}; allowed are nvidia, cuda, plugin, dra",
         )
 
 

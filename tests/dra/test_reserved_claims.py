@@ -418,7 +418,8 @@ def without_parameters(devices: Raw) -> None:
 
 
 def for_another_hash(devices: Raw) -> None:
-    other = reserved_claim_spec(["GPU-1"], "bb22", gpu_driver="gpu.nvidia.com", gpu_class="gpu.nvidia.com", evicts=True)
+    classes = {"gpu_class": "gpu.nvidia.com", "mig_class": "mig.nvidia.com"}
+    other = reserved_claim_spec(["GPU-1"], "bb22", gpu_driver="gpu.nvidia.com", evicts=True, **classes)
     devices |= other["devices"]
 
 

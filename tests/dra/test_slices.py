@@ -739,6 +739,12 @@ async def test_devices_of_other_nodes_are_for_native_pods(scene: Scene, value: s
     assert modes(scene) == {"gpu-2-aa11": "native"}
 
 
+async def test_gpus_that_the_kubelet_chooses_have_no_devices(scene: Scene) -> None:
+    scene.fleet.put(Node(A, {"gpuwarden.io/injection": "plugin"}, (Device(DeviceUuid("GPU-1")),)), scene.now)
+    scene.proves()
+    assert await scene.step() == []
+
+
 async def test_devices_change_with_the_injection_of_their_node(scene: Scene) -> None:
     scene.proven(A, "GPU-1")
     await scene.step()

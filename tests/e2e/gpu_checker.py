@@ -142,9 +142,12 @@ def holder_of(raw: Raw) -> Holder:
 
 def shown_gpus(spec: dict[str, Any], annotated: str) -> set[str]:
     """The values that a container runtime uses; a value that refers to the annotation counts as the annotation.
-    Containers without GPUs are left out. The runtime gives a pod with a ResourceClaim none by its own variable."""
+    Containers without GPUs are left out. The runtime gives a pod with a ResourceClaim none by its own variable. A
+    device plugin shows what the kubelet has given to it."""
     variable = "CUDA_VISIBLE_DEVICES" if spec.get("resourceClaims") else "NVIDIA_VISIBLE_DEVICES"
-    return {
+    limits = (one.get("resources", {}).get("limits", {}) for one in spec["containers"])
+    by_plugin = {annotated} if any("nvidia.com/gpu" in one for one in limits) else set()
+    return by_plugin | {
         env.get("value", "") if "valueFrom" not in env else annotated
         for container in spec["containers"]
         for env in container.get("env", ())

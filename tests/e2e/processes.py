@@ -19,9 +19,13 @@ from tests.e2e.cluster_users import resource_of
 from tests.e2e.conftest import new_namespace
 from tests.e2e.gpu_checker import GpuChecker, checking_gpus
 from tests.e2e.kube import (
+    CLUSTER_ROLE_BINDINGS,
+    CLUSTER_ROLES,
     MUTATING,
     NODES,
     PODS,
+    ROLE_BINDINGS,
+    ROLES,
     SERVICES,
     VALIDATING,
     ApiError,
@@ -35,11 +39,17 @@ from tests.e2e.test_ledger import GPU_NODES, installed
 from tests.e2e.webhook_configurations import is_reviewed
 from tests.ledger.fake_store import gpu_node as gpu_node_object
 from tests.running import GPUWARDEN, WITHOUT_EVIDENCE, taken_by
-from webhook.kube.install.policies import Installation, policies, webhooks, while_down
+from webhook.kube.install.policies import Installation, policies, rbac, webhooks, while_down
 
 # For a busy machine.
 START_TIMEOUT = 60.0
 REGISTRATION = "apis/admissionregistration.k8s.io/v1"
+RBAC = {
+    "ClusterRole": CLUSTER_ROLES,
+    "ClusterRoleBinding": CLUSTER_ROLE_BINDINGS,
+    "Role": ROLES,
+    "RoleBinding": ROLE_BINDINGS,
+}
 KINDS = {
     "MutatingWebhookConfiguration": MUTATING,
     "ValidatingWebhookConfiguration": VALIDATING,
@@ -273,7 +283,7 @@ class Site:
             made = await self.kube.create(PODS, content, self.namespace, dryRun="All")
         except ApiError:
             return False
-        return "gpuwarden.io/gpu-uuid" in made["metadata"]["annotations"]
+        return "gpuwarden.io/reservation-id" in made["metadata"]["annotations"]
 
     async def held_on(self, node: str) -> dict[str, Raw]:
         return dict((await self.kube.get(GPU_NODES, node)).get("status", {}).get("held", {}))
@@ -368,6 +378,20 @@ async def with_policies(here: Site) -> AsyncIterator[None]:
             stack.push_async_callback(here.kube.delete, resource_of(manifest), manifest["metadata"]["name"])
         await wait_until(lambda: is_blinded(here))
         yield
+
+
+@asynccontextmanager
+async def reconciler_account(here: Site, cluster: Cluster) -> AsyncIterator[Path]:
+    """The kubeconfig of the service account that the webhooks take for the reconciler's, with the shipped rights."""
+    own = here.own_namespace
+    async with AsyncExitStack() as stack:
+        for manifest in rbac(Installation(own)):
+            name, place = manifest["metadata"]["name"], manifest["metadata"].get("namespace")
+            if name == "gpuwarden-reconcile" and manifest["kind"] in RBAC:
+                of = RBAC[manifest["kind"]]
+                await here.kube.create(of, manifest, place)
+                stack.push_async_callback(here.kube.delete, of, name, place)
+        yield cluster.service_account_kubeconfig(own, "gpuwarden-reconcile")
 
 
 async def is_blinded(here: Site) -> bool:

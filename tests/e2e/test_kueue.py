@@ -16,12 +16,8 @@ from scripts import kueue as rig
 from scripts.controlplane.cluster import Cluster
 from scripts.controlplane.components import free_ports
 from tests.e2e.kube import (
-    CLUSTER_ROLE_BINDINGS,
-    CLUSTER_ROLES,
     JOBS,
     PODS,
-    ROLE_BINDINGS,
-    ROLES,
     Kube,
     NotInTimeError,
     Raw,
@@ -32,7 +28,7 @@ from tests.e2e.kube import (
     wait_until,
 )
 from tests.e2e.measurements import report_figures
-from tests.e2e.processes import Site, Worker, site
+from tests.e2e.processes import RBAC, Site, Worker, site
 from webhook.kube.install.policies import Installation, kueue, rbac
 
 pytestmark = pytest.mark.long
@@ -43,12 +39,6 @@ LOCAL_QUEUES = Resource(GROUP, "localqueues")
 CLUSTER_QUEUES = Resource(GROUP, "clusterqueues", is_namespaced=False)
 FLAVORS = Resource(GROUP, "resourceflavors", is_namespaced=False)
 CHECKS = Resource(GROUP, "admissionchecks", is_namespaced=False)
-RBAC = {
-    "ClusterRole": CLUSTER_ROLES,
-    "ClusterRoleBinding": CLUSTER_ROLE_BINDINGS,
-    "Role": ROLES,
-    "RoleBinding": ROLE_BINDINGS,
-}
 CONTROLLER = "gpuwarden.io/proven-gpus"
 NAME = "proven"
 HASH = "sha256:aa11"

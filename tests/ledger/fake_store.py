@@ -107,16 +107,17 @@ def check_rules(old: Held, new: Held) -> None:
     """The validation rules of the CRD. The e2e tests show that the real ones refuse the same."""
     for slot, before in old.items():
         after = new.get(slot)
-        is_going = before["phase"] == "releasing"
+        is_going, is_awaited = before["phase"] == "releasing", before.get("delivery") == "awaited"
         if after is None or after["reservation"] != before["reservation"]:
-            if not is_going:
+            if not (is_going or is_awaited):
                 raise RefusedError(f"{slot} is held")
             continue
         keeps = after["namespace"] == before["namespace"] and after["digest"] == before["digest"]
         keeps_pod = "uid" not in before or after.get("uid") == before["uid"]
         goes_on = not is_going or after["phase"] == "releasing"
         stays_final = before["phase"] != "finalized" or after["phase"] != "pending"
-        if not (keeps and keeps_pod and goes_on and stays_final):
+        stays_chosen = is_awaited or after.get("delivery") != "awaited"
+        if not (keeps and keeps_pod and goes_on and stays_final and stays_chosen):
             raise RefusedError(f"{slot} changes what may not change")
 
 

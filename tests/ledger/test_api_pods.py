@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import AsyncIterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -59,7 +60,7 @@ class ApiServer:
 @pytest.fixture
 async def api_server() -> AsyncIterator[ApiServer]:
     server = ApiServer()
-    async with answering(server.answer, "GET", "PUT", "DELETE") as server.port:
+    async with answering(server.answer, "GET", "PUT", "PATCH", "DELETE") as server.port:
         yield server
 
 
@@ -211,6 +212,22 @@ async def test_what_would_be_refused_again_is_not_an_answer_that_was_lost(
         for write in (nodes.put, nodes.put_status):
             with pytest.raises(error):
                 await write({"metadata": {"name": "node-a"}})
+
+
+async def test_pod_is_annotated_by_its_uid(api_server: ApiServer, pods: ApiPods) -> None:
+    api_server.says(200, {"kind": "Pod"})
+    await pods.annotate(THE_POD, {"gpuwarden.io/gpu-uuid": "GPU-a"})
+    meta = {"uid": builders.POD_UID, "annotations": {"gpuwarden.io/gpu-uuid": "GPU-a"}}
+    assert [json.loads(one) for one in api_server.bodies] == [{"metadata": meta}]
+
+
+@pytest.mark.parametrize(("code", "is_error"), [(404, False), (409, False), (403, True), (500, True)])
+async def test_annotation_of_a_pod_that_is_gone_is_no_error(
+    api_server: ApiServer, pods: ApiPods, code: int, *, is_error: bool
+) -> None:
+    api_server.says(code, {"kind": "Status"})
+    with pytest.raises(PodReaderUnavailableError) if is_error else nullcontext():
+        await pods.annotate(THE_POD, {})
 
 
 async def test_a_pod_is_removed_by_its_uid_and_as_it_was_seen(api_server: ApiServer, pods: ApiPods) -> None:

@@ -1,7 +1,7 @@
 """The cluster ledger fulfils the contract, with several replicas, lost responses and lagging watches."""
 
 import asyncio
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -104,6 +104,12 @@ class Pods:
         if self.is_away:
             raise PodReaderUnavailableError("away")
         return self.nodes.get(name, NodeSnapshot("boot-1", is_ready=True, ready_since=LONG_AGO))
+
+    async def annotate(self, pod: PodIdentity, annotations: Mapping[str, str]) -> None:
+        if self.is_away:
+            raise PodReaderUnavailableError("away")
+        meta = self.raws[pod.uid]["metadata"]
+        meta["annotations"] = {**meta["annotations"], **annotations}
 
     async def remove(self, pod: PodIdentity, version: str) -> None:
         if version == self.raws[pod.uid]["metadata"].get("resourceVersion", ""):

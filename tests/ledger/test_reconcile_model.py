@@ -6,7 +6,7 @@ Which pod has a GPU is determined from the pods of the API server, not from any 
 
 import asyncio
 import copy
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from contextlib import ExitStack, suppress
 from datetime import UTC, datetime, timedelta
 from typing import Any, TypeVar
@@ -153,6 +153,9 @@ class ApiServer:
         if self.is_away:
             raise PodReaderUnavailableError("away")
         return self.nodes[name]
+
+    async def annotate(self, pod: PodIdentity, annotations: Mapping[str, str]) -> None:
+        raise AssertionError("no kubelet chooses GPUs here")
 
     async def remove(self, pod: PodIdentity, version: str) -> None:
         raw = await self._read(pod)

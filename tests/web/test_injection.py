@@ -163,7 +163,7 @@ async def test_no_claim_of_a_namespace_with_an_unknown_injection_is_served(
     annotate(namespaces, "native", 2)
     response = await harness.mutate(asking())
     assert refusal(response) == (403, "InvalidPod")
-    assert f"its annotation {LABEL} is 'native'; allowed are nvidia, cuda, dra" in response["status"]["message"]
+    assert f"its annotation {LABEL} is 'native'; allowed are nvidia, cuda, plugin, dra" in response["status"]["message"]
     assert (await harness.mutate(raw_pod(raw_container("main")), "plain"))["allowed"]
 
 
@@ -202,3 +202,54 @@ async def test_device_page_and_explanation_show_a_pod_with_a_claim_until_it_is_d
     await harness.ask("/validate", builders.delete(final))
     assert harness.held == []
     assert len((await harness.create(asking(2), "next", "uid-next"))["metadata"]["annotations"][GPU_UUID]) > 0
+
+
+# GPUs that the kubelet chooses.
+
+
+@pytest.fixture
+async def plugged(build: Build, namespaces: WatchedNamespaces) -> Harness:
+    annotate(namespaces, "plugin")
+    return await build(labelled(node_a="plugin"), assemble=with_namespaces(namespaces), when_unavailable="queue")
+
+
+def plugin_pod(gpus: int = 1, **members: Any) -> Raw:
+    return raw_pod(raw_container("main", gpus=gpus), raw_container("side"), **members)
+
+
+async def test_pod_keeps_its_request_and_gets_a_node(plugged: Harness) -> None:
+    final = await plugged.create(plugin_pod())
+    main, side = final["spec"]["containers"]
+    assert (main["resources"]["limits"], "env" in main) == ({"nvidia.com/gpu": "1"}, False)
+    assert side["env"] == [{"name": "NVIDIA_VISIBLE_DEVICES", "value": "void"}]
+    assert pinned_nodes(final) == ["node-a"]
+    assert GPU_UUID not in final["metadata"]["annotations"]
+    assert len(plugged.held) == 1
+    answer = (await plugged.tls.post("/explain", json=final)).json()
+    assert answer["message"] == "the pod has 1 GPU, which the kubelet chooses, on node node-a (finalized)"
+    again = await plugged.dress(copy_of(final), "copy")
+    assert again["spec"]["containers"][0]["resources"]["limits"] == {"nvidia.com/gpu": "1"}
+    waits = builders.created(await plugged.dress(plugin_pod(2), "late"))
+    assert [one["name"] for one in waits["spec"]["schedulingGates"]] == ["gpuwarden.io/queue"]
+    assert (await plugged.validate(builders.review("CREATE", new=waits, uid="validate")))["allowed"]
+
+
+def copy_of(raw: Raw) -> Raw:
+    return {**raw, "metadata": {**raw["metadata"], "name": "copy"}}
+
+
+async def test_pod_that_asks_in_another_way_is_refused(plugged: Harness) -> None:
+    for raw in (
+        raw_pod(annotations={"gpuwarden.io/gpu-count": "1"}),
+        plugin_pod(labels={"gpuwarden.io/gpu.model": "h100"}),
+        raw_pod(raw_container("main", gpus=1, env=builders.raw_env(NVIDIA_VISIBLE_DEVICES="all"))),
+    ):
+        assert refusal(await plugged.mutate(raw)) == (403, "InjectionConflict")
+
+
+async def test_request_that_another_webhook_adds_is_refused(plugged: Harness) -> None:
+    for number, gpus in ((0, "2"), (1, "1")):
+        final = builders.created(await plugged.dress(plugin_pod(), f"review-{number}"), uid=f"uid-{number}")
+        final["spec"]["containers"][number]["resources"] = {"limits": {"nvidia.com/gpu": gpus}}
+        review = builders.review("CREATE", new=final, uid=f"validate-{number}")
+        assert refusal(await plugged.validate(review)) == (403, "InjectionConflict")

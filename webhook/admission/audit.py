@@ -217,6 +217,7 @@ def shared_devices(facts: Facts) -> Iterator[Finding]:
 
 def unknown_reservations(facts: Facts) -> Iterator[Finding]:
     held = {(one.id, str(one.node), uuid) for one in facts.held for uuid in one.uuids}
+    known = {(one.id, one.node) for one in facts.held}
     for pod in facts.pods:
         reserved_pod = pod.reserved_pod
         if reserved_pod is None or reserved_pod.reservation_id in facts.unsettled:
@@ -224,8 +225,9 @@ def unknown_reservations(facts: Facts) -> Iterator[Finding]:
         missing = [
             uuid for uuid in reserved_pod.uuids if (reserved_pod.reservation_id, reserved_pod.node, uuid) not in held
         ]
-        if missing:
-            message = f"was given {', '.join(missing)}, which no GPUNode holds for it"
+        if missing or (reserved_pod.reservation_id, reserved_pod.node) not in known:
+            gpus = ", ".join(missing) or reserved_pod.title_of_gpus
+            message = f"was given {gpus}, which no GPUNode holds for it"
             yield Finding(FindingKind.UNKNOWN_RESERVATION, pod.title, message, pod.namespace, pod.node)
 
 
@@ -307,7 +309,7 @@ def message_of(wrong: WrongDelivery) -> str:
     given = f"was given {', '.join(wrong.uuids)} by the kubelet"
     match wrong.fault:
         case DeliveryFault.MISMATCHED:
-            return f"{given}; reserved for it: {', '.join(wrong.reserved)}"
+            return f"{given}; reserved for it: {wrong.expected}"
         case DeliveryFault.COLLISION:
             pods = sorted({f"pod {one.namespace}/{one.pod_name or ''}" for one in wrong.holders})
             return f"{given}, reserved for {', '.join(pods)}"

@@ -64,6 +64,7 @@ class BindingCheck:
             or check.before_bind_deadline(living, held, self._clock(), self._bind_deadline)
             or check.binds_as_reserved(binding, held, living)
             or check.still_proven(claim, binding.node, fleet, policy)
+            or check.kubelet_counts_gpus(claim, binding.node, fleet)
         )
         # The pod may run from now on. A pending reservation would count as proof that it never ran.
         if refused is None and held is not None and held.phase is Phase.PENDING and not is_dry_run:

@@ -10,9 +10,10 @@ from attrs import evolve
 from webhook.core.device import Device, Node
 from webhook.core.evidence import Evidence, predates_node
 from webhook.core.fleet import Fleet
+from webhook.core.injection import Injection, injection_of_node
 from webhook.core.raw import Raw
 from webhook.kube.gpu_node import GpuNode, UnreadableGpuNodeError
-from webhook.kube.node import creation_time_of, has_device_plugin, node_of
+from webhook.kube.node import creation_time_of, node_of, plugin_gpus
 from webhook.runtime.clock import Clock
 
 log = structlog.get_logger(__name__)
@@ -29,10 +30,14 @@ class ClusterFleet:
         fleet: Fleet,
         clock: Clock,
         proven: Callable[[str], Evidence | None],
-        refused_plugin: str | None = None,
+        gpu_resource: str = "nvidia.com/gpu",
+        *,
+        is_strict: bool = False,
     ) -> None:
-        """Nodes on which a device plugin offers the resource `refused_plugin` get no claims for GPUs."""
-        self._refused_plugin = refused_plugin
+        """With `is_strict`, nodes on which a device plugin offers the resource get no claims for GPUs, unless their
+        injection uses it."""
+        self._gpu_resource = gpu_resource
+        self._is_strict = is_strict
         self._fleet = fleet
         self._clock = clock
         self._proven = proven
@@ -46,8 +51,11 @@ class ClusterFleet:
         except msgspec.ValidationError as exc:
             log.warning("Node cannot be read, its last state is kept", exc_info=exc)
             return
-        if self._refused_plugin is not None:
-            node = evolve(node, is_refused_for_plugin=has_device_plugin(raw, self._refused_plugin))
+        offered = plugin_gpus(raw, self._gpu_resource)
+        if injection_of_node(node.labels, self._fleet.injection) is Injection.PLUGIN:
+            node = evolve(node, plugin_gpus=offered)
+        elif self._is_strict:
+            node = evolve(node, is_refused_for_plugin=offered > 0)
         self._nodes[node.name], self._born[node.name] = node, born
         self._update(node.name)
 

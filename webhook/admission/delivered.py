@@ -6,28 +6,16 @@ from enum import StrEnum
 import msgspec
 from attrs import frozen
 
-from webhook.core.device import REPLICA, DeviceUuid, is_uuid
+from webhook.core.device import DeviceUuid
 from webhook.core.pod import WireStruct
 from webhook.core.raw import Raw
 from webhook.core.reservation import Phase, PodIdentity, Reservation
 from webhook.ledger.end_of_use import ContainerUse, container_use_in
+from webhook.ledger.given import GivenContainerWire, GivenStatusWire, uuids_in
 
 
-class GivenDeviceWire(WireStruct, frozen=True):
-    resource_id: str | None = msgspec.field(name="resourceID", default=None)
-
-
-class GivenResourceWire(WireStruct, frozen=True):
-    resources: list[GivenDeviceWire] | None = None
-
-
-class GivenContainerWire(WireStruct, frozen=True):
-    allocated_resources_status: list[GivenResourceWire] | None = None
-
-
-class GivenPodStatusWire(WireStruct, frozen=True):
+class GivenPodStatusWire(GivenStatusWire, frozen=True):
     init_container_statuses: list[GivenContainerWire] | None = None
-    container_statuses: list[GivenContainerWire] | None = None
 
 
 class GivenPodMetaWire(WireStruct, frozen=True):
@@ -64,21 +52,12 @@ class GivenDevices:
         except msgspec.ValidationError:
             return None
         meta, node = wire.metadata or GivenPodMetaWire(), wire.spec and wire.spec.node_name
-        uuids = tuple(dict.fromkeys(uuids_in(wire.status or GivenPodStatusWire())))
+        status = wire.status or GivenPodStatusWire()
+        uuids = uuids_in([*(status.init_container_statuses or ()), *(status.container_statuses or ())])
         if not (uuids and meta.uid and node) or container_use_in(raw) is ContainerUse.ENDED:
             return None
         pod = PodIdentity(meta.namespace or "", meta.name or "", meta.uid)
         return cls(pod, node, uuids, meta.deletion_timestamp is not None)
-
-
-def uuids_in(status: GivenPodStatusWire) -> Iterator[DeviceUuid]:
-    """Claims of Dynamic Resource Allocation are listed too, by names that are not UUIDs."""
-    for container in (*(status.init_container_statuses or ()), *(status.container_statuses or ())):
-        for resource in container.allocated_resources_status or ():
-            for one in resource.resources or ():
-                uuid = (one.resource_id or "").partition(REPLICA)[0]
-                if is_uuid(uuid):
-                    yield DeviceUuid(uuid)
 
 
 class DeliveryFault(StrEnum):
@@ -98,8 +77,12 @@ class WrongDelivery:
     uuids: tuple[DeviceUuid, ...]
     # The reservations of other pods on these GPUs.
     holders: tuple[Reservation, ...] = ()
-    # The GPUs that are reserved for the pod instead.
+    # The GPUs that are reserved for the pod instead; empty if only their number is.
     reserved: tuple[DeviceUuid, ...] = ()
+
+    @property
+    def expected(self) -> str:
+        return ", ".join(self.reserved) or "as many GPUs as it asks for, which no other pod has"
 
 
 def wrong_deliveries(
@@ -110,14 +93,18 @@ def wrong_deliveries(
 ) -> Iterator[WrongDelivery]:
     """`own` is the reservation of the pod by the ledger: anyone can write annotations where gpuwarden does not review.
 
-    GPUs that are not in the inventory of the node are not compared.
+    GPUs that are not in the inventory of the node are not compared. A reservation whose GPUs the kubelet chooses has
+    none of its own until the choice is recorded, so only their number can be wrong, or GPUs that others have.
     """
     on_node = {uuid: holders_on(given.node, holders(uuid)) for uuid in given.uuids if is_listed(given.node, uuid)}
     wrong = {uuid: found for uuid, found in on_node.items() if all(one.uid != given.pod.uid for one in found)}
+    if own is not None and own.is_awaited and len(given.uuids) == len(own.slots):
+        wrong = {uuid: found for uuid, found in wrong.items() if found}
     held = tuple(uuid for uuid, found in wrong.items() if found)
     free = tuple(uuid for uuid, found in wrong.items() if not found)
     if own is not None and wrong:
-        yield WrongDelivery(DeliveryFault.MISMATCHED, given, tuple(wrong), reserved=tuple(dict.fromkeys(own.uuids)))
+        reserved = () if own.is_awaited else tuple(dict.fromkeys(own.uuids))
+        yield WrongDelivery(DeliveryFault.MISMATCHED, given, tuple(wrong), reserved=reserved)
     if held:
         others = tuple(dict.fromkeys(one for found in wrong.values() for one in found))
         yield WrongDelivery(DeliveryFault.COLLISION, given, held, others)
@@ -126,8 +113,8 @@ def wrong_deliveries(
 
 
 def holders_on(node: str, found: Sequence[Reservation]) -> tuple[Reservation, ...]:
-    """The reservations on this node that have not been released."""
-    return tuple(one for one in found if one.node == node and one.phase is not Phase.RELEASING)
+    """The reservations on this node that have the GPU and have not been released."""
+    return tuple(one for one in found if one.node == node and one.phase is not Phase.RELEASING and not one.is_awaited)
 
 
 # The marks of devices in GPUNodes. Callers of /devices see them, so they name no pods.

@@ -283,7 +283,7 @@ class DeliveryWatch:
         gpus, node, pod = ", ".join(one.uuids), one.given.node, Subject.of_pod(one.given.pod)
         match one.fault:
             case DeliveryFault.MISMATCHED:
-                text = f"the kubelet of {node} gave it {gpus}; reserved for it: {', '.join(one.reserved)}"
+                text = f"the kubelet of {node} gave it {gpus}; reserved for it: {one.expected}"
                 self._events.record(pod, Reason.GPU_MISMATCHED, text)
             case DeliveryFault.UNRESERVED:
                 text = f"the kubelet of {node} gave it {gpus} without a reservation; no other pod gets them meanwhile"

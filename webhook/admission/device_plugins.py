@@ -3,10 +3,11 @@
 from collections.abc import Mapping
 
 from webhook.core.fleet import Fleet
+from webhook.core.injection import Injection, injection_of_node
 from webhook.core.raw import Raw
 from webhook.core.reasons import Reason
 from webhook.kube.events import Events, Subject
-from webhook.kube.node import has_device_plugin
+from webhook.kube.node import plugin_gpus
 
 # Events per pass, so that others find room in the queue.
 AT_A_TIME = 20
@@ -29,7 +30,7 @@ class DevicePlugins:
             self.changed(raw)
 
     def changed(self, raw: Raw) -> None:
-        if has_device_plugin(raw, self._resource):
+        if plugin_gpus(raw, self._resource):
             self._offering.add(raw["metadata"]["name"])
         else:
             self._offering.discard(raw["metadata"]["name"])
@@ -38,9 +39,12 @@ class DevicePlugins:
         self._offering.discard(raw["metadata"]["name"])
 
     def nodes(self) -> set[str]:
-        """The nodes with such a plugin and with GPUs in the inventory."""
-        known = self._fleet.indexed_nodes
-        return {name for name in self._offering if name in known and known[name].node.devices}
+        """The nodes with such a plugin and with GPUs in the inventory, unless claims get their GPUs from the plugin."""
+        return {name for name in self._offering & self._fleet.indexed_nodes.keys() if self._is_reserved_beside(name)}
+
+    def _is_reserved_beside(self, name: str) -> bool:
+        node = self._fleet.indexed_nodes[name].node
+        return bool(node.devices) and injection_of_node(node.labels, self._fleet.injection) is not Injection.PLUGIN
 
     async def step(self) -> None:
         """One pass: reports a node again if its plugin was gone in the meantime."""

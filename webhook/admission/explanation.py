@@ -100,7 +100,9 @@ class Explainer:
 
 
 def sentence_of(held: Reservation) -> str:
-    return f"the pod has {', '.join(held.uuids)} on node {held.node} ({held.phase.value})"
+    number = f"{len(held.slots)} GPU{'' if len(held.slots) == 1 else 's'}, which the kubelet chooses,"
+    gpus = number if held.is_awaited else ", ".join(held.uuids)
+    return f"the pod has {gpus} on node {held.node} ({held.phase.value})"
 
 
 def result(

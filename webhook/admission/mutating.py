@@ -211,7 +211,9 @@ class PodMutator:
                 return others
         if claim.count and not review.is_dry_run:
             name = pod.meta.name or review.name or None
-            ask = ReservationRequest(review.uid, review.namespace, claim.digest, name, claim.is_shared, prefix_of(pod))
+            ask = ReservationRequest(
+                review.uid, review.namespace, claim.digest, name, claim.is_shared, prefix_of(pod), claim.delivery
+            )
             patience = BEFORE_IT_IS_QUEUED if self._rules.waits(claim) else None
             patience = patience if review.is_light else timedelta(0)
             held = await self._reserver.reserve(ask, claim, answer_by=answer_by, patience=patience)
@@ -266,7 +268,8 @@ class PodMutator:
             )
         audit = {"reason": Reason.ADMITTED.value, "node": ",".join(outfit.nodes[:8])}
         if outfit.reservation_id is not None:
-            audit |= {"reservation": outfit.reservation_id, "gpus": outfit.visible}
+            gpus = {"gpus": outfit.visible} if outfit.visible else {}
+            audit |= {"reservation": outfit.reservation_id, **gpus}
         return Admit(
             changes(raw, made),
             warnings=(*warnings, *outfit.claim.warnings, *notes),

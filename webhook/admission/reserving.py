@@ -113,6 +113,7 @@ class Reserver:
             lapsed.pod_name,
             lapsed.is_shared,
             lapsed.name_prefix,
+            lapsed.delivery,
         )
         if any(self.fleet.is_quarantined(uuid) for uuid in lapsed.uuids):
             return lapsed_for_good(lapsed)

@@ -96,7 +96,7 @@ class PodValidator:
             return self._validate_without_record(pod, await self._rules.claims.within(review.namespace))
         if not claim.count:
             return self._validate_without_gpus(raw, pod, claim, await self._rules.claims.within(review.namespace))
-        refused = check.grace_within_limit(pod, rules) or check.no_bypass_fields(pod, rules)
+        refused = check.grace_within_limit(pod, rules) or check.gets_other_gpus(pod, claim, rules)
         if refused is not None:
             return refused
         if review.is_dry_run:
@@ -211,6 +211,6 @@ class PodValidator:
     async def _allowed_values(self, pod: Pod) -> tuple[str, ...]:
         """The values that a debug container may set: the GPUs that the pod already has."""
         known = await recorded_reservation(self._ledger, pod)
-        if known is None or known.phase is Phase.RELEASING or known.uid != pod.meta.uid:
+        if known is None or known.phase is Phase.RELEASING or known.uid != pod.meta.uid or known.is_awaited:
             return ()
         return (",".join(gpu_order.in_annotated_order(pod.annotations, known.uuids)),)

@@ -80,8 +80,6 @@ class ClusterParts(FleetParts):
         api: ApiClient,
         pods: ApiPods,
         injection: Injection = Injection.NVIDIA,
-        *,
-        refused_plugin: str | None = None,
     ) -> "ClusterParts":
         """`injection` is the one of nodes without the label. It matters only for decisions."""
         offset = random.randrange(SPREAD)  # noqa: S311 - only to keep out of step
@@ -99,7 +97,8 @@ class ClusterParts(FleetParts):
             skew=settings.clock_skew,
             max_age=settings.max_evidence_age,
             opt_in=settings.opt_in_label,
-            refused_plugin=refused_plugin,
+            gpu_resource=settings.gpu_resource,
+            is_strict=settings.strict_devices,
         )
         return cls(fleet, Metrics(), ledger, fleet_source, namespaces)
 
@@ -110,8 +109,7 @@ def clustered(settings: Settings, clock: Clock, api: ApiClient, pods: ApiPods) -
         log.warning(
             "the inventory file is not read: nodes and devices come from the cluster, where reconcile writes them"
         )
-    injection, plugin = Injection(settings.injection), settings.refused_plugin
-    found = ClusterParts.of(settings, clock, api, pods, injection, refused_plugin=plugin)
+    found = ClusterParts.of(settings, clock, api, pods, Injection(settings.injection))
     parts = assembled(settings, clock, found, pods, found.namespaces, limits_of(settings))
     waiting = WaitingPods(parts.rules.claims, parts.rules.dress, queue_order=parts.reserver.queue_order)
     found.fleet_source.also(Watch(api, PODS_PATH, waiting, only={"labelSelector": keys.QUEUED_LABEL}))
@@ -154,10 +152,11 @@ class ClusterFleetSource:
         skew: timedelta,
         max_age: timedelta,
         opt_in: str,
-        refused_plugin: str | None,
+        gpu_resource: str,
+        is_strict: bool,
     ) -> None:
         evidence = EvidenceView(own, required=asked, skew=skew, max_age=max_age)
-        cluster_fleet = ClusterFleet(fleet, clock, evidence.combined_evidence, refused_plugin)
+        cluster_fleet = ClusterFleet(fleet, clock, evidence.combined_evidence, gpu_resource, is_strict=is_strict)
         evidence.notify(cluster_fleet.prove)
         gpu_nodes = GpuNodesListener(cluster_fleet, learn=ledger.learn, forget=ledger.forget)
         sets = MappedStatefulSets(fleet, opt_in)

@@ -35,6 +35,7 @@ from webhook.admission.queue.waiting_pods import DemandsListener, WaitingPods
 from webhook.assembly.cluster import ClusterWriters
 from webhook.assembly.dra import claimed_parts, native_parts, proof_parts, rate_limited, tell_loss
 from webhook.assembly.parts import policy_of, rules_of, times_of
+from webhook.core import keys
 from webhook.core.fleet import Fleet
 from webhook.core.injection import Injection
 from webhook.dra.reserved_claims import ClaimForm, OnEveryChange, ReservedClaims
@@ -117,7 +118,9 @@ def reconciler_parts(settings: Settings, api: ApiClient, metrics: Metrics) -> Re
     rules = rules_of(settings, namespaces)
 
     evidence = EvidenceView({}, required=settings.evidence, skew=settings.clock_skew, max_age=settings.max_evidence_age)
-    cluster_fleet = ClusterFleet(fleet, utc_now, evidence.combined_evidence, settings.refused_plugin)
+    cluster_fleet = ClusterFleet(
+        fleet, utc_now, evidence.combined_evidence, settings.gpu_resource, is_strict=settings.strict_devices
+    )
     evidence.notify(cluster_fleet.prove)
     orphan_times = OrphanTimes(settings.max_grace, settings.orphan_margin)
     deliveries = DeliveryWatch(
@@ -187,6 +190,7 @@ def reconciler_parts(settings: Settings, api: ApiClient, metrics: Metrics) -> Re
         BindDeadline(settings.bind_deadline, OnBindDeadline(settings.on_bind_deadline), settings.clock_skew),
         orphan_times,
         is_closed=ends.is_closed,
+        gpu_annotations=keys.GPU_UUID.names if settings.write_aliases else (keys.GPU_UUID.name,),
     )
     evidence_loss = EvidenceLoss(
         fleet,

@@ -16,13 +16,14 @@ from webhook.assembly.parts import rules_of
 from webhook.core.device import DeviceUuid
 from webhook.core.errors import GpuwardenError
 from webhook.core.evidence import Evidence
+from webhook.core.injection import Injection, injection_of_node
 from webhook.core.isolation import ClaimName, is_isolated, refused_volume
 from webhook.core.raw import Raw
 from webhook.core.reservation import Reservation, ReservationId
 from webhook.evidence.node_evidence import NodeEvidence, UnreadableEvidenceError
 from webhook.kube.client import ApiClient, ApiException, connect
 from webhook.kube.gpu_node import GpuNode, UnreadableGpuNodeError, object_name
-from webhook.kube.node import has_device_plugin
+from webhook.kube.node import plugin_gpus
 from webhook.kube.paths import (
     GPU_NODES_PATH,
     NAMESPACES_PATH,
@@ -103,7 +104,7 @@ async def facts_of(api: ApiClient, settings: Settings, volumes: Volumes) -> Fact
     ours = {object_name(raw) for raw in namespaces if opted_in(raw, settings.opt_in_label)}
     isolated = {object_name(raw) for raw in namespaces if is_isolated(raw, settings.own_namespace)}
     mapped = [one async for one in listed(api, STATEFUL_SETS_PATH, mapped_set)]
-    offering = await nodes_with_plugin(api, settings.gpu_resource)
+    offering = await nodes_with_plugin(api, settings.gpu_resource, Injection(settings.injection))
     return Facts(
         pods=pods,
         held=[one for key, one in after.held.items() if key in before.held],
@@ -142,16 +143,16 @@ async def refused_volumes_in(api: ApiClient) -> Volumes:
         return {}
 
 
-async def nodes_with_plugin(api: ApiClient, resource: str) -> set[str]:
-    """The nodes on which a device plugin offers the resource. Empty, with a warning, if the caller may not list Nodes.
-    Raises CannotReadError."""
+async def nodes_with_plugin(api: ApiClient, resource: str, default: Injection) -> set[str]:
+    """The nodes on which a device plugin offers the resource beside gpuwarden. Empty, with a warning, if the caller may
+    not list Nodes. Raises CannotReadError."""
+
+    def read(raw: Raw) -> str | None:
+        uses_plugin = injection_of_node(raw["metadata"].get("labels") or {}, default) is Injection.PLUGIN
+        return object_name(raw) if plugin_gpus(raw, resource) and not uses_plugin else None
+
     try:
-        return {
-            one
-            async for one in listed(
-                api, NODES_PATH, lambda raw: object_name(raw) if has_device_plugin(raw, resource) else None
-            )
-        }
+        return {one async for one in listed(api, NODES_PATH, read)}
     except MayNotReadError as exc:
         log.warning("device plugins not looked for", error=str(exc))
         return set()

@@ -9,7 +9,7 @@ from attrs import evolve
 from webhook.core import claim_keys, gpu_order, keys
 from webhook.core.binding import Binding
 from webhook.core.claim import Claim, ClaimRules, claim_of
-from webhook.core.decide import ClaimSearch, EvidencePolicy
+from webhook.core.decide import ClaimSearch, EvidencePolicy, Objection
 from webhook.core.dress import (
     Allocation,
     DressRules,
@@ -63,7 +63,8 @@ def bypass_fields(pod: Pod, rules: DressRules) -> Iterator[str]:
     for path, container in pod.containers():
         for name in container.resource_names():
             is_ours = name == rules.resource
-            if (is_ours and not rules.removes_request) or (not is_ours and name.startswith(GPU_RESOURCES)):
+            is_refused = rules.injection is Injection.CUDA if is_ours else name.startswith(GPU_RESOURCES)
+            if is_refused:
                 yield f"{path}.resources[{name}]"
     if pod.body.resource_claims:
         yield RESOURCE_CLAIMS
@@ -81,6 +82,11 @@ def no_bypass_fields(pod: Pod, rules: DressRules) -> Deny | None:
     if rules.uses_resource_claims and has_only_own_claim(pod):
         fields.discard(RESOURCE_CLAIMS)
     return gpu_without_claim(sorted(fields), "the pod's GPUs come from its claim only") if fields else None
+
+
+def gets_other_gpus(pod: Pod, claim: Claim, rules: DressRules) -> Deny | None:
+    """A pod with a claim still gets its GPUs from its claim only."""
+    return no_bypass_fields(pod, rules) or not_for_device_plugin(pod, claim, rules)
 
 
 def has_only_own_claim(pod: Pod) -> bool:
@@ -114,7 +120,12 @@ def precheck(pod: Pod, claim: Claim, rules: DressRules) -> Deny | None:
             "the device plugin would allocate a different GPU",
             hint=f"ask with {claim_keys.GPU_COUNT.name} instead",
         )
-    return no_unclaimable(claim, rules) or grace_within_limit(pod, rules) or no_bypass_fields(pod, rules)
+    return (
+        no_unclaimable(claim, rules)
+        or not_for_device_plugin(pod, claim, rules)
+        or grace_within_limit(pod, rules)
+        or no_bypass_fields(pod, rules)
+    )
 
 
 def no_unclaimable(claim: Claim, rules: DressRules) -> Deny | None:
@@ -134,6 +145,46 @@ def no_unclaimable(claim: Claim, rules: DressRules) -> Deny | None:
             hint="ask for fewer GPUs",
         )
     return None
+
+
+def not_for_device_plugin(pod: Pod, claim: Claim, rules: DressRules) -> Deny | None:
+    """Why the kubelet cannot give the pod its GPUs by a device plugin, or the containers would see others."""
+    if not rules.uses_device_plugin:
+        return None
+    if claim.record.selects_devices or claim.is_mapped:
+        why = "the kubelet chooses the GPUs, so the pod cannot ask for particular ones or share them"
+        hint = "ask for a number of GPUs, or use a namespace with another injection"
+        return Deny(Reason.INJECTION_CONFLICT, f"{claim.sentence}: {why}", hint=hint)
+    asked = {container.name: n for _, container in pod.containers() if (n := container.asked(rules.resource))}
+    if not asked or asked != claim.record.asked:
+        return Deny(
+            Reason.INJECTION_CONFLICT,
+            f"{claim.sentence}: the kubelet gives GPUs to containers that request {rules.resource}, and the containers "
+            f"request {sum(asked.values())}",
+            hint=f"request {rules.resource} in the resources of the containers",
+        )
+    fields = sorted(set(fields_against_device_plugin(pod, rules)))
+    if not fields:
+        return None
+    return Deny(
+        Reason.INJECTION_CONFLICT,
+        f"{', '.join(fields[:5])}: the kubelet chooses the GPUs; it does not report those of init containers, and "
+        "variables of a container override those of the device plugin",
+        hint="request GPUs in regular containers, without envFrom, NVIDIA_VISIBLE_DEVICES and CUDA_VISIBLE_DEVICES",
+        causes=tuple(fields[:20]),
+    )
+
+
+def fields_against_device_plugin(pod: Pod, rules: DressRules) -> Iterator[str]:
+    for path, container in pod.containers():
+        if not container.asked(rules.resource):
+            yield from (f"{path}.env[{one.name}]" for one in visible_env(container))
+            continue
+        if group_of(path) != "spec.containers":
+            yield f"{path}.resources[{rules.resource}]"
+        if container.env_from:
+            yield f"{path}.envFrom"
+        yield from (f"{path}.env[{one.name}]" for one in gpu_env(container))
 
 
 def grace_within_limit(pod: Pod, rules: DressRules) -> Deny | None:
@@ -265,7 +316,7 @@ def matches_queued_pod(raw: RawPod, pod: Pod, claim: Claim, rules: DressRules, c
     unexpected = reservation_annotations(pod)
     if unexpected:
         return Deny(Reason.FORGED, f"metadata.annotations[{unexpected[0]}]: a queued pod has no GPUs yet")
-    denied = no_bypass_fields(pod, rules.of(claim)) if claim.count else no_gpu_fields(pod, rules)
+    denied = gets_other_gpus(pod, claim, rules.of(claim)) if claim.count else no_gpu_fields(pod, rules)
     if denied is not None:
         return denied
     asked = claim_of(pod, claims, claim.record.asked)
@@ -416,6 +467,20 @@ def still_reserved(claim: Claim, held: Reservation | None, living: Pod) -> Deny 
     )
 
 
+def kubelet_counts_gpus(claim: Claim, node: str, fleet: Fleet) -> Deny | None:
+    """The device plugin of the node cannot give the pod a GPU that is in use without its knowledge."""
+    indexed = fleet.indexed_nodes.get(node)
+    if claim.delivery is None or indexed is None:
+        return None
+    if not fleet.node_class(indexed.node_group.node_class).has_uncounted_gpus:
+        return None
+    return Deny(
+        Reason.NO_FREE_DEVICE,
+        f"{claim.sentence}: node {node}: {Objection.UNCOUNTED}",
+        hint="the scheduler tries again; wait until the GPU is free",
+    )
+
+
 def before_bind_deadline(living: Pod, held: Reservation | None, now: datetime, bind_deadline: timedelta) -> Deny | None:
     """The reconciler has not released the pod's GPUs, and will not do so while the API server binds it. For a pod from
     the queue the time counts from its reservation."""
@@ -446,7 +511,7 @@ def binds_as_reserved(binding: Binding, held: Reservation | None, living: Pod | 
             hint="use a scheduler that respects node affinity",
         )
     annotations = binding.annotations if living is None else living.annotations
-    uuids = () if held is None else gpu_order.in_annotated_order(annotations, held.uuids)
+    uuids = () if held is None or held.delivery else gpu_order.in_annotated_order(annotations, held.uuids)
     values = () if held is None else reservation_values(held.id, ",".join(uuids), held.node)
     ours = {name: value for key, value in values for name in key.names}
     forbidden = sorted(

@@ -15,6 +15,7 @@ from webhook.core.hashes import NO_HASH_POLICY, HashPolicy, hashes_in
 from webhook.core.injection import Injection, recorded_injection
 from webhook.core.nodes_asked import NodesAsked
 from webhook.core.pod import Pod, whole_number
+from webhook.core.reservation import Delivery
 
 # No node has as many GPUs: a larger number is a typing error.
 MAX_GPUS = 1024
@@ -78,6 +79,10 @@ class Claim:
     @property
     def is_shared(self) -> bool:
         return self.record.shared
+
+    @property
+    def delivery(self) -> Delivery | None:
+        return self.record.delivery
 
     @property
     def map_entry(self) -> MapEntry | None:

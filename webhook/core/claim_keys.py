@@ -14,6 +14,7 @@ from msgspec import structs
 
 from webhook.core import keys
 from webhook.core.errors import InvalidPodError
+from webhook.core.injection import Injection
 from webhook.core.keys import (
     ASSIGNER_DOMAIN,
     CLAIM,
@@ -26,6 +27,7 @@ from webhook.core.keys import (
     WOKEN_AT,
     Key,
 )
+from webhook.core.reservation import Delivery
 
 
 @frozen
@@ -119,6 +121,11 @@ class ClaimRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     def without_count(self) -> "ClaimRecord":
         """What the claim asks for besides a number of GPUs. Equals `ClaimRecord()` if that is nothing."""
         return structs.replace(self, gpus=0, asked={}, containers=(), named=False)
+
+    @property
+    def delivery(self) -> Delivery | None:
+        """AWAITED if the kubelet chooses the GPUs, by a device plugin."""
+        return Delivery.AWAITED if self.injection == Injection.PLUGIN else None
 
     @property
     def selects_devices(self) -> bool:

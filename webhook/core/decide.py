@@ -13,7 +13,7 @@ from webhook.core.claim_keys import GPU_MAP
 from webhook.core.device import Device, Slot
 from webhook.core.evidence import EvidenceState
 from webhook.core.fleet import Fleet
-from webhook.core.fleet_index import FEWER_FREE, FEWER_MATCHING, ClassNodes, EvidenceGroup, IndexedNode
+from webhook.core.fleet_index import FEWER_FREE, FEWER_MATCHING, ClassNodes, EvidenceGroup, IndexedNode, NodeClass
 from webhook.core.gpu_map import MapEntry
 from webhook.core.injection import injection_asked
 from webhook.core.keys import LOGICAL_NODE_LABEL
@@ -43,6 +43,9 @@ class Objection(StrEnum):
     CORDONED = "cordoned"
     TAINTED = "an untolerated taint"
     DEVICE_PLUGIN = "a device plugin for its GPUs"
+    NO_DEVICE_PLUGIN = "no device plugin for its GPUs"
+    UNCOUNTED = "a GPU in use that its device plugin takes for free"
+    AWAITED = "a GPU that its kubelet has not chosen yet"
     AMBIGUOUS_GPU = "several GPUs that match one name in the map"
     DUPLICATE_GPU = "a GPU that the map names twice"
     FEWER_MATCHING = "fewer than {count} matching GPUs"
@@ -73,7 +76,12 @@ EVIDENCE_OBJECTIONS = {
 SHAPE_OBJECTIONS = {FEWER_MATCHING: Objection.FEWER_MATCHING, FEWER_FREE: Objection.FEWER_FREE}
 
 # These end by themselves, or when an administrator changes the node.
-CONDITIONS = frozenset({Objection.NOT_READY, Objection.CORDONED, Objection.TAINTED, Objection.DEVICE_PLUGIN})
+CONDITIONS = frozenset(
+    {
+        *(Objection.NOT_READY, Objection.CORDONED, Objection.TAINTED),
+        *(Objection.DEVICE_PLUGIN, Objection.NO_DEVICE_PLUGIN),
+    }
+)
 
 # GPUs that one denial names.
 MAX_NAMED_GPUS = 8
@@ -86,7 +94,7 @@ MAX_NODE_CHECKS = 20_000
 
 # A denial has the reason of the last check that any node reached.
 REASONS: tuple[tuple[Reason, frozenset[Objection]], ...] = (
-    (Reason.NO_FREE_DEVICE, frozenset({Objection.FEWER_FREE})),
+    (Reason.NO_FREE_DEVICE, frozenset({Objection.FEWER_FREE, Objection.UNCOUNTED, Objection.AWAITED})),
     (
         Reason.NO_MATCHING_DEVICE,
         frozenset({Objection.AMBIGUOUS_GPU, Objection.DUPLICATE_GPU, Objection.FEWER_MATCHING}),
@@ -467,9 +475,16 @@ class ClaimSearch:
             return Objection.CORDONED
         if node_class.taints and not all(map(self.claim.nodes.tolerates, node_class.taints)):
             return Objection.TAINTED
-        if node_class.is_refused_for_plugin and self.claim.count:
+        return self._plugin_objection(node_class) if self.claim.count else None
+
+    def _plugin_objection(self, node_class: NodeClass) -> Objection | None:
+        if node_class.is_refused_for_plugin:
             return Objection.DEVICE_PLUGIN
-        return None
+        if node_class.lacks_plugin:
+            return Objection.NO_DEVICE_PLUGIN
+        if node_class.has_uncounted_gpus:
+            return Objection.UNCOUNTED
+        return Objection.AWAITED if node_class.awaits_kubelet else None
 
     def shape_objection(self, number: int) -> Objection | None:
         return SHAPE_OBJECTIONS.get(self.spare[number])

@@ -118,6 +118,8 @@ class Node:
     taints: tuple[Taint, ...] = ()
     # A device plugin may give its devices to any pod, so no claim gets them.
     is_refused_for_plugin: bool = False
+    # How many GPUs its device plugin offers, if the kubelet chooses the GPUs of claims; None if that is not known.
+    plugin_gpus: int | None = None
 
 
 Inventory = Mapping[str, Node]

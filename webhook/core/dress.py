@@ -72,7 +72,9 @@ class DressRules:
 
     @property
     def env_names(self) -> tuple[str, ...]:
-        """The variables that gpuwarden sets to the pod's GPUs."""
+        """The variables that gpuwarden sets to the pod's GPUs. A device plugin sets its own."""
+        if self.injection is Injection.PLUGIN:
+            return ()
         return keys.GPU_ENV if self.injection is Injection.NVIDIA else (keys.CUDA_ENV,)
 
     @property
@@ -83,7 +85,12 @@ class DressRules:
     @property
     def removes_request(self) -> bool:
         """A device plugin that sees the request would allocate another GPU than the reserved one."""
-        return self.injection is not Injection.CUDA
+        return self.injection in (Injection.NVIDIA, Injection.DRA)
+
+    @property
+    def uses_device_plugin(self) -> bool:
+        """Whether the kubelet chooses the GPUs, for the request of the container."""
+        return self.injection is Injection.PLUGIN
 
     @property
     def uses_resource_claims(self) -> bool:
@@ -109,7 +116,8 @@ class Allocation:
 
     @property
     def visible(self) -> str:
-        return ",".join(self.uuids)
+        """The GPUs that the containers will see; empty if the kubelet chooses them."""
+        return "" if self.claim.delivery else ",".join(self.uuids)
 
     def env(self, name: str, rules: DressRules) -> dict[str, Json]:
         """The variable of that name in a container. The indices of a placement map are known before GPUs are reserved.
@@ -252,8 +260,10 @@ def annotations(outfit: Allocation, rules: DressRules) -> dict[str, str]:
 
 
 def reservation_values(reservation_id: str, visible: str, node: str) -> tuple[tuple[Key, str], ...]:
-    """The annotations of a pod with a reservation."""
-    return ((keys.RESERVATION_ID, reservation_id), (keys.GPU_UUID, visible), (keys.NODE, node))
+    """The annotations of a pod with a reservation. If the kubelet chooses the GPUs, `visible` is empty, and the
+    reconciler names them later."""
+    gpus = ((keys.GPU_UUID, visible),) if visible else ()
+    return ((keys.RESERVATION_ID, reservation_id), *gpus, (keys.NODE, node))
 
 
 # Affinity: Kubernetes ORs the terms, so the node is added to each. A term without expressions matches no node. With our
@@ -338,6 +348,8 @@ def dressed_container(raw: dict[str, Json], outfit: Allocation, rules: DressRule
     container = dict(raw)
     named = outfit.claim.record.asked or outfit.claim.record.containers
     gets_gpus = not named or raw.get("name") in named or shows_gpus(raw.get("env") or (), rules)
+    if gets_gpus and rules.uses_device_plugin:
+        return container
     if gets_gpus:
         container["env"] = dressed_env(raw.get("env") or [], outfit, rules)
     elif rules.hides_gpus and (outfit.hides_gpus_everywhere or has_unseen_variables(raw)):

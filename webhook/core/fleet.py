@@ -76,6 +76,9 @@ class Fleet:
         self._claimed: Counter[DeviceUuid] = Counter()  # a ResourceClaim has them, and no reservation
         self._held: dict[DeviceUuid, dict[int, ReservationId]] = {}
         self._held_exclusively: set[DeviceUuid] = set()  # by a pod that did not ask to share
+        # Held devices that a device plugin takes for free: its kubelet has not given them to a pod that it knows.
+        self._uncounted: set[DeviceUuid] = set()
+        self._awaited: set[DeviceUuid] = set()  # held until the kubelet has chosen
         self._mapped: Mapped = {}
         self._set_aside: dict[DeviceUuid, MapOwner] = {}
         self._changes: list[tuple[datetime, str]] = []  # a heap: when the evidence of a node changes by time alone
@@ -279,6 +282,9 @@ class Fleet:
             self._held.setdefault(slot.uuid, {})[slot.k] = reservation.id
             if not reservation.is_shared:
                 self._held_exclusively.add(slot.uuid)
+            is_uncounted = reservation.delivery is None or reservation.orphan is not None
+            (self._uncounted.add if is_uncounted else self._uncounted.discard)(slot.uuid)
+            (self._awaited.add if reservation.is_awaited else self._awaited.discard)(slot.uuid)
         self._regroup_nodes_of(reservation.uuids)
 
     def free(self, reservation: Reservation) -> None:
@@ -290,6 +296,8 @@ class Fleet:
                 self._held_exclusively.discard(slot.uuid)
             if not holders:
                 self._held.pop(slot.uuid, None)
+                self._uncounted.discard(slot.uuid)
+                self._awaited.discard(slot.uuid)
         self._regroup_nodes_of(reservation.uuids)
 
     def holders(self, uuid: DeviceUuid) -> Mapping[int, ReservationId]:
@@ -344,17 +352,40 @@ class Fleet:
     def _class_of(self, node: Node) -> int:
         labels = tuple((key, node.labels[key]) for key in self._class_keys if key in node.labels)
         injection = injection_of_node(node.labels, self.injection)
+        has_plugin = injection is Injection.PLUGIN
         return self._classes.number(
-            NodeClass(node.is_ready, node.is_cordoned, node.taints, labels, node.is_refused_for_plugin, injection)
+            NodeClass(
+                node.is_ready,
+                node.is_cordoned,
+                node.taints,
+                labels,
+                node.is_refused_for_plugin,
+                injection,
+                lacks_plugin=has_plugin and node.plugin_gpus == 0,
+                has_uncounted_gpus=has_plugin and any(map(self._is_uncounted, node.devices)),
+                awaits_kubelet=not has_plugin and any(one.uuid in self._awaited for one in node.devices),
+            )
         )
+
+    def _is_uncounted(self, device: Device) -> bool:
+        return device.is_claimed or device.uuid in self._uncounted
 
     def _shape_of(self, indexed: IndexedNode) -> int:
         free: dict[int, int] = {}
         total: dict[int, int] = {}
+        room = self._plugin_room(indexed.node)
         for device, kind in zip(indexed.node.devices, indexed.kinds, strict=True):
+            is_free = room > 0 and self.is_offered(device)
             total[kind] = total.get(kind, 0) + 1
-            free[kind] = free.get(kind, 0) + self.is_offered(device)
+            free[kind] = free.get(kind, 0) + is_free
+            room -= is_free
         return self._shapes.number(tuple(DeviceStock(kind, free[kind], total[kind]) for kind in sorted(total)))
+
+    def _plugin_room(self, node: Node) -> int:
+        """How many devices more the device plugin can give to pods, where it does; else the number of devices."""
+        if node.plugin_gpus is None:
+            return len(node.devices)
+        return node.plugin_gpus - sum(len(self._held.get(one.uuid, ())) + bool(one.mismatch) for one in node.devices)
 
     def kind_of(self, device: Device) -> int:
         return self._kinds.number(DeviceKind(device.labels, device.is_shared))

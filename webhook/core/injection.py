@@ -13,27 +13,30 @@ from webhook.core.keys import INJECTION
 
 
 class Injection(StrEnum):
-    """What makes a GPU visible in a container: NVIDIA's runtime, CUDA alone, or the kubelet by a ResourceClaim."""
+    """What makes a GPU visible in a container: NVIDIA's runtime, CUDA alone, or the kubelet by a device plugin or a
+    ResourceClaim."""
 
     NVIDIA = "nvidia"
     CUDA = "cuda"
+    PLUGIN = "plugin"
     DRA = "dra"
 
 
 ALLOWED: Final = ", ".join(Injection)
+# Versions that do not record the default do not know these.
+ALWAYS_RECORDED: Final = frozenset({Injection.PLUGIN, Injection.DRA})
 
 
 def recorded_injection(own: Injection | None, default: Injection) -> str | None:
-    """For the record of a claim. The default is not recorded: older versions know no other. They know no `dra` either,
-    so it is recorded always."""
+    """For the record of a claim. The default is not recorded, unless older versions do not know it."""
     injection = default if own is None else own
-    return None if injection is default and injection is not Injection.DRA else injection.value
+    return None if injection is default and injection not in ALWAYS_RECORDED else injection.value
 
 
 def injection_asked(recorded: str | None, default: Injection) -> str:
     """The injection of a pod by the record of its claim. A newer version may have recorded one that is not known."""
     if recorded is None:
-        return Injection.NVIDIA if default is Injection.DRA else default
+        return Injection.NVIDIA if default in ALWAYS_RECORDED else default
     return recorded
 
 

@@ -43,6 +43,15 @@ MOVES: dict[tuple[Phase, ReservationEvent], Phase] = {
 }
 
 
+class Delivery(StrEnum):
+    """Whether the kubelet has chosen the GPUs of a reservation that leaves the choice to it."""
+
+    # The slots stand for as many GPUs of the node, whichever the kubelet chooses.
+    AWAITED = "awaited"
+    # The slots are those that the kubelet has given to the pod.
+    RECORDED = "recorded"
+
+
 class PodProof(StrEnum):
     """How it is known that a reservation belongs to a pod."""
 
@@ -82,6 +91,7 @@ class ReservationRequest:
     is_shared: bool = False
     # The beginning of the pod's name, if the API server has not generated it yet.
     name_prefix: str | None = None
+    delivery: Delivery | None = None
 
 
 @frozen
@@ -110,7 +120,8 @@ class Orphan:
 
 @frozen
 class Reservation:
-    """One entry of a ledger. Id, namespace, claim digest, node and slots never change; the uid changes once."""
+    """One entry of a ledger. Id, namespace, claim digest and node never change. The uid changes once, the slots only
+    until the kubelet has chosen the GPUs."""
 
     id: ReservationId
     namespace: str
@@ -131,6 +142,13 @@ class Reservation:
     orphan: Orphan | None = None
     # The GPUs that its pod has by the report of its node; empty as long as these are the reserved ones.
     given: tuple[DeviceUuid, ...] = ()
+    # None unless the kubelet chooses the GPUs.
+    delivery: Delivery | None = None
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether the kubelet chooses its GPUs, and is not known to have done so."""
+        return self.delivery is Delivery.AWAITED
 
     @property
     def uuids(self) -> tuple[DeviceUuid, ...]:

@@ -277,7 +277,10 @@ class ProofSlices:
     def _is_offered(self, node: str, device: Device) -> bool:
         """Healthy, on this node only, and not held by a reservation or set aside for one. On a node whose GPUs come
         from the claims of reservations, those are offered too: such a claim names the UUIDs of its reservation."""
-        if self._mode(node) is ProofMode.DRA:
+        injection = self._injection(node)
+        if injection is Injection.PLUGIN:  # a claim would take a GPU that the device plugin can give away
+            return False
+        if injection is Injection.DRA:
             return self._fleet.may_be_proven(device.uuid)
         if device.is_mig:
             return False  # claims that the scheduler chooses for ask for whole GPUs, and would try its proof in vain
@@ -285,10 +288,11 @@ class ProofSlices:
         return self._fleet.may_be_proven(device.uuid) and not is_set_aside and not self._fleet.holders(device.uuid)
 
     def _mode(self, node: str) -> ProofMode:
+        return ProofMode.DRA if self._injection(node) is Injection.DRA else ProofMode.NATIVE
+
+    def _injection(self, node: str) -> Injection | None:
         indexed = self._fleet.indexed_nodes.get(node)
-        if indexed is None or injection_of_node(indexed.labels, self._fleet.injection) is not Injection.DRA:
-            return ProofMode.NATIVE
-        return ProofMode.DRA
+        return None if indexed is None else injection_of_node(indexed.labels, self._fleet.injection)
 
     def _compare_at(self, node: str, moment: datetime | None) -> None:
         if moment is None:

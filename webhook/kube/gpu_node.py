@@ -13,7 +13,7 @@ from attrs import evolve, frozen
 from webhook.core.device import Device, DeviceUuid, Slot, is_uuid
 from webhook.core.errors import GpuwardenError
 from webhook.core.raw import Raw
-from webhook.core.reservation import Orphan, Phase, Reservation, ReservationId
+from webhook.core.reservation import Delivery, Orphan, Phase, Reservation, ReservationId
 from webhook.runtime.clock import LONG_AGO, is_plausible
 
 API_VERSION = "gpuwarden.io/v1alpha1"
@@ -63,6 +63,7 @@ class HeldSlotWire(msgspec.Struct, frozen=True, omit_defaults=True):
     boot_id: str = msgspec.field(name="bootID", default="")
     unused_at: Timestamp | None = msgspec.field(name="unusedAt", default=None)
     given: list[str] = []
+    delivery: Delivery | None = None
 
 
 class GpuNodeSpecWire(msgspec.Struct, frozen=True):
@@ -211,6 +212,7 @@ def reservation(node: str, entry: HeldSlotWire, slots: tuple[Slot, ...]) -> Rese
         grace=timedelta(seconds=entry.grace) if entry.grace else None,
         orphan=orphan(entry),
         given=tuple(map(DeviceUuid, entry.given)),
+        delivery=entry.delivery,
     )
 
 
@@ -256,6 +258,7 @@ def raw_entry(one: Reservation) -> Raw:
         boot_id="" if one.orphan is None else one.orphan.boot_id,
         unused_at=None if one.orphan is None else one.orphan.unused_at,
         given=list(one.given),
+        delivery=one.delivery,
     )
     raw: Raw = msgspec.to_builtins(wire)
     return raw

@@ -6,7 +6,8 @@ from typing import Annotated
 import msgspec
 
 from webhook.core.device import Node, Taint
-from webhook.core.pod import WireStruct
+from webhook.core.errors import InvalidPodError
+from webhook.core.pod import WireStruct, whole_number
 from webhook.core.raw import Raw
 
 
@@ -63,14 +64,14 @@ class NodeWithCapacityWire(WireStruct, frozen=True):
     status: NodeCapacityWire | None = None
 
 
-def has_device_plugin(raw: Raw, resource: str) -> bool:
-    """Whether a device plugin offers the resource on the node. The kubelet sets 0 when its plugin is gone."""
+def plugin_gpus(raw: Raw, resource: str) -> int:
+    """How many units of the resource a device plugin offers on the node. The kubelet sets 0 when its plugin is gone."""
     try:
         wire = msgspec.convert(raw, NodeWithCapacityWire)
-    except msgspec.ValidationError:
-        return False
-    allocatable = (wire.status and wire.status.allocatable) or {}
-    return allocatable.get(resource, "0") != "0"
+        allocatable = (wire.status and wire.status.allocatable) or {}
+        return whole_number(allocatable.get(resource, "0"))
+    except (msgspec.ValidationError, InvalidPodError):
+        return 0
 
 
 def creation_time_of(raw: Raw) -> datetime | None:

@@ -1,6 +1,6 @@
 """Pods and nodes in the API server."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 
@@ -10,7 +10,7 @@ from webhook.core.reservation import PodIdentity, Reservation
 from webhook.kube.client import REQUEST_TIMEOUT, ApiClient
 from webhook.kube.json_objects import object_in
 from webhook.kube.paths import PODS_PATH
-from webhook.kube.requests import NODE_PATH, POD_PATH, REQUEST_ERRORS, request_json
+from webhook.kube.requests import MERGE_PATCH, NODE_PATH, POD_PATH, REQUEST_ERRORS, request_json
 from webhook.kube.watch import WATCH_ERRORS, whole_list
 from webhook.ledger.cluster import PodReaderUnavailableError
 from webhook.ledger.end_of_use import NodeSnapshot
@@ -107,6 +107,18 @@ class ApiPods:
             return NodeSnapshot.of(raw)
         except (*REQUEST_ERRORS, msgspec.MsgspecError, AttributeError) as exc:
             raise PodReaderUnavailableError("the node cannot be read") from exc
+
+    async def annotate(self, pod: PodIdentity, annotations: Mapping[str, str]) -> None:
+        names = {"namespace": pod.namespace, "name": pod.name}
+        body = {"metadata": {"uid": pod.uid, "annotations": dict(annotations)}}
+        try:
+            status, _ = await request_json(
+                self._api, "PATCH", POD_PATH, names, body, seconds=REQUEST_TIMEOUT, kind=MERGE_PATCH
+            )
+        except REQUEST_ERRORS as exc:
+            raise PodReaderUnavailableError("the pod cannot be annotated") from exc
+        if status >= 400 and status not in (404, 409):  # gone, or replaced
+            raise PodReaderUnavailableError("the pod cannot be annotated")
 
     async def remove(self, pod: PodIdentity, version: str) -> None:
         names = {"namespace": pod.namespace, "name": pod.name}

@@ -50,6 +50,7 @@ from webhook.ledger.moves import (
     MarkUnused,
     Move,
     NoteGiven,
+    RecordDelivery,
     Refresh,
     Release,
     Times,
@@ -269,7 +270,18 @@ class ClusterLedger(Ledger):
         """
         if reserved_pod.node is None:
             raise SlotsTakenError(reserved_pod.reservation_id)
-        return await self._make(reserved_pod.node, Adopt(reserved_pod, reserved_pod.node))
+        indexed = self._fleet.indexed_nodes.get(reserved_pod.node)
+        devices = () if indexed is None else tuple(one.uuid for one in indexed.node.devices)
+        return await self._make(reserved_pod.node, Adopt(reserved_pod, reserved_pod.node, devices))
+
+    async def record_delivery(self, one: Reservation, given: tuple[DeviceUuid, ...]) -> Reservation | None:
+        """The kubelet has given these devices to the pod. Raises SlotsTakenError if another pod has one of them. Only
+        the reconciler calls this."""
+        return await self._make(one.node, RecordDelivery(one.id, one.uid or "", one.since, given))
+
+    def are_usable(self, uuids: Collection[DeviceUuid]) -> bool:
+        """Whether the inventory lists all of these devices, healthy and without other trouble."""
+        return not any(map(self._fleet.is_quarantined, uuids))
 
     def unsettled(self) -> Collection[str]:
         """Nodes whose object has to be rebuilt, needs its finalizer, or has to lose it."""
@@ -500,9 +512,12 @@ class ClusterLedger(Ledger):
         older ones."""
         held: Held = {}
         there = [one for one in reserved_pods if one.node == node.name and not one.has_ended]
-        for one in sorted(there, key=lambda one: (not one.is_on_node, one.created, one.pod.uid)):
+        devices = tuple(one.uuid for one in node.devices)
+        # Reservations for which any device will do come last.
+        order = sorted(there, key=lambda one: (bool(one.delivery), not one.is_on_node, one.created, one.pod.uid))
+        for one in order:
             try:
-                Adopt(one, node.name).apply({}, held, self._clock(), self._times)
+                Adopt(one, node.name, devices).apply({}, held, self._clock(), self._times)
             except LedgerError:
                 log.warning("reservation not rebuilt: another pod has its devices", reservation=one.reservation_id)
         self.learn(await self._store.put_status(with_held(raw, held.values(), node.devices)))

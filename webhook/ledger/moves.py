@@ -8,6 +8,7 @@ has to displace another reservation first marks it as `releasing` and asks for a
 
 from collections.abc import Collection, Container, Mapping
 from datetime import datetime, timedelta
+from itertools import islice
 from typing import Protocol
 
 from attrs import evolve, frozen
@@ -20,6 +21,7 @@ from webhook.core.errors import (
     UnknownReservationError,
 )
 from webhook.core.reservation import (
+    Delivery,
     Orphan,
     Phase,
     Placement,
@@ -94,6 +96,7 @@ class HoldSlots:
             pod_name=self.ask.pod_name,
             is_shared=self.ask.is_shared,
             name_prefix=self.ask.name_prefix,
+            delivery=self.ask.delivery,
         )
         held[taken.id] = taken
         return taken
@@ -173,11 +176,43 @@ class BindPod:
 
 
 @frozen
+class RecordDelivery:
+    """The kubelet has chosen the pod's devices: the reservation holds these from now on. If one of them stands for a
+    device of another reservation that is awaited too, that one gets a former placeholder of this one. So every device
+    has one holder, and as many stay reserved."""
+
+    reservation_id: ReservationId
+    uid: str
+    since: datetime
+    given: tuple[DeviceUuid, ...]
+
+    def apply(self, stored: Stored, held: Held, now: datetime, times: Times) -> Reservation | None:
+        known = bound_to(held, self.reservation_id, self.uid, self.since)
+        if known is None or not known.is_awaited or len(self.given) != len(known.slots):
+            return None
+        others = {slot.uuid: one for one in held.values() if one.id != known.id for slot in one.slots}
+        if any(uuid in others and not others[uuid].is_awaited for uuid in self.given):
+            raise SlotsTakenError(known.id)
+        new = [uuid for uuid in self.given if uuid not in known.uuids]
+        spare = [slot for slot in known.slots if slot.uuid not in self.given]
+        for uuid, placeholder in zip(new, spare, strict=True):
+            if uuid in others:
+                other = held[others[uuid].id]
+                slots = (placeholder if slot.uuid == uuid else slot for slot in other.slots)
+                held[other.id] = evolve(other, slots=tuple(sorted(slots)))
+        slots = (Slot(uuid, 0) for uuid in self.given)
+        recorded = held[known.id] = evolve(known, slots=tuple(sorted(slots)), delivery=Delivery.RECORDED)
+        return recorded
+
+
+@frozen
 class Adopt:
-    """An existing pod carries an unknown reservation: reserve its devices again, unless they have been taken since."""
+    """An existing pod carries an unknown reservation: reserve its devices again, unless they have been taken since. If
+    the kubelet chooses them, reserve as many of the node's devices."""
 
     reserved_pod: ReservedPod
     node: str
+    devices: tuple[DeviceUuid, ...] = ()
 
     def apply(self, stored: Stored, held: Held, now: datetime, times: Times) -> Reservation:
         reserved_pod = self.reserved_pod
@@ -186,8 +221,9 @@ class Adopt:
             if known.claim_digest != reserved_pod.claim_digest:
                 raise ReservationConflictError(known.id)
             return BindPod(known.id, reserved_pod.pod, PodProof.CONFIRMED).apply(stored, held, now, times)
-        slots = tuple(sorted(Slot(uuid, first_free(uuid, held)) for uuid in reserved_pod.uuids))
-        is_odd = not has_claimed_gpu_count(reserved_pod.uuids, reserved_pod.gpus)
+        uuids = reserved_pod.uuids if reserved_pod.delivery is None else self._placeholders(held)
+        slots = tuple(sorted(Slot(uuid, first_free(uuid, held)) for uuid in uuids))
+        is_odd = not has_claimed_gpu_count(uuids, reserved_pod.gpus)
         if is_odd or any(collides(one, slots, reserved_pod.is_shared) for one in held.values()):
             raise SlotsTakenError(reserved_pod.reservation_id)
         adopted = Reservation(
@@ -202,9 +238,15 @@ class Adopt:
             pod_name=reserved_pod.pod.name,
             uid=reserved_pod.pod.uid,
             is_shared=reserved_pod.is_shared,
+            delivery=reserved_pod.delivery,
         )
         held[adopted.id] = adopted
         return adopted
+
+    def _placeholders(self, held: Held) -> tuple[DeviceUuid, ...]:
+        taken = {uuid for one in held.values() for uuid in one.uuids}
+        free = (uuid for uuid in dict.fromkeys((*self.reserved_pod.given, *self.devices)) if uuid not in taken)
+        return tuple(islice(free, self.reserved_pod.gpus))
 
 
 def first_free(uuid: DeviceUuid, held: Held) -> int:

@@ -7,7 +7,7 @@ server is asked for the pod by name. It is also asked before a pod is deleted, w
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from datetime import datetime, timedelta
 from enum import StrEnum
 from typing import Protocol
@@ -15,10 +15,11 @@ from typing import Protocol
 import structlog
 from attrs import define, evolve, field, frozen
 
+from webhook.core import keys
 from webhook.core.errors import LedgerError, ReservationConflictError, ReservationExpiredError, SlotsTakenError
 from webhook.core.raw import Raw
 from webhook.core.reasons import Reason
-from webhook.core.reservation import Phase, PodIdentity, PodProof, Reservation, ReservationId
+from webhook.core.reservation import Delivery, Phase, PodIdentity, PodProof, Reservation, ReservationId
 from webhook.kube.events import Events, Subject
 from webhook.ledger.cluster import ClusterLedger, PodReader, PodReaderUnavailableError, pod_of
 from webhook.ledger.end_of_use import DeletedPod, OrphanTimes, PodHistories
@@ -64,12 +65,15 @@ class BindDeadline:
         return self.bind_deadline + MAX_BINDING_DURATION + 2 * self.clock_skew
 
 
-class PodRemover(PodReader, NodeReader, Protocol):
-    """Deletes pods by uid, and reads the nodes that they are on."""
+class PodWriter(PodReader, NodeReader, Protocol):
+    """Deletes and annotates pods by uid, and reads the nodes that they are on."""
 
     async def remove(self, pod: PodIdentity, version: str) -> None:
         """Delete this pod if it has this uid and version. It is no error if the pod is gone or has changed.
         Raises PodReaderUnavailableError."""
+
+    async def annotate(self, pod: PodIdentity, annotations: Mapping[str, str]) -> None:
+        """Write the annotations if the pod still has this uid. Raises PodReaderUnavailableError."""
 
 
 @define(eq=False, repr=False)
@@ -77,7 +81,7 @@ class Reconciler:
     """Observes pods through a watch and acts in `step`. Concurrent reconcilers repeat no action."""
 
     _ledger: ClusterLedger
-    _api: PodRemover
+    _api: PodWriter
     _events: Events
     _clock: Clock
     _bind_deadline: BindDeadline = field(factory=BindDeadline)
@@ -85,6 +89,8 @@ class Reconciler:
     # Whether the pod with that uid can no longer be bound, even without a review.
     _is_closed: Callable[[str], bool] = lambda _: True
     _max_deletions: int = MAX_DELETIONS
+    # The annotations for the GPUs that the kubelet has chosen.
+    _gpu_annotations: Sequence[str] = keys.GPU_UUID.names
     _pods: dict[str, ReservedPod] = field(factory=dict, init=False)
     _histories: PodHistories = field(factory=PodHistories, init=False)
     _deleted: dict[str, DeletedPod] = field(factory=dict, init=False)  # by uid, until their reservations are gone
@@ -216,7 +222,7 @@ class Reconciler:
             return held.orphan is not None and not self._is_out_of_date(one, held)
         if held.orphan is not None:
             return False
-        if self._longer_grace(one, held) is not None:
+        if self._longer_grace(one, held) is not None or is_delivery_news(one, held):
             return False
         return one.is_on_node or one.is_leaving or not self._is_past_bind_deadline(one, held)
 
@@ -248,8 +254,29 @@ class Reconciler:
         longer = self._longer_grace(one, held)
         if longer is not None:
             await self._ledger.extend_grace(held, one.pod, longer)
+        held = self._ledger.carried(one) or held
+        if is_delivery_news(one, held):
+            await self._record_delivery(one, held)
         if not one.is_on_node and not one.is_leaving and self._is_past_bind_deadline(one, held):
             await self._release_unbound_pod(one, held)
+
+    async def _record_delivery(self, one: ReservedPod, held: Reservation) -> None:
+        """Hold the devices that the kubelet has given to the pod, and name them in its annotations."""
+        if held.is_awaited:
+            try:
+                recorded = await self._ledger.record_delivery(held, one.given)
+            except SlotsTakenError:  # the last pod with one of them may have ended just now; else it is a mismatch
+                log.debug("devices of a pod are another reservation's", reservation=held.id, node=held.node)
+                return
+            if recorded is None:
+                return
+            held = recorded
+            log.info("delivery recorded", reservation=held.id, node=held.node, devices=held.uuids)
+            if not self._ledger.are_usable(held.uuids):
+                gpus = ", ".join(held.uuids)
+                text = f"the kubelet of {held.node} gave it {gpus}: not all are healthy and in the inventory"
+                self._events.record(Subject.of_pod(one.pod), Reason.GPU_MISMATCHED, text)
+        await self._api.annotate(one.pod, dict.fromkeys(self._gpu_annotations, ",".join(held.uuids)))
 
     def _is_out_of_date(self, one: ReservedPod, held: Reservation) -> bool:
         """The pod was created so late that it had been taken for gone, and has been alive since it was marked."""
@@ -312,7 +339,7 @@ class Reconciler:
 
     def _record_unbound_event(self, one: ReservedPod, held: Reservation) -> None:
         when = "once it is gone" if self._is_removed(one) else "once it can no longer be bound"
-        limit, gpus = self._bind_deadline.bind_deadline, ",".join(held.uuids)
+        limit, gpus = self._bind_deadline.bind_deadline, one.title_of_gpus
         text = f"not bound to node {held.node} within {limit}: {gpus} can be reserved by other pods {when}"
         self._events.record(Subject.of_pod(one.pod), Reason.BIND_DEADLINE_PASSED, text)
 
@@ -340,7 +367,7 @@ class Reconciler:
                 return
         if not is_known_to_miss:
             return
-        text = f"{','.join(one.uuids)} on {one.node} is not reserved for this pod"
+        text = f"{one.title_of_gpus} on {one.node} is not reserved for this pod"
         self._events.record(Subject.of_pod(one.pod), Reason.RESERVATION_LOST, text)
         is_unsafe = one.is_on_node and not one.has_started
         is_doomed = is_unsafe or (not one.is_on_node and self._is_removed(one))
@@ -351,7 +378,7 @@ class Reconciler:
     async def _restore(self, one: ReservedPod) -> None:
         if await self._ledger.adopt(one) is not None:
             del self._recheck_pods[one.pod.uid]
-            text = f"{','.join(one.uuids)} on {one.node} is reserved for this pod again"
+            text = f"{one.title_of_gpus} on {one.node} is reserved for this pod again"
             self._events.record(Subject.of_pod(one.pod), Reason.RESERVATION_RESTORED, text, is_warning=False)
 
     # A reservation without its pod.
@@ -427,6 +454,16 @@ class Reconciler:
     async def _expire(self, held: Reservation) -> None:
         if await self._ledger.expire(held):
             log.info("reservation expired", reservation=held.id, node=held.node)
+
+
+def is_delivery_news(one: ReservedPod, held: Reservation) -> bool:
+    """Whether the pod shows devices that are not recorded, or does not name those that are. Its annotations matter to
+    a pod that is leaving no more."""
+    if held.delivery is None or one.is_final:
+        return False
+    if held.delivery is Delivery.AWAITED:
+        return len(one.given) == len(held.slots)
+    return not one.is_leaving and set(one.uuids) != set(held.uuids)
 
 
 def waiting_since(one: ReservedPod, held: Reservation | None) -> datetime:

@@ -148,6 +148,7 @@ class ReservationIndex:
             LONG_AGO,
             None,
             is_shared=ask.is_shared,
+            delivery=ask.delivery,
         )
         self._fleet.hold(tentative)
         try:

@@ -14,12 +14,13 @@ from webhook.core.errors import InvalidPodError
 from webhook.core.gpu_visibility import visible_env
 from webhook.core.pod import EnvVar, Metadata, Pod, WireStruct
 from webhook.core.raw import Raw
-from webhook.core.reservation import PodIdentity, Reservation, ReservationId
+from webhook.core.reservation import Delivery, PodIdentity, Reservation, ReservationId
 from webhook.ledger.end_of_use import TERMINAL_PHASES, has_ended
+from webhook.ledger.given import GivenStatusWire, uuids_in
 from webhook.runtime.clock import LONG_AGO
 
 
-class ReservedPodStatusWire(WireStruct, frozen=True):
+class ReservedPodStatusWire(GivenStatusWire, frozen=True):
     phase: str | None = None
 
 
@@ -58,11 +59,14 @@ class ReservedPod:
     is_final: bool = False  # its phase is terminal
     has_ended: bool = False  # its containers no longer use its devices
     has_controller: bool = False
+    # AWAITED if the kubelet chooses its devices; then those that it has given to the pod.
+    delivery: Delivery | None = None
+    given: tuple[DeviceUuid, ...] = ()
 
     @classmethod
     def of(cls, raw: Raw) -> "ReservedPod | None":
         """None if the pod carries no reservation, or one that cannot be its own because the number of devices is not
-        the number that the pod claimed, or zero."""
+        the number that the pod claimed, or zero. Devices that the kubelet chooses are named later."""
         try:
             wire = msgspec.convert(raw, ReservedPodWire)
             meta = wire.metadata or ReservedPodMetaWire()
@@ -74,25 +78,33 @@ class ReservedPod:
         if not reservation_id or not meta.uid:
             return None
         uuids = [uuid for uuid in (annotations.get(keys.GPU_UUID.name) or "").split(",") if uuid]
-        if not has_claimed_gpu_count(uuids, record.gpus):
+        delivery = record.delivery
+        if not has_claimed_gpu_count(uuids, record.gpus) and not (delivery and record.gpus and not uuids):
             return None
-        phase = (wire.status and wire.status.phase) or "Pending"
+        status, node = wire.status or ReservedPodStatusWire(), annotations.get(keys.NODE.name)
+        phase, is_on = status.phase or "Pending", wire.spec and wire.spec.node_name
         return cls(
             pod=PodIdentity(meta.namespace or "", meta.name or "", meta.uid),
             reservation_id=ReservationId(reservation_id),
             claim_digest=record.digest(),
-            node=annotations.get(keys.NODE.name),
+            node=node,
             uuids=tuple(map(DeviceUuid, uuids)),
             gpus=record.gpus,
             is_shared=record.shared,
             created=meta.creation_timestamp or LONG_AGO,
-            is_on_node=bool(wire.spec and wire.spec.node_name),
+            is_on_node=bool(is_on),
             has_started=phase != "Pending",
             is_leaving=meta.deletion_timestamp is not None,
             is_final=phase in TERMINAL_PHASES,
             has_ended=has_ended(raw),
             has_controller=any(owner.controller for owner in meta.owner_references or ()),
+            delivery=delivery,
+            given=uuids_in(status.container_statuses or ()) if delivery and is_on == node else (),
         )
+
+    @property
+    def title_of_gpus(self) -> str:
+        return ",".join(self.uuids) or f"{self.gpus} GPU{'' if self.gpus == 1 else 's'}"
 
     def carries(self, held: Reservation) -> bool:
         return (self.reservation_id, self.node) == (held.id, held.node)
@@ -130,8 +142,8 @@ class PodSnapshot:
 
     def may_use_gpus_of(self, held: Reservation) -> bool:
         """Whether its containers may have access to one of these devices even if the annotations are gone: by UUID, by
-        the index of a placement map, or by an annotation as it was when they started."""
-        return self.node == held.node and any(may_name_gpu_of(one, held) for one in self.gpu_env)
+        the index of a placement map, by an annotation as it was when they started, or from a device plugin."""
+        return self.node == held.node and bool(held.delivery or any(may_name_gpu_of(one, held) for one in self.gpu_env))
 
 
 def may_name_gpu_of(one: EnvVar, held: Reservation) -> bool:

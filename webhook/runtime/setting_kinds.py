@@ -464,7 +464,7 @@ HOST_PATHS: Final = SettingKind(
     schemas.comma_list(HOST_PATH),
 )
 LOG_LEVEL: Final = one_of(*LOG_LEVELS)
-INJECTION: Final = one_of("nvidia", "cuda", "dra")
+INJECTION: Final = one_of("nvidia", "cuda", "plugin", "dra")
 MAP_VISIBLE: Final = one_of("uuid", "index")
 WHEN_UNAVAILABLE: Final = one_of("deny", "queue")
 REQUIRE_EVIDENCE: Final = one_of("asked", "all")

@@ -467,8 +467,8 @@ class Settings:
         kinds.INJECTION,
         PODS,
         "what gives a container its GPUs: `nvidia` the variables NVIDIA_VISIBLE_DEVICES and CUDA_VISIBLE_DEVICES, "
-        "`cuda` only the latter, `dra` a ResourceClaim; a Namespace (annotation) and a Node (label) may have their own "
-        f"under {keys.INJECTION}",
+        "`cuda` only the latter, `plugin` the device plugin, whose GPUs gpuwarden counts, `dra` a ResourceClaim; a "
+        f"Namespace (annotation) and a Node (label) may have their own under {keys.INJECTION}",
     )
     runtime_class: str | None = setting(
         None, kinds.NAME, PODS, "RuntimeClass of pods with GPUs that name none; not set: unchanged"
@@ -667,11 +667,6 @@ class Settings:
     def queues(self) -> bool:
         """Whether a pod waits if no GPU is free for it."""
         return self.when_unavailable == "queue"
-
-    @property
-    def refused_plugin(self) -> str | None:
-        """The resource whose device plugin keeps claims for GPUs away from a node."""
-        return self.gpu_resource if self.strict_devices else None
 
     @property
     def keeps_in_cluster(self) -> bool:

@@ -147,7 +147,8 @@ def controller_copies(spec: Raw, **metadata: Any) -> Attack:
 def reserved(*uuids: str, hash: str | None = HASH) -> Raw:
     """The spec of a claim for the GPUs of a reservation."""
     attribute = None if hash is None else hash_attribute(hash)
-    return reserved_claim_spec(uuids, attribute, gpu_driver=GPU_DRIVER, gpu_class=GPU_DRIVER, evicts=True)
+    classes = {"gpu_class": GPU_DRIVER, "mig_class": "mig.nvidia.com"}
+    return reserved_claim_spec(uuids, attribute, gpu_driver=GPU_DRIVER, evicts=True, **classes)
 
 
 def changed(spec: Raw, path: str, value: Any = None) -> Raw:

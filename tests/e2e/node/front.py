@@ -10,7 +10,7 @@ from scripts.controlplane.cluster import Cluster
 from scripts.node.files import RUNTIME
 from scripts.node.real import RealNode
 from tests.e2e.kube import NAMESPACES, PODS, Kube, wait_until
-from tests.e2e.processes import Site, remove_nodes, site_on_nodes, with_policies
+from tests.e2e.processes import Site, reconciler_account, remove_nodes, site_on_nodes, with_policies
 from tests.e2e.test_ledger import GPU_NODES, installed
 
 HASH: Final = "sha256:aa11"
@@ -26,9 +26,11 @@ async def installed_on(
     replicas: int = 1,
     flags: Iterable[str] = (),
     attesting: Callable[[Site], AbstractAsyncContextManager[None]] | None = None,
+    has_account: bool = False,
 ) -> AsyncIterator[Site]:
     """CRDs, policies, webhooks, replicas, a reconciler. Every node is proven; pods get the runtime class `nvidia`.
-    `attesting` runs alongside if `flags` require evidence that is not static."""
+    `attesting` runs alongside if `flags` require evidence that is not static. With `has_account`, the reconciler has
+    its own service account instead of the administrator's rights."""
     proven = json.dumps({node.name: HASH for node in nodes})
     evidence = ("--evidence", "static", "--require-evidence", "all", "--node-hash-map", proven)
     devices = {node.name: node.gpus for node in nodes}
@@ -43,7 +45,8 @@ async def installed_on(
         exempt = {"metadata": {"labels": {"gpuwarden.io/isolation": "none"}}}
         await kube.patch(NAMESPACES, here.namespace, exempt)
         stack.push_async_callback(wait_until_empty, here)
-        await here.reconciler()
+        account = await stack.enter_async_context(reconciler_account(here, cluster)) if has_account else None
+        await here.reconciler(account)
         if attesting is not None:
             await stack.enter_async_context(attesting(here))
         await here.wait_until_offered()

@@ -83,7 +83,8 @@ class GateOpener:
             return
         self._pods.forget(pod.uid, was_served=is_there)
         if is_there:
-            text = f"{outfit.visible or 'proven'} on {outfit.nodes[0]}: the gate is open"
+            gpus = outfit.visible or ("reserved" if outfit.uuids else "proven")
+            text = f"{gpus} on {outfit.nodes[0]}: the gate is open"
             self._events.record(Subject.of_pod(pod), Reason.GATE_OPENED, text, is_warning=False)
 
 

@@ -377,7 +377,9 @@ class Queue:
     ) -> Reservation | Deny:
         """Reserves GPUs. If another writer takes them first, decides again within the same turn."""
         claim, pod = waiter.claim, waiter.pod
-        ask = ReservationRequest(reservation_id_of(pod), pod.namespace, claim.digest, pod.name, claim.is_shared)
+        ask = ReservationRequest(
+            reservation_id_of(pod), pod.namespace, claim.digest, pod.name, claim.is_shared, delivery=claim.delivery
+        )
         for _ in range(MAX_CONFLICTS):
             try:
                 return await self._ledger.reserve(ask, places, answer_by=self._clock() + PATIENCE)
