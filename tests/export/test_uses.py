@@ -286,6 +286,15 @@ async def test_reservation_without_a_pod_is_not_a_use(harness: Harness) -> None:
     assert harness.exported == [EXPECTED]
 
 
+async def test_use_begins_when_the_kubelet_has_chosen_the_gpu(harness: Harness) -> None:
+    harness.holds({"GPU-2/0": {**entry(), "delivery": "awaited"}})
+    await harness.uses.step()
+    assert harness.exported == []
+    harness.holds({"GPU-1/0": {**entry(), "delivery": "recorded"}})
+    await harness.uses.step()
+    assert harness.exported == [EXPECTED]
+
+
 async def test_serial_learnt_later_is_in_the_end_record(harness: Harness) -> None:
     harness.called = GpuNames()
     harness.holds({"GPU-1/0": entry()})

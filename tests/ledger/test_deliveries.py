@@ -18,7 +18,7 @@ from webhook.core.claim_keys import ClaimRecord
 from webhook.core.device import DeviceUuid
 from webhook.core.errors import SlotsTakenError
 from webhook.core.injection import Injection
-from webhook.core.reservation import Delivery, Phase, PodIdentity, PodProof, Reservation, ReservationId
+from webhook.core.reservation import Delivery, Orphan, Phase, PodIdentity, PodProof, Reservation, ReservationId
 from webhook.core.reservation import ReservationRequest as Ask
 from webhook.kube.gpu_node import GpuNode, raw_held, with_held
 from webhook.ledger.moves import Adopt, HoldSlots, RecordDelivery, Release, Times, WriteAgainError
@@ -87,6 +87,36 @@ def test_gpu_that_the_inventory_does_not_know_is_recorded() -> None:
 )
 def test_delivery_that_does_not_fit_changes_nothing(before: Reservation) -> None:
     assert recorded(before, gpus=("GPU-3",)) == {"A": before.uuids}
+
+
+MARKED = Orphan(NOW, timedelta(seconds=5))
+
+
+@pytest.mark.parametrize(
+    ("before", "asked", "is_taken"),
+    [
+        pytest.param(held_for("A", "GPU-1"), None, True, id="awaited, another injection"),
+        pytest.param(held_for("A", "GPU-1", delivery=RECORDED), None, False, id="recorded, another injection"),
+        pytest.param(held_for("A", "GPU-1", delivery=None), AWAITED, True, id="another injection, plugin"),
+        pytest.param(evolve(held_for("A", "GPU-1"), orphan=MARKED), AWAITED, True, id="orphan, plugin"),
+        pytest.param(held_for("A", "GPU-1"), AWAITED, False, id="awaited, plugin"),
+        pytest.param(
+            evolve(held_for("A", "GPU-1", delivery=None), phase=Phase.RELEASING), AWAITED, False, id="releasing, plugin"
+        ),
+    ],
+)
+def test_no_reservation_is_made_beside_one_that_the_kubelet_could_confuse(
+    before: Reservation, asked: Delivery | None, *, is_taken: bool
+) -> None:
+    """Even if the decision was made on an older state of the node."""
+    held: Held = {before.id: before}
+    move = HoldSlots(Ask(ReservationId("B"), "ml", "d", delivery=asked), on("node-a", "GPU-2"))
+    if is_taken:
+        with pytest.raises(SlotsTakenError):
+            move.apply(held, held, NOW, TIMES)
+    else:
+        move.apply(held, held, NOW, TIMES)
+    assert ("B" in held) is not is_taken
 
 
 @pytest.mark.parametrize("delivery", [None, *Delivery], ids=str)

@@ -81,7 +81,7 @@ class HeldDevices:
     def parse(cls, raw: Raw) -> "HeldDevices":
         node = GpuNode.parse(raw)
         return cls(
-            compressed_reservations=compressed([one for one in node.reservations.values() if one.uid is not None]),
+            compressed_reservations=compressed([one for one in node.reservations.values() if has_use(one)]),
             compressed_serials=compressed({one.uuid: one.serial for one in node.devices if one.serial}),
             is_rebuilt=node.is_rebuilt,
         )
@@ -92,6 +92,11 @@ class HeldDevices:
 
     def serial_of(self, uuid: str) -> str | None:
         return msgspec.json.decode(zlib.decompress(self.compressed_serials), type=dict[str, str]).get(uuid)
+
+
+def has_use(one: Reservation) -> bool:
+    """Whether it has a pod and the GPUs that the pod uses. The kubelet may not have chosen them yet."""
+    return one.uid is not None and not one.is_awaited
 
 
 def compressed(content: object) -> bytes:

@@ -79,6 +79,8 @@ class HoldSlots:
         known = held.get(self.ask.id)
         if known is not None:
             return same_ask(known, self.ask)
+        if any(is_unclear_beside(one, self.ask) for one in held.values()):
+            raise SlotsTakenError(self.ask.id)
         conflicting = [one for one in held.values() if collides(one, self.placement.slots, self.ask.is_shared)]
         for one in conflicting:
             if not may_be_displaced(one, now, times, self.unclaimed):
@@ -100,6 +102,16 @@ class HoldSlots:
         )
         held[taken.id] = taken
         return taken
+
+
+def is_unclear_beside(one: Reservation, ask: ReservationRequest) -> bool:
+    """Whether the kubelet could choose a device for one of the two that the other has: it does not know reservations.
+    The decision excludes such nodes, and may have seen an older state."""
+    if one.phase is Phase.RELEASING:
+        return False
+    if ask.delivery is None:
+        return one.is_awaited
+    return one.delivery is None or one.orphan is not None
 
 
 def collides(one: Reservation, slots: Collection[Slot], is_shared: bool) -> bool:

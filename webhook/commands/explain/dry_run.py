@@ -162,7 +162,8 @@ class DryRuns:
             return None
         if status == 403:
             uuids = str(annotations.get(keys.GPU_UUID.name) or "").replace(",", ", ")
-            return answer_of("admit", Reason.ADMITTED, f"the pod has {uuids} of node {node}, as its annotations say")
+            text = f"the pod has {uuids or 'GPUs'} of node {node}, as its annotations say"
+            return answer_of("admit", Reason.ADMITTED, text)
         if status != 200:
             raise NoAnswerError(f"GPUNode {node}, with the pod's GPUs: the API server answered {status}")
         try:
