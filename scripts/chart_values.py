@@ -117,7 +117,7 @@ OWN_SETTINGS: Final = frozenset(
         *("inventory", "lease_namespace", "bundle_endpoint_ca", "nonce_key", "server", "server_ca", "node"),
         *("runtime_socket", "pod_resources_socket", "pod_uid", "scheduler_certs", "scheduler_port", "scheduler_lease"),
         "scorer_ca",
-        *("native_templates", "kubelet_plugins"),
+        *("native_templates", "kubelet_plugins", "cdi_directory"),
         *("certs_namespace", "certs_service", "certs_secret", "certs_configurations", "certs_dir"),
         *("extender_plain_address", "extender_plain_anywhere", "opt_in_label", "host_paths"),
     )
@@ -412,7 +412,8 @@ ATTEST: Final = [
         "",
         PATH_OR_EMPTY,
         "The container runtime's socket on the nodes, such as /run/containerd/containerd.sock. `attest` then runs as "
-        "root and reports which orphaned pods have ended. Empty: off.",
+        "root and reports which orphaned pods have ended, and which pods have other GPUs than those reserved for them. "
+        "Empty: off.",
     ),
     Value(
         "attest.podResourcesDirectory",
@@ -427,6 +428,13 @@ ATTEST: Final = [
         "The kubelet's directory on the nodes, such as /var/lib/kubelet. `attest` then runs as root, is the kubelet's "
         "plugin for proof devices, reads ResourceClaims and closes the node's ended devices; that needs neither serve "
         "nor jwt-svid. Empty: off, and no pod with a proof device starts.",
+    ),
+    Value(
+        "attest.cdiDirectory",
+        "",
+        PATH_OR_EMPTY,
+        "The directory of CDI specifications on the nodes, such as /var/run/cdi. With it and attest.kubeletPlugins, "
+        "containers with a proof device get a file with the evidence, signed by the node. Empty: off.",
     ),
     Value(
         "spire.socketDirectory", "/run/spire/agent-sockets", TEXT, "Directory of the SPIRE agent's socket on the nodes."

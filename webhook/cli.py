@@ -13,6 +13,7 @@ from typing import Any, Final, NoReturn
 
 import webhook
 from webhook.core.errors import GpuwardenError
+from webhook.core.evidence_id import DEFAULT_TEMPLATE
 from webhook.core.names import is_label_key, is_object_name
 from webhook.runtime import settings
 from webhook.runtime.clock import utc_now
@@ -201,6 +202,15 @@ def make_parser() -> Parser:
     )
     one.add_argument("--context", metavar="NAME", help="context of the kubeconfig (default: the current context)")
     with_settings(one, release)
+
+    parts = commands.add_parser("record", help="records of the evidence in containers")
+    records = parts.add_subparsers(metavar="COMMAND", required=True)
+    one = added(records, "verify", "check a record, and print its content as JSON")
+    one.add_argument("file", type=Path, metavar="FILE", help="the file that GPUWARDEN_EVIDENCE names in the container")
+    one.add_argument("--bundle", type=Path, required=True, metavar="FILE", help="roots of the trust domain (PEM)")
+    one.add_argument("--trust-domain", required=True, metavar="NAME", help="the trust domain of the node")
+    one.add_argument("--evidence-id", default=DEFAULT_TEMPLATE, metavar="TEMPLATE", help="as the setting of `attest`")
+    without_settings(one, record_verify)
 
     certs = commands.add_parser("certs", help="certificates").add_subparsers(metavar="COMMAND", required=True)
     one = added(certs, "dev", "create a development CA and a certificate for localhost")
@@ -436,6 +446,12 @@ def score(args: Namespace, chosen: Settings) -> int:
 
     asyncio.run(score_pods(chosen))
     return 0
+
+
+def record_verify(args: Namespace) -> int:
+    from webhook.commands.record import verify
+
+    return verify(args.file, args.bundle, args.trust_domain, args.evidence_id)
 
 
 def explain(args: Namespace, chosen: Settings) -> int:

@@ -122,6 +122,9 @@ spec:
         - {name: plugin, mountPath: {{ clean $own.kubeletPlugins }}/plugins/attested.gpuwarden.io}
         - {name: plugins-registry, mountPath: {{ clean $own.kubeletPlugins }}/plugins_registry}
         {{- end }}
+        {{- if has "cdi" $mounts }}
+        - {name: cdi, mountPath: {{ clean $own.cdiDirectory }}}
+        {{- end }}
         {{- if has "schedulerCerts" $mounts }}
         - {name: scheduler-certs, mountPath: /etc/gpuwarden/scheduler, readOnly: true}
         {{- end }}
@@ -184,6 +187,10 @@ spec:
       hostPath: {path: {{ clean $own.kubeletPlugins }}/plugins/attested.gpuwarden.io, type: DirectoryOrCreate}
     - name: plugins-registry
       hostPath: {path: {{ clean $own.kubeletPlugins }}/plugins_registry, type: Directory}
+    {{- end }}
+    {{- if has "cdi" $mounts }}
+    - name: cdi
+      hostPath: {path: {{ clean $own.cdiDirectory }}, type: DirectoryOrCreate}
     {{- end }}
     {{- with concat (default list .volumes) $own.volumes }}
     {{- toYaml . | nindent 4 }}

@@ -21,7 +21,7 @@ from webhook.core.errors import GpuwardenError
 from webhook.core.evidence_id import DEFAULT_TEMPLATE, EvidenceId
 from webhook.core.reservation import PodIdentity
 from webhook.dra import reserved_claims
-from webhook.evidence import node_evidence
+from webhook.evidence import node_evidence, record
 from webhook.evidence.jwt import jwt_bundle, jwt_svid
 from webhook.evidence.jwt.nonce import Nonces
 from webhook.evidence.spire import spire_messages
@@ -44,9 +44,8 @@ from webhook.web.finalize import FinalizeBody
 
 NOW = datetime(2026, 3, 2, 12, tzinfo=UTC)
 RULES = claim.ClaimRules()
-EXAMINER = jwt_svid.TokenVerifier(
-    EvidenceId(DEFAULT_TEMPLATE, "example.org"), Nonces(lambda: [bytes(32)], timedelta(seconds=5)), timedelta(seconds=5)
-)
+EVIDENCE_ID = EvidenceId(DEFAULT_TEMPLATE, "example.org")
+EXAMINER = jwt_svid.TokenVerifier(EVIDENCE_ID, Nonces(lambda: [bytes(32)], timedelta(seconds=5)), timedelta(seconds=5))
 
 
 @frozen
@@ -124,6 +123,8 @@ PARSERS = (
     Parser("extender's binding", extender_wire.BindArgs.parse, "extender"),
     Parser("extender's victims", extender_wire.PreemptArgs.parse, "extender"),
     Parser("finalize", FinalizeBody.parse, "finalize"),
+    Parser("record of evidence", text(lambda one: record.verified(one, (), EVIDENCE_ID)), "tokens"),
+    Parser("record that was written earlier", text(record.claim_of), "tokens"),
     Parser("JWT-SVID", text(lambda one: EXAMINER.check_claims(one, NOW)), "tokens"),
     Parser("bundle of keys", jwt_bundle.parse_bundle, "bundles"),
     Parser("agents of SPIRE", agents_of, "messages"),

@@ -35,6 +35,7 @@ MATRIX: dict[str, Raw] = {
         **NONCE,
         "attest.enabled": True,
         "attest.kubeletPlugins": "/var/lib/kubelet",
+        "attest.cdiDirectory": "/var/run/cdi",
         "networkPolicy.enabled": True,
     },
     "proof-devices-by-spire-server": {

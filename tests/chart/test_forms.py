@@ -235,6 +235,7 @@ EVERYTHING: Raw = {
     "attest.enabled": True,
     "attest.runtimeSocket": "/run/containerd/containerd.sock",
     "attest.kubeletPlugins": "/var/lib/kubelet",
+    "attest.cdiDirectory": "/var/run/cdi",
     "settings.evidence": "jwt-svid",
     "settings.spireTrustDomain": "example.org",
     "settings.spireWorkloadApi": "unix:/spiffe-workload-api/agent.sock",

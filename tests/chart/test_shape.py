@@ -259,6 +259,17 @@ def test_only_attest_mounts_the_sockets_of_runtime_and_kubelet() -> None:
     assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
 
 
+def test_plugin_writes_cdi_specifications_only_where_the_directory_is_named() -> None:
+    plugin = {**EVERYTHING, "attest.kubeletPlugins": "/var/lib/kubelet"}
+    off, on = (
+        dict(pods(rendered(one)))["attest"]["spec"] for one in (plugin, plugin | {"attest.cdiDirectory": "/cdi/"})
+    )
+    assert "--cdi-directory=/cdi" in on["containers"][0]["args"]
+    assert {"name": "cdi", "mountPath": "/cdi"} in on["containers"][0]["volumeMounts"]
+    assert {"name": "cdi", "hostPath": {"path": "/cdi", "type": "DirectoryOrCreate"}} in on["volumes"]
+    assert not [one for one in off["volumes"] if one["name"] == "cdi"]
+
+
 def test_only_attest_as_the_kubelets_plugin_reads_claims_and_has_its_directories() -> None:
     off, found = (
         rendered({**EVERYTHING, "networkPolicy.enabled": True, **asked})

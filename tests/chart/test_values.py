@@ -45,6 +45,7 @@ PLUGIN_ALONE = {
 EXISTING = {"tls.mode": "existingSecret", "tls.existingSecret": "ours", "tls.caBundle": PEM}
 GIVEN: dict[str, Raw] = {
     "attest.": {"attest.enabled": True, **CHALLENGES},
+    "attest.cdiDirectory": PLUGIN_ALONE,
     "attest.podResourcesDirectory": {
         "attest.enabled": True,
         **CHALLENGES,
@@ -87,6 +88,7 @@ GIVEN: dict[str, Raw] = {
 }
 # Values other than the default, chosen by hand.
 CHOSEN: Raw = {
+    "attest.cdiDirectory": "/var/run/cdi",
     "attest.runtimeSocket": "/run/crio/crio.sock",
     "attest.kubeletPlugins": "/var/lib/kubelet",
     "image.digest": "sha256:" + "a" * 64,

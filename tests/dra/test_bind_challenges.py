@@ -197,6 +197,15 @@ async def test_failed_write_is_tried_again_and_nothing_is_written_on_old_evidenc
     assert await scene.step() == [("train", "ChallengeAnswered")]
 
 
+async def test_new_leader_waits_for_the_answers_itself() -> None:
+    scene = Scene()
+    scene.challenges.changed(claim())
+    scene.now += PATIENCE
+    scene.challenges.begin()
+    assert await scene.step() == []
+    assert await scene.step(PATIENCE) == [("train", "NoAnswer")]
+
+
 async def test_patience_begins_again_with_another_allocation_only() -> None:
     scene = Scene()
     scene.challenges.changed(claim())

@@ -1,6 +1,7 @@
 """The plugin for proof devices prepares a claim only while this node is proven for the hash of the claim."""
 
 import asyncio
+import json
 import os
 import stat
 from collections.abc import AsyncIterator
@@ -18,22 +19,27 @@ from grpclib.exceptions import GRPCError
 from structlog.testing import capture_logs
 
 from tests.builders import HASH, OTHER_HASH, Raw
+from tests.evidence.certificates import HOUR, Authority
 from tests.evidence.jwt.jwt_doubles import JwtWorkloadApiDouble
 from tests.evidence.jwt.tokens import TRUST_DOMAIN, SigningKey, evidence_id, seconds, token
 from tests.kubelet_double import MESSAGES, V1, V1BETA1, KubeletDouble, claim
 from webhook.core.evidence_id import DEFAULT_TEMPLATE, EvidenceId
 from webhook.core.proof_claims import claim_spec
-from webhook.core.proof_devices import DRIVER, device_name, hash_attribute
+from webhook.core.proof_devices import DRIVER, ProofDevice, device_name, hash_attribute
 from webhook.evidence.jwt.jwt_svid import MAX_LIFE
 from webhook.evidence.jwt.jwt_workload_api import JwtWorkloadApi
 from webhook.evidence.jwt.nonce import is_ours
+from webhook.evidence.record import EvidenceRecord, RecordedClaim, verified
 from webhook.kube.requests import ApiUnavailableError
+from webhook.kube.resource_slices import slices_of
 from webhook.node import dra_plugin
 from webhook.node.claim_check import AUDIENCE, MAX_REASON, ClaimCheck
 from webhook.node.dra_messages import MAX_CLAIMS, SUPPORTED_VERSIONS
 from webhook.node.dra_plugin import DEADLINE, MAX_CALLS, MAX_REQUEST, NotListeningError, ProofPlugin, hidden
+from webhook.node.evidence_records import PATH, VARIABLE, EvidenceRecords
 from webhook.node.node_identity import NodeIdentity
 from webhook.runtime.clock import utc_now
+from webhook.runtime.tls.certificates import certificate_in
 
 KEY = SigningKey.make()
 ATTRIBUTE, OTHER_ATTRIBUTE = hash_attribute(HASH), hash_attribute(OTHER_HASH)
@@ -78,6 +84,16 @@ class ClaimsDouble:
 
 
 @define(eq=False)
+class SlicesDouble:
+    """The slices of the node."""
+
+    devices: list[ProofDevice] = field(factory=list)
+
+    async def read(self) -> list[Raw]:
+        return slices_of("node-a", self.devices, 1, "gpu.nvidia.com")
+
+
+@define(eq=False)
 class Harness:
     """A node with a SPIRE agent, the API server's claims, a kubelet and the plugin."""
 
@@ -86,13 +102,29 @@ class Harness:
     kubelet: KubeletDouble
     now: datetime = field(factory=utc_now)
     patience: timedelta = PATIENCE
+    # With these, containers get records.
+    slices: SlicesDouble | None = None
 
     @property
     def plugin(self) -> ProofPlugin:
         api = JwtWorkloadApi(f"unix:{self.agent.path}", timedelta(seconds=0.5))
         identity = NodeIdentity("node-a", api, EvidenceId(DEFAULT_TEMPLATE, TRUST_DOMAIN))
-        check = ClaimCheck(identity, self.claims, lambda: self.now, SKEW, self.patience)
+        records = None
+        if self.slices is not None:
+            records = EvidenceRecords(self.records, self.specs, self.slices, api.x509_svid, lambda: self.now)
+        check = ClaimCheck(identity, self.claims, lambda: self.now, SKEW, records, self.patience)
         return ProofPlugin(self.kubelet.directory, check)
+
+    @property
+    def records(self) -> Path:
+        return self.kubelet.directory / "records"
+
+    @property
+    def specs(self) -> Path:
+        return self.kubelet.directory / "cdi"
+
+    def files(self) -> set[str]:
+        return {one.name for directory in (self.records, self.specs) for one in directory.glob("*")}
 
     def sign(self, *, issued: float = 0, life: float = 60, audience: str | None = None, subject: str = "") -> None:
         """From now on the agent's tokens were issued that many seconds from now."""
@@ -476,3 +508,110 @@ async def test_fields_of_later_versions_are_ignored(node: Harness) -> None:
     answer = await node.kubelet.call(endpoint, PREPARE, "Request", "PrepareResponse", **request)
     assert [one.value.error for one in answer.claims] == [""]
     assert MESSAGES["Request"]().claims == []
+
+
+# Records of the evidence.
+
+CA = Authority(TRUST_DOMAIN)
+ROOTS = [certificate_in(CA.root)]
+RECORD_FILES = {"uid-train.jws", "attested.gpuwarden.io-record-uid-train.json"}
+
+
+@pytest.fixture
+async def recording(idle: Harness) -> AsyncIterator[Harness]:
+    """A plugin that writes records."""
+    end = idle.now + HOUR
+    idle.slices = SlicesDouble([ProofDevice.of(uuid, HASH, end) for uuid in (GPU, OTHER_GPU)])
+    idle.agent.issued = [CA.issue(f"spiffe://{TRUST_DOMAIN}/another"), CA.issue(evidence_id())]
+    async with idle.plugin.listening():
+        yield idle
+
+
+async def test_container_gets_a_record_that_the_node_has_signed(recording: Harness) -> None:
+    raw = recording.claims.add("train", GPU, OTHER_GPU)
+    raw["status"]["reservedFor"] = [{"resource": "pods", "name": "train", "uid": "uid-pod"}]
+    answer = (await recording.kubelet.prepare(claim("train")))["uid-train"]
+    assert [device(one)[3] for one in answer.devices] == [["attested.gpuwarden.io/record=uid-train"], []]
+    text = (recording.records / "uid-train.jws").read_text()
+    second = recording.now.replace(microsecond=0)
+    assert verified(text, ROOTS, EvidenceId(DEFAULT_TEMPLATE, TRUST_DOMAIN)) == EvidenceRecord(
+        node="node-a",
+        spiffe_id=evidence_id(),
+        hash=HASH,
+        issued=second,
+        until=second + HOUR,
+        claim=RecordedClaim("ml", "train", "uid-train"),
+        pods=["uid-pod"],
+        gpus=[GPU, OTHER_GPU],
+    )
+    (spec,) = recording.specs.glob("*")
+    content = json.loads(spec.read_text())
+    assert (content["kind"], [one["name"] for one in content["devices"]]) == (
+        "attested.gpuwarden.io/record",
+        ["uid-train"],
+    )
+    edits = content["devices"][0]["containerEdits"]
+    assert edits["env"] == [f"{VARIABLE}={PATH}"]
+    (mount,) = edits["mounts"]
+    assert (mount["hostPath"], mount["containerPath"]) == (str(recording.records / "uid-train.jws"), PATH)
+    assert {"ro", "noexec", "nosuid", "nodev"} <= set(mount["options"])
+    modes = {one: stat.S_IMODE(one.stat().st_mode) for one in (spec, recording.records / "uid-train.jws")}
+    assert set(modes.values()) == {0o644}
+
+
+async def test_record_is_removed_when_the_claim_is_unprepared(recording: Harness) -> None:
+    assert await recording.error() == ""
+    assert await recording.error() == ""
+    assert recording.files() == RECORD_FILES
+    await recording.kubelet.unprepare(claim("train"))
+    assert recording.files() == set()
+    await recording.kubelet.unprepare(claim("train"))
+
+
+@pytest.mark.parametrize("missing", ["certificate", "slice", "directory"])
+async def test_pod_does_not_start_without_its_record(recording: Harness, missing: str) -> None:
+    match missing:
+        case "certificate":
+            recording.agent.issued = [CA.issue(evidence_id("node-b"))]
+        case "slice":
+            assert recording.slices is not None
+            recording.slices.devices = []
+        case _:
+            recording.specs.write_text("a file")
+    reason = {
+        "certificate": "no X.509-SVID of",
+        "slice": "is in no slice of this node",
+        "directory": "cannot be written",
+    }
+    assert reason[missing] in await recording.error()
+
+
+@pytest.mark.parametrize("uid", ["../train", "", "a" * 65, ".hidden", "a/b"])
+async def test_uid_that_is_no_file_name_is_refused(recording: Harness, uid: str) -> None:
+    recording.claims.add("train", GPU)["metadata"]["uid"] = uid
+    answer = (await recording.kubelet.prepare(claim("train", uid)))[uid]
+    assert "is not the uid of a claim" in answer.error
+
+
+async def test_refused_claim_gets_no_record(recording: Harness) -> None:
+    recording.agent.identities = [evidence_id(hash=OTHER_HASH)]
+    assert await recording.error()
+    assert recording.files() == set()
+
+
+async def test_records_of_claims_that_are_gone_are_removed_at_the_start(recording: Harness) -> None:
+    for name in ("stays", "gone", "replaced", "unknown"):
+        recording.claims.add(name, GPU)
+        assert await recording.error(name) == ""
+    (recording.records / "broken.jws").write_text("broken")
+    (recording.records / ".half.jws").write_text("half")
+    del recording.claims.claims["ml", "gone"]
+    recording.claims.add("replaced", GPU)["metadata"]["uid"] = "uid-another"
+    recording.claims.is_away = True
+    await recording.plugin.check.remove_stale_records()
+    stay = {one.name for one in recording.records.glob("*")}
+    assert stay == {f"uid-{name}.jws" for name in ("stays", "gone", "replaced", "unknown")}
+    recording.claims.is_away = False
+    await recording.plugin.check.remove_stale_records()
+    assert {one.stem for one in recording.records.glob("*")} == {"uid-stays", "uid-unknown"}
+    assert len(list(recording.specs.glob("*"))) == 2

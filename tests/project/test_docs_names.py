@@ -37,6 +37,7 @@ COMMANDS = [
         "crds",
     ),
     *("certs dev", "certs ensure", "certs keep", "config show", "config check", "config reference"),
+    "record verify",
 ]
 # Flags of kube-apiserver, kubectl, etcdutl, helm, cosign, gh, pytest, make and the benchmarks.
 OTHERS = {
@@ -86,7 +87,7 @@ def test_every_flag_is_known(document: Path, flags: set[str]) -> None:
 def test_every_flag_of_a_command_line_is_taken_by_its_command(document: Path) -> None:
     taken = {one.command: set(one.flags) for one in cli.make_parser().commands}
     text = document.read_text().replace("\\\n", " ")
-    for command, rest in re.findall(r"gpuwarden ((?:certs |config )?[a-z]+)((?: [^\n`|;&)]*)?)", text):
+    for command, rest in re.findall(r"gpuwarden ((?:certs |config |record )?[a-z]+)((?: [^\n`|;&)]*)?)", text):
         named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", rest.partition(" gpuwarden ")[0]))
         assert named <= taken.get(command, named), command
 
@@ -94,7 +95,8 @@ def test_every_flag_of_a_command_line_is_taken_by_its_command(document: Path) ->
 @each_document
 def test_every_command_is_known(document: Path) -> None:
     named = re.findall(
-        r"`(?:\.venv/bin/)?gpuwarden ([a-z]+)(?: (dev|ensure|keep|show|check|reference))?\b", document.read_text()
+        r"`(?:\.venv/bin/)?gpuwarden ([a-z]+)(?: (dev|ensure|keep|show|check|reference|verify))?\b",
+        document.read_text(),
     )
     whole = {" ".join(filter(None, words)) for words in named}
     assert whole - {*COMMANDS, "certs", "config"} == set()

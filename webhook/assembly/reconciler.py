@@ -277,7 +277,7 @@ def reconciler_parts(settings: Settings, api: ApiClient, metrics: Metrics) -> Re
         # The ends first: no pod is bound to a node whose devices are about to end.
         challenges = () if claimed.challenges is None else (claimed.challenges,)
         passes.append(Passes((ends, *challenges, proofs.slices), proofs.loss))
-        begin += [proofs.slices.begin, claimed.gpus.begin]
+        begin += [proofs.slices.begin, claimed.gpus.begin, *(one.begin for one in challenges)]
     if settings.native_templates:
         native = native_parts(settings, api, fleet, watches)
         optional_watches += native.watches

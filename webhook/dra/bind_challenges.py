@@ -13,7 +13,7 @@ from typing import Final, Protocol
 
 import msgspec
 import structlog
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 
 from webhook.core.evidence import Evidence
 from webhook.core.fleet import Fleet
@@ -57,7 +57,7 @@ class Answer:
 
 @frozen
 class Waiting:
-    """A claim that waits for an answer, since this process has seen it."""
+    """A claim that waits for an answer. `seen` is when this process saw it, or was elected after that."""
 
     raw: Raw
     awaited: AwaitedChallenge
@@ -125,6 +125,11 @@ class BindChallenges:
         return changed
 
     # Answers.
+
+    def begin(self) -> None:
+        """This process was elected: nodes have not been asked while there was no leader."""
+        now = self._clock()
+        self._waiting = {key: evolve(one, seen=now) for key, one in self._waiting.items()}
 
     async def step(self) -> None:
         """Answers what can be answered now. A write that fails is tried again in the next pass."""

@@ -122,6 +122,8 @@ class ProofAllocation:
 
     uid: str
     proofs: tuple[AllocatedProof, ...] | None
+    # The uids of the pods that may use them.
+    pods: tuple[str, ...] = ()
 
 
 @frozen
@@ -142,9 +144,13 @@ def allocated_claim(raw: Raw) -> AllocatedClaim | None:
     devices = tuple(devices_of(allocation))
     if not devices:
         return None
+    return AllocatedClaim(wire.metadata.uid, wire.metadata.namespace, wire.metadata.name, devices, pods_of(wire))
+
+
+def pods_of(wire: ClaimWire) -> tuple[str, ...]:
+    """The uids of the pods that may use the claim."""
     consumers = (wire.status and wire.status.reserved_for) or ()
-    pods = tuple(one.uid for one in consumers if one.resource == "pods")
-    return AllocatedClaim(wire.metadata.uid, wire.metadata.namespace, wire.metadata.name, devices, pods)
+    return tuple(one.uid for one in consumers if one.resource == "pods")
 
 
 def proof_allocation(raw: Raw) -> ProofAllocation:
@@ -157,7 +163,7 @@ def proof_allocation(raw: Raw) -> ProofAllocation:
     proofs = tuple(
         AllocatedProof(one, hash_of(one.request, config)) for one in devices_of(allocation) if one.driver == DRIVER
     )
-    return ProofAllocation(wire.metadata.uid, proofs)
+    return ProofAllocation(wire.metadata.uid, proofs, pods_of(wire))
 
 
 def awaited_challenge(raw: Raw) -> AwaitedChallenge | None:

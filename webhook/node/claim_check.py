@@ -12,16 +12,18 @@ from typing import Final, Protocol
 
 import msgspec
 import structlog
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 
 from webhook.core.errors import GpuwardenError
+from webhook.core.evidence_id import EvidenceIdParts
 from webhook.core.proof_devices import HASH_DIGITS, digits_of_device, hash_attribute
 from webhook.core.raw import Raw
 from webhook.evidence import EvidenceUnavailableError
 from webhook.evidence.jwt.jwt_svid import MAX_LIFE, read_token
 from webhook.kube.requests import ApiRefusesError, ApiUnavailableError
-from webhook.kube.resource_claims import AllocatedProof, proof_allocation
+from webhook.kube.resource_claims import AllocatedProof, ProofAllocation, proof_allocation
 from webhook.node.dra_messages import ClaimName, PreparedClaim, PreparedDevice
+from webhook.node.evidence_records import EvidenceRecords, NotRecordedError
 from webhook.node.node_identity import NodeIdentity, NotOneIdentityError
 from webhook.runtime.backoff import Backoff
 from webhook.runtime.clock import Clock
@@ -50,8 +52,15 @@ class NotYetPreparedError(NotPreparedError):
     """The reason may be gone within seconds."""
 
 
-# The node authorizer and RBAC may not know a new pod or role yet.
-PASSING: Final = (NotYetPreparedError, ApiUnavailableError, ApiRefusesError)
+# The node authorizer and RBAC may not know a new pod or role yet. The last three are about the record.
+PASSING: Final = (
+    NotYetPreparedError,
+    ApiUnavailableError,
+    ApiRefusesError,
+    EvidenceUnavailableError,
+    NotOneIdentityError,
+    NotRecordedError,
+)
 
 
 class PodClaims(Protocol):
@@ -69,6 +78,8 @@ class ClaimCheck:
     claims: PodClaims
     clock: Clock
     skew: timedelta
+    # Where records of the evidence are written, if containers get them.
+    records: EvidenceRecords | None = None
     patience: timedelta = PATIENCE
     _first: asyncio.Semaphore = field(factory=lambda: asyncio.Semaphore(MAX_READS), init=False)
     _repeated: asyncio.Semaphore = field(factory=lambda: asyncio.Semaphore(MAX_REPEATED_READS), init=False)
@@ -77,6 +88,18 @@ class ClaimCheck:
         """The answer for each claim, by uid."""
         found = await asyncio.gather(*map(self._answer, names))
         return {name.uid: one for name, one in zip(names, found, strict=True)}
+
+    async def remove_stale_records(self) -> None:
+        """Removes the records of claims that do not exist any more: the kubelet may have forgotten them."""
+        for uid, name in (self.records.claims() if self.records is not None else {}).items():
+            try:
+                raw = await self.claims.get(name.namespace, name.name)
+            except GpuwardenError as exc:
+                log.warning("record of the evidence not checked", claim=str(name), problem=str(exc))
+                continue
+            if self.records is not None and (raw is None or raw["metadata"].get("uid") != uid):
+                self.records.remove(uid)
+                log.info("record of the evidence removed", claim=str(name))
 
     async def _answer(self, name: ClaimName) -> PreparedClaim:
         try:
@@ -105,14 +128,19 @@ class ClaimCheck:
 
     async def _devices(self, name: ClaimName) -> tuple[PreparedDevice, ...]:
         """The evidence is read after the claim: it has to be good now. Raises GpuwardenError."""
-        proofs = proofs_in(await self.claims.get(name.namespace, name.name), name)
-        hash = await self._proven_hash()
+        allocation = allocation_in(await self.claims.get(name.namespace, name.name), name)
+        proofs = proofs_in(allocation, name)
+        spiffe_id, parts = await self._evidence()
+        hash = hash_attribute(parts.hash)
         for one in proofs:
             check_proof(one, self.identity.node, hash)
-        return tuple(PreparedDevice(one.device.request, one.device.pool, one.device.name) for one in proofs)
+        first, *rest = (PreparedDevice(one.device.request, one.device.pool, one.device.name) for one in proofs)
+        if self.records is not None:
+            first = evolve(first, cdi=await self.records.write(name, allocation.pods, proofs, spiffe_id, parts))
+        return (first, *rest)
 
-    async def _proven_hash(self) -> str:
-        """The attribute of the hash that this node is proven for at this moment. Raises GpuwardenError."""
+    async def _evidence(self) -> tuple[str, EvidenceIdParts]:
+        """The identity that proves this node at this moment, and what it says. Raises GpuwardenError."""
         try:
             svid, parts = await self.identity.svid(AUDIENCE)
             check_token(svid.token, svid.spiffe_id, self.clock(), self.skew)
@@ -120,11 +148,11 @@ class ClaimCheck:
             may_pass = isinstance(exc, EvidenceUnavailableError | NotOneIdentityError)
             error = NotYetPreparedError if may_pass else NotPreparedError
             raise error(f"node {self.identity.node} has no evidence at this moment: {exc}") from exc
-        return hash_attribute(parts.hash)
+        return svid.spiffe_id, parts
 
 
-def proofs_in(raw: Raw | None, name: ClaimName) -> tuple[AllocatedProof, ...]:
-    """The proof devices of the claim. Raises NotPreparedError."""
+def allocation_in(raw: Raw | None, name: ClaimName) -> ProofAllocation:
+    """What is allocated to the claim. Raises NotPreparedError."""
     if raw is None:
         raise NotPreparedError(f"the ResourceClaim {name} does not exist")
     try:
@@ -133,6 +161,11 @@ def proofs_in(raw: Raw | None, name: ClaimName) -> tuple[AllocatedProof, ...]:
         raise NotPreparedError(f"the ResourceClaim {name} cannot be parsed: {exc}") from exc
     if found.uid != name.uid:
         raise NotPreparedError(f"the ResourceClaim {name} is another one of the same name")
+    return found
+
+
+def proofs_in(found: ProofAllocation, name: ClaimName) -> tuple[AllocatedProof, ...]:
+    """The proof devices of the claim. Raises NotPreparedError."""
     if not found.proofs:
         # The scheduler's write may not be in this answer yet.
         error = NotYetPreparedError if found.proofs is None else NotPreparedError

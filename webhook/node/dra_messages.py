@@ -46,14 +46,16 @@ class ClaimName:
 
 @frozen
 class PreparedDevice:
-    """A device of a claim. The container gets nothing from it, so it has no CDI device."""
+    """A device of a claim. `cdi` is the CDI device that the container gets with it; empty for none."""
 
     request: str
     pool: str
     device: str
+    cdi: str = ""
 
     def encode(self) -> bytes:
-        return text_field(1, self.request) + text_field(2, self.pool) + text_field(3, self.device)
+        names = (self.request, self.pool, self.device, self.cdi)
+        return b"".join(text_field(number, name) for number, name in enumerate(names, 1))
 
 
 @frozen

@@ -39,14 +39,17 @@ from webhook.node.dra_messages import (
     registration_problem,
     unprepared,
 )
+from webhook.node.evidence_records import EvidenceRecords
 from webhook.node.node_identity import NodeIdentity
 from webhook.runtime.clock import utc_now
+from webhook.runtime.process import cancel_and_wait
 from webhook.runtime.settings import Settings
 
 log = structlog.get_logger(__name__)
 
 REGISTRATION: Final = Path("plugins_registry", f"{DRIVER}-reg.sock")
 SERVICE: Final = Path("plugins", DRIVER, "dra.sock")
+RECORDS: Final = Path("plugins", DRIVER, "records")
 # A request has some hundred bytes.
 MAX_REQUEST: Final = 256 * 1024
 # The kubelet waits for 45 s, and calls again a minute later.
@@ -149,8 +152,11 @@ class ProofPlugin:
         return prepared(await self.check.prepare(claims_in(request)))
 
     async def _unprepare(self, request: bytes) -> bytes:
-        """Nothing was prepared outside of the kubelet, so nothing is left."""
-        return unprepared(one.uid for one in claims_in(request))
+        uids = [one.uid for one in claims_in(request)]
+        if self.check.records is not None:
+            for uid in uids:
+                self.check.records.remove(uid)
+        return unprepared(uids)
 
     @asynccontextmanager
     async def listening(self) -> AsyncIterator[None]:
@@ -217,15 +223,30 @@ class NodeParts:
     watch: Watch
 
 
+def evidence_records(
+    settings: Settings, directory: Path, slices: NodeSlices, identity: NodeIdentity
+) -> EvidenceRecords | None:
+    """None if containers get no records."""
+    if settings.cdi_directory is None:
+        return None
+    svid_of = identity.workload_api.x509_svid
+    return EvidenceRecords(directory / RECORDS, settings.cdi_directory, slices, svid_of, utc_now)
+
+
 @asynccontextmanager
 async def kubelet_plugin(settings: Settings, directory: Path, identity: NodeIdentity) -> AsyncIterator[NodeParts]:
     """The plugin in the kubelet's directory, and what works beside it. Raises GpuwardenError."""
     async with await connect(settings) as api:
         limit = RateLimit(READS_PER_SECOND, READS_AT_ONCE, time.monotonic)
         claims = ResourceClaims(RateLimitedClient(api, limit, READ_TIMEOUT))
-        check = ClaimCheck(identity, claims, utc_now, settings.clock_skew)
         slices = NodeSlices(identity.node, RateLimitedClient(api, RateLimit(READS_PER_SECOND, 1, time.monotonic)))
+        records = evidence_records(settings, directory, slices, identity)
+        check = ClaimCheck(identity, claims, utc_now, settings.clock_skew, records)
         async with ProofPlugin(directory, check).listening():
             log.info("waiting for the kubelet", driver=DRIVER, directory=str(directory))
+            cleaning = asyncio.create_task(check.remove_stale_records())
             asked = AskedChallenges()
-            yield NodeParts(DeviceCloser(slices, utc_now), asked, asked.watch(api, identity.node))
+            try:
+                yield NodeParts(DeviceCloser(slices, utc_now), asked, asked.watch(api, identity.node))
+            finally:
+                await cancel_and_wait([cleaning])

@@ -588,6 +588,13 @@ class Settings:
         "kubelet's plugin for proof devices: no pod with one starts without fresh evidence; needs a cluster, and no "
         "--server",
     )
+    cdi_directory: Path | None = setting(
+        None,
+        kinds.DIRECTORY,
+        ATTEST,
+        "directory of CDI specifications, `/var/run/cdi`; with it and --kubelet-plugins, containers with a proof "
+        "device get a file with the evidence, signed by the node",
+    )
     pod_resources_socket: str = setting(
         "unix:/var/lib/kubelet/pod-resources/kubelet.sock",
         kinds.SOCKET,

@@ -1,6 +1,5 @@
 """One cluster with one real node for all of these tests; `front` installs gpuwarden in it."""
 
-import asyncio
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -9,10 +8,10 @@ import pytest
 from scripts.controlplane.build import BuildError
 from scripts.controlplane.cluster import Cluster
 from scripts.node.build import CannotRunError, parts
-from scripts.node.real import DEVICE_PLUGIN, RealNode
+from scripts.node.real import RealNode
 from tests.e2e.conftest import TOOL_MISSING, new_namespace
-from tests.e2e.kube import NODES, Kube, wait_until
-from tests.e2e.node.containers import GPUS, NODE, RUNTIME_CLASS, RUNTIME_CLASSES, START_TIMEOUT, offers_gpus
+from tests.e2e.kube import Kube
+from tests.e2e.node.containers import GPUS, NODE, RUNTIME_CLASS, RUNTIME_CLASSES
 from tests.e2e.node.front import installed_on
 from tests.e2e.processes import Site
 from tests.e2e.skipping import skip_or_fail
@@ -50,18 +49,6 @@ async def real_kube(real_cluster: Cluster) -> AsyncIterator[Kube]:
     """A client with the administrator's credentials."""
     async with Kube(real_cluster.kubeconfig) as client:
         yield client
-
-
-@pytest.fixture
-async def plugin(real_kube: Kube, real_node: RealNode) -> AsyncIterator[None]:
-    """NVIDIA's device plugin offers the GPUs of the node, too."""
-    await asyncio.to_thread(real_node.start_device_plugin)
-    try:
-        await wait_until(lambda: real_kube.get(NODES, NODE), offers_gpus, START_TIMEOUT)
-        yield
-    finally:
-        await asyncio.to_thread(real_node.kill, DEVICE_PLUGIN)
-        await wait_until(lambda: real_kube.get(NODES, NODE), lambda node: not offers_gpus(node), START_TIMEOUT)
 
 
 @pytest.fixture

@@ -13,14 +13,26 @@ from grpclib.server import Server, Stream
 
 from scripts.controlplane.cluster import Cluster
 from scripts.node.files import RUNTIME
-from scripts.node.real import RealNode
+from scripts.node.real import DEVICE_PLUGIN, RealNode
 from tests.e2e.kube import EVENTS, NODES, PODS, ApiError, Kube, Raw, gone, wait_until
-from tests.e2e.node.containers import GPUS, NODE, START_TIMEOUT, container, real_pod, runs
+from tests.e2e.node.containers import GPUS, NODE, START_TIMEOUT, container, offers_gpus, real_pod, runs
 from tests.e2e.node.test_delivery import devices_by_uuid
 from tests.e2e.processes import Site
 from tests.e2e.test_ledger import GPU_NODES
 from tests.evidence.doubles import Table, built
 from webhook.evidence.rpc import RawCodec, ask
+
+
+@pytest.fixture
+async def plugin(real_kube: Kube, real_node: RealNode) -> AsyncIterator[None]:
+    """NVIDIA's device plugin offers the GPUs of the node, too."""
+    await asyncio.to_thread(real_node.start_device_plugin)
+    try:
+        await wait_until(lambda: real_kube.get(NODES, NODE), offers_gpus, START_TIMEOUT)
+        yield
+    finally:
+        await asyncio.to_thread(real_node.kill, DEVICE_PLUGIN)
+        await wait_until(lambda: real_kube.get(NODES, NODE), lambda node: not offers_gpus(node), START_TIMEOUT)
 
 
 async def given_to(kube: Kube, namespace: str, name: str) -> str:
@@ -102,14 +114,17 @@ TABLE: Table = {
     "RegisterRequest": ((1, "version", "string"), (2, "endpoint", "string"), (3, "resource_name", "string")),
     "Device": ((1, "id", "string"), (2, "health", "string")),
     "ListAndWatchResponse": ((1, "devices", "*Device"),),
+    "AllocateRequest": ((1, "container_requests", "*Empty"),),
+    "AllocateResponse": ((1, "container_responses", "*Empty"),),
 }
 MESSAGES = built(TABLE)
 
 
 class NicPlugin:
-    """A device plugin with one device."""
+    """A device plugin with these devices, which do nothing in a container."""
 
-    def __init__(self) -> None:
+    def __init__(self, *ids: str) -> None:
+        self.ids = ids
         self.is_over = asyncio.Event()
 
     def __mapping__(self) -> dict[str, Handler]:
@@ -117,6 +132,9 @@ class NicPlugin:
         return {
             f"{service}GetDevicePluginOptions": Handler(self._options, Cardinality.UNARY_UNARY, empty, empty),
             f"{service}ListAndWatch": Handler(self._devices, Cardinality.UNARY_STREAM, empty, answer),
+            f"{service}Allocate": Handler(
+                self._allocate, Cardinality.UNARY_UNARY, MESSAGES["AllocateRequest"], MESSAGES["AllocateResponse"]
+            ),
         }
 
     async def _options(self, stream: "Stream[Any, Any]") -> None:
@@ -125,9 +143,14 @@ class NicPlugin:
 
     async def _devices(self, stream: "Stream[Any, Any]") -> None:
         await stream.recv_message()
-        device = MESSAGES["Device"](id="nic-0", health="Healthy")
-        await stream.send_message(MESSAGES["ListAndWatchResponse"](devices=[device]))
+        devices = [MESSAGES["Device"](id=one, health="Healthy") for one in self.ids]
+        await stream.send_message(MESSAGES["ListAndWatchResponse"](devices=devices))
         await self.is_over.wait()
+
+    async def _allocate(self, stream: "Stream[Any, Any]") -> None:
+        asked: Any = await stream.recv_message()
+        answers = [MESSAGES["Empty"]() for _ in asked.container_requests]
+        await stream.send_message(MESSAGES["AllocateResponse"](container_responses=answers))
 
 
 def offered_nics(node: Raw) -> str:
@@ -135,16 +158,16 @@ def offered_nics(node: Raw) -> str:
 
 
 @asynccontextmanager
-async def nic_plugin(kube: Kube, node: RealNode) -> AsyncIterator[None]:
+async def nic_plugin(kube: Kube, node: RealNode, *ids: str) -> AsyncIterator[None]:
     sockets: Path = node.directory / "kubelet/device-plugins"
-    plugin = NicPlugin()
+    plugin = NicPlugin(*ids)
     server = Server([plugin])
     await server.start(path=str(sockets / SOCKET))
     request = MESSAGES["RegisterRequest"](version="v1beta1", endpoint=SOCKET, resource_name=NIC)
     channel = Channel(path=str(sockets / "kubelet.sock"), codec=RawCodec())
     try:
         await ask(channel, "/v1beta1.Registration/Register", request.SerializeToString())
-        await wait_until(lambda: kube.get(NODES, NODE), lambda found: offered_nics(found) == "1")
+        await wait_until(lambda: kube.get(NODES, NODE), lambda found: offered_nics(found) == str(len(ids)))
         yield
     finally:
         channel.close()
@@ -158,7 +181,7 @@ async def test_pod_that_the_kubelet_rejects_frees_its_gpu_at_once(front: Site, r
     kube, namespace = front.kube, front.namespace
     limits = {"nvidia.com/gpu": "1", NIC: "2"}
     content = real_pod("rejected", container(resources={"limits": limits}), nodeName=NODE, restartPolicy="Never")
-    async with nic_plugin(kube, real_node):
+    async with nic_plugin(kube, real_node, "nic-0"):
         await kube.create(PODS, content, namespace)
         assert (
             "GPU-" in (await kube.get(PODS, "rejected", namespace))["metadata"]["annotations"]["gpuwarden.io/gpu-uuid"]

@@ -102,7 +102,7 @@ async def test_pod_that_the_kubelet_rejects_frees_its_gpu(plugged: Site, real_no
     kube, namespace = plugged.kube, plugged.namespace
     limits = {"nvidia.com/gpu": "1", NIC: "2"}
     content = real_pod("rejected", container(resources={"limits": limits}), nodeName=NODE, restartPolicy="Never")
-    async with nic_plugin(kube, real_node):
+    async with nic_plugin(kube, real_node, "nic-0"):
         await kube.create(PODS, content, namespace)
         rejected = await wait_until(
             lambda: kube.get(PODS, "rejected", namespace), lambda pod: pod["status"]["phase"] == "Failed"

@@ -17,7 +17,7 @@ from tests.e2e.kube import EVENTS, PODS, Kube, Raw, wait_until
 from tests.e2e.measurements import report_figures
 from tests.e2e.node.containers import GPUS, NODE, container, real_pod, runs
 from tests.e2e.node.front import HASH, installed_on
-from tests.e2e.node.test_delivered import marks, reasons
+from tests.e2e.node.test_delivered import NIC, marks, nic_plugin, reasons
 from tests.e2e.node.test_delivery import devices_by_uuid
 from tests.e2e.node.test_force_delete import create_until_admitted, delete, lives, now, overlaps
 from tests.e2e.processes import Site
@@ -32,8 +32,6 @@ SOON: Final = 25.0
 # The quick container's lifetime after SIGTERM: `attest` must see its sandbox for some time after the forced deletion.
 QUICK: Final = 12
 KEY: Final = SigningKey.make()
-# The resource by which a pod reserves GPUs, where NVIDIA's device plugin gives others to it.
-RESERVED: Final = "example.com/gpu"
 # Writes 20 lines per second for each GPU that it sees. SIGTERM ends it after QUICK seconds, or never; a file ends it at
 # once.
 BEATS: Final = """
@@ -65,24 +63,16 @@ def beats(tmp_path: Path) -> Path:
 
 @pytest.fixture
 async def here(
-    real_cluster: Cluster,
-    real_kube: Kube,
-    real_node: RealNode,
-    plain_namespace: str,
-    tmp_path: Path,
-    beats: Path,
-    request: pytest.FixtureRequest,
+    real_cluster: Cluster, real_kube: Kube, real_node: RealNode, plain_namespace: str, tmp_path: Path, beats: Path
 ) -> AsyncIterator[Site]:
-    """gpuwarden on a node that attests itself, with more flags if the test has some. A plain pod replaces that of the
-    DaemonSet."""
+    """gpuwarden on a node that attests itself. A plain pod replaces that of the DaemonSet."""
     await real_kube.create(PODS, real_pod("attest"), plain_namespace)
     uid = (await runs(real_kube, plain_namespace, "attest"))["metadata"]["uid"]
     agent = JwtWorkloadApiDouble(str(tmp_path / "agent.sock"), KEY, [evidence_id(NODE, HASH)])
     await agent.start()
-    more: tuple[str, ...] = getattr(request, "param", ())
     spire = ("--spire-trust-domain", TRUST_DOMAIN, "--spire-workload-api", f"unix:{agent.path}")
     (tmp_path / "nonce.key").write_bytes(os.urandom(32))
-    flags = ("--evidence", "jwt-svid", "--nonce-key", str(tmp_path / "nonce.key"), *spire, *FLAGS, *more)
+    flags = ("--evidence", "jwt-svid", "--nonce-key", str(tmp_path / "nonce.key"), *spire, *FLAGS)
 
     @asynccontextmanager
     async def attesting(site: Site) -> AsyncIterator[None]:
@@ -170,27 +160,28 @@ async def test_gpus_stay_reserved_while_the_kubelet_is_dead(
     assert overlaps(found) == []
 
 
-@pytest.mark.parametrize("here", [("--gpu-resource", RESERVED)], indirect=True, ids=["reserved by another resource"])
 async def test_gpus_that_the_kubelet_gave_to_a_sidecar_are_reported(
-    here: Site, plugin: None, real_cluster: Cluster, request: pytest.FixtureRequest
+    here: Site, real_cluster: Cluster, real_node: RealNode, request: pytest.FixtureRequest
 ) -> None:
-    """The status of the pod does not show them, so only the node knows."""
-    sidecar = container(len(GPUS), name="sidecar", restartPolicy="Always")
-    main = container(resources={"limits": {RESERVED: "1"}})
-    await here.kube.create(PODS, real_pod("train", main, initContainers=[sidecar]), here.namespace)
-    train = await runs(here.kube, here.namespace, "train")
-    began = time.monotonic()
-    (reserved,) = train["metadata"]["annotations"]["gpuwarden.io/gpu-uuid"].split(",")
-    wrong = {uuid: "in use by a pod that has not reserved it" for uuid in GPUS if uuid != reserved}
-    assert wrong == await wait_until(lambda: marks(here.kube), lambda found: found == wrong, SOON)
-    report_figures(request, reported_after=time.monotonic() - began)
-    await wait_until(lambda: reasons(here.kube, here.namespace, "train"), lambda found: "GPUMismatched" in found)
-    shown = [one.get("allocatedResourcesStatus") for one in train["status"]["containerStatuses"]]
-    assert shown == [None]
-    states = {uuid: one["state"] for uuid, one in (await devices_by_uuid(here, real_cluster)).items()}
-    assert states == {uuid: "mismatched" if uuid in wrong else "assigned" for uuid in GPUS}
-    await delete(here, "train", 1)
-    await wait_until(lambda: marks(here.kube), lambda found: not found)
+    """A device plugin offers them under a name of its own. The status of the pod does not show them."""
+    given = set(GPUS[2:])
+    sidecar = container(name="sidecar", restartPolicy="Always", resources={"limits": {NIC: str(len(given))}})
+    async with nic_plugin(here.kube, real_node, *given):
+        await here.kube.create(PODS, real_pod("train", container(1), initContainers=[sidecar]), here.namespace)
+        train = await runs(here.kube, here.namespace, "train")
+        began = time.monotonic()
+        reserved = train["metadata"]["annotations"]["gpuwarden.io/gpu-uuid"]
+        wrong = dict.fromkeys(given - {reserved}, "in use by a pod that has not reserved it")
+        if reserved not in given:
+            wrong[reserved] = "its pod was given another GPU"
+        await wait_until(lambda: marks(here.kube), lambda found: found == wrong, SOON)
+        report_figures(request, reported_after=time.monotonic() - began)
+        await wait_until(lambda: reasons(here.kube, here.namespace, "train"), lambda found: "GPUMismatched" in found)
+        assert "allocatedResourcesStatus" not in train["status"]["containerStatuses"][0]
+        states = {uuid: one["state"] for uuid, one in (await devices_by_uuid(here, real_cluster)).items()}
+        assert {uuid for uuid, state in states.items() if state == "mismatched"} == wrong.keys()
+        await delete(here, "train", 1)
+        await wait_until(lambda: marks(here.kube), lambda found: not found)
 
 
 async def end_reasons(here: Site) -> list[str]:

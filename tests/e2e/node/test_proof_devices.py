@@ -38,18 +38,24 @@ from tests.e2e.node.containers import (
     container,
     is_ready,
     real_pod,
+    run_in,
     seen_in,
     seen_of,
 )
 from tests.e2e.node.test_node import DEVICE_CLASSES, RESOURCE_CLAIMS, RESOURCE_SLICES
+from tests.evidence.certificates import Authority
 from tests.evidence.jwt.jwt_doubles import JwtWorkloadApiDouble
 from tests.evidence.jwt.tokens import TRUST_DOMAIN, SigningKey, evidence_id
 from tests.running import GPUWARDEN
+from webhook.core.evidence_id import DEFAULT_TEMPLATE, EvidenceId
 from webhook.core.proof_claims import claim_spec
-from webhook.core.proof_devices import DRIVER, ProofDevice, hash_attribute
+from webhook.core.proof_devices import DRIVER, ProofDevice, gpu_of_device, hash_attribute
+from webhook.evidence.record import RecordedClaim, verified
 from webhook.kube.install.policies import Installation, rbac
 from webhook.kube.resource_slices import slice_name, slices_of
+from webhook.node.node_pods import LIST_PODS, call, wanted_in
 from webhook.runtime.clock import utc_now
+from webhook.runtime.tls.certificates import certificate_in
 
 HASH, OTHER_HASH = "sha256:aa11", "sha256:bb22"
 GPU_DRIVER = "gpu.nvidia.com"
@@ -105,6 +111,11 @@ class ProvenNode:
     async def registrations(self) -> int:
         path = self.node.log(self.attest)
         return path.read_text().count('"registered with the kubelet"') if path.exists() else 0
+
+    async def records(self) -> list[str]:
+        """The files of records, and their CDI specifications."""
+        found = (*self.node.directory.glob("kubelet/plugins/*/records/*"), *self.node.directory.glob("cdi/*record*"))
+        return [one.name for one in found]
 
     async def questions(self) -> int:
         """How often `attest` has asked the agent for a token."""
@@ -251,6 +262,35 @@ async def test_containers_see_exactly_the_gpus_of_their_claims(proven: ProvenNod
     await proven.delete("two")
     await proven.starts("third")
     assert set(await proven.allocated("third")) <= set(GPUS[1:]), "no GPU without a proof"
+
+
+async def test_container_gets_a_signed_record_of_the_evidence(proven: ProvenNode) -> None:
+    authority = Authority(TRUST_DOMAIN)
+    proven.agent.issued = [authority.issue(evidence_id(NODE, HASH))]
+    await proven.kill_attest()
+    proven.command += ["--cdi-directory", "/run/cdi"]
+    await proven.start_attest()
+    end = await proven.publish(*GPUS)
+    await proven.create("recorded", 2)
+    pod = await proven.starts("recorded")
+    allocated = await proven.allocated("recorded")
+    assert await proven.seen("recorded") == seen_of(*map(GPUS.index, allocated))
+    text = await run_in(proven.cluster, proven.namespace, "recorded", "cat $GPUWARDEN_EVIDENCE")
+    roots = [certificate_in(authority.root)]
+    record = verified(text, roots, EvidenceId(DEFAULT_TEMPLATE, TRUST_DOMAIN))
+    assert (record.node, record.hash, record.until) == (NODE, HASH, end)
+    assert sorted(record.gpus) == sorted(allocated)
+    claim = await proven.kube.get(RESOURCE_CLAIMS, "recorded", proven.namespace)
+    assert record.claim == RecordedClaim(proven.namespace, "recorded", claim["metadata"]["uid"])
+    assert record.pods == [pod["metadata"]["uid"]]
+    forge = "(echo forged > $GPUWARDEN_EVIDENCE) 2>/dev/null || rm $GPUWARDEN_EVIDENCE 2>/dev/null || echo refused"
+    assert await run_in(proven.cluster, proven.namespace, "recorded", forge) == "refused\n"
+    # The kubelet's own answer about the pod.
+    pods = wanted_in(await call(f"unix:{proven.node.directory}/kubelet/pod-resources/kubelet.sock", LIST_PODS))
+    given = pods[proven.namespace, "recorded"].proof_devices
+    assert sorted(gpu_of_device(name, ()) for name in given) == sorted(allocated)
+    await proven.delete("recorded")
+    await wait_until(proven.records, lambda found: not found, START_TIMEOUT)
 
 
 async def test_pod_starts_only_on_evidence_for_its_hash(proven: ProvenNode) -> None:

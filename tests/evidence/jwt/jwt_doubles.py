@@ -12,6 +12,7 @@ from grpclib.exceptions import GRPCError
 from grpclib.server import Server, Stream
 from spiffe._proto import workload_pb2
 
+from tests.evidence.certificates import Issued
 from tests.evidence.jwt.tokens import TRUST_DOMAIN, SigningKey, document, evidence_id, token
 from webhook.runtime.clock import utc_now
 
@@ -26,6 +27,8 @@ class JwtWorkloadApiDouble:
     bundles: dict[str, bytes] = field(factory=dict)
     # Roots of SVIDs, by trust domain.
     roots: dict[str, bytes] = field(factory=dict)
+    # X.509-SVIDs of its identities.
+    issued: list[Issued] = field(factory=list)
     audiences: list[str] = field(factory=list)
     # A banned agent does not respond.
     is_banned: bool = False
@@ -50,6 +53,9 @@ class JwtWorkloadApiDouble:
             "/SpiffeWorkloadAPI/FetchJWTSVID": Handler(
                 self._svids, Cardinality.UNARY_UNARY, w.JWTSVIDRequest, w.JWTSVIDResponse
             ),
+            "/SpiffeWorkloadAPI/FetchX509SVID": Handler(
+                self._x509_svids, Cardinality.UNARY_STREAM, w.X509SVIDRequest, w.X509SVIDResponse
+            ),
             "/SpiffeWorkloadAPI/FetchJWTBundles": Handler(
                 self._bundles, Cardinality.UNARY_STREAM, w.JWTBundlesRequest, w.JWTBundlesResponse
             ),
@@ -69,6 +75,16 @@ class JwtWorkloadApiDouble:
         w: Any = workload_pb2
         svids = [w.JWTSVID(spiffe_id=one, svid=self._signed(one, audience)) for one in self.identities]
         await stream.send_message(w.JWTSVIDResponse(svids=svids))
+
+    async def _x509_svids(self, stream: "Stream[Any, Any]") -> None:
+        await received(stream)
+        w: Any = workload_pb2
+        svids = [
+            w.X509SVID(spiffe_id=one.spiffe_id, x509_svid=one.chain, x509_svid_key=one.key, bundle=one.chain)
+            for one in self.issued
+        ]
+        await stream.send_message(w.X509SVIDResponse(svids=svids))
+        await asyncio.Event().wait()  # an agent keeps the stream open for updates
 
     def _signed(self, spiffe_id: str, audience: str) -> str:
         if self.forge is not None:

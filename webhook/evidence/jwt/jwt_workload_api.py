@@ -13,7 +13,8 @@ from webhook.evidence import EvidenceUnavailableError
 from webhook.evidence.jwt.jwt_bundle import JWT_USE, BadBundleError, JwtBundle, parse_bundle
 from webhook.evidence.protobuf import MalformedMessageError, as_bytes, as_text, fields_of, text_field
 from webhook.evidence.rpc import CallFailedError, RawCodec, faults_of
-from webhook.evidence.spire.x509_svid import certificate_of, each_der
+from webhook.evidence.spire.workload_api import FETCH_X509_SVID
+from webhook.evidence.spire.x509_svid import X509Svid, certificate_of, each_der
 
 FETCH_SVIDS: Final = "/SpiffeWorkloadAPI/FetchJWTSVID"
 FETCH_BUNDLES: Final = "/SpiffeWorkloadAPI/FetchJWTBundles"
@@ -55,6 +56,16 @@ class JwtWorkloadApi:
             answer = await ask(text_field(1, audience), metadata=METADATA)
             return [JwtSvid.parse(as_bytes(value)) for number, value in fields_of(answer) if number == 1]
 
+    async def x509_svid(self, spiffe_id: str) -> X509Svid:
+        """The certificate and key of this identity. Raises EvidenceUnavailableError."""
+        async with self._channel() as channel:
+            answer = await self._first(channel, FETCH_X509_SVID)
+            entries = [as_bytes(value) for number, value in fields_of(answer) if number == 1]
+            found = {one.spiffe_id: one for one in map(X509Svid.parse, entries)}
+        if spiffe_id not in found:
+            raise EvidenceUnavailableError(f"Workload API: no X.509-SVID of {spiffe_id}")
+        return found[spiffe_id]
+
     async def jwt_bundle(self, trust_domain: str) -> JwtBundle:
         """The keys that sign tokens. Raises EvidenceUnavailableError or BadBundleError."""
         return parse_bundle(await self._bundle(FETCH_BUNDLES, trust_domain), uses=USES)
@@ -73,18 +84,22 @@ class JwtWorkloadApi:
         return roots
 
     async def _bundle(self, method: str, trust_domain: str) -> bytes:
-        """The first message of the stream, which the agent sends at once."""
         async with self._channel() as channel:
-            asked = UnaryStreamMethod[bytes, bytes](channel, method, bytes, bytes)
-            async with asked.open(metadata=METADATA) as stream:
-                await stream.send_message(b"", end=True)
-                answer = await stream.recv_message() or b""
-                await stream.cancel()
+            answer = await self._first(channel, method)
             wanted = BUNDLES_IN[method]
             found = dict(bundle_in(as_bytes(value)) for number, value in fields_of(answer) if number == wanted)
         if trust_domain not in found:
             raise BadBundleError(f"the Workload API has no bundle of {trust_domain}")
         return found[trust_domain]
+
+    async def _first(self, channel: Channel, method: str) -> bytes:
+        """The first message of the stream, which the agent sends at once."""
+        asked = UnaryStreamMethod[bytes, bytes](channel, method, bytes, bytes)
+        async with asked.open(metadata=METADATA) as stream:
+            await stream.send_message(b"", end=True)
+            answer = await stream.recv_message() or b""
+            await stream.cancel()
+        return answer
 
     @asynccontextmanager
     async def _channel(self) -> AsyncIterator[Channel]:
