@@ -243,6 +243,8 @@ BESIDE: dict[str, Raw] = {
         "settings.challengeAtBind": False,  # only with native pods
         "settings.certsLeafLife": "78s",
         "settings.certsCaLife": "777s",
+        "settings.injection": "dra",
+        "settings.mapVisible": "uuid",
     },
     "export.settings": {
         "export.enabled": True,

@@ -12,6 +12,7 @@ from webhook.assembly.parts import times_of
 from webhook.core.claim import ClaimRules
 from webhook.core.dress import DressRules
 from webhook.core.injection import Injection
+from webhook.core.reserve import Reserve
 from webhook.runtime import setting_kinds, settings
 from webhook.runtime.settings import SETTINGS, Settings, SettingsError
 
@@ -127,7 +128,8 @@ EXAMPLES: dict[str, tuple[str, object, object]] = {
     "certs_look_interval": ("1m", "1m", timedelta(minutes=1)),
     "clock_skew": ("1.5", 1.5, timedelta(seconds=1.5)),
     "reload_interval": ("500ms", "500ms", timedelta(milliseconds=500)),
-    "injection": ("cuda", "cuda", "cuda"),
+    "injection": ("dra", "dra", "dra"),
+    "reserve": ("bind", "bind", "bind"),
     "runtime_class": ("nvidia", "nvidia", "nvidia"),
     "gpu_resource": ("amd.com/gpu", "amd.com/gpu", "amd.com/gpu"),
     "opt_in_label": ("acme.io/gpu", "acme.io/gpu", "acme.io/gpu"),
@@ -157,6 +159,7 @@ COMPANIONS: dict[str, dict[str, str]] = {
     "access_token": TRIO,
     "ca_certificate": TRIO,
     "review_token_audience": {"kubeconfig": "FILE"},
+    "reserve": {"injection": "dra"},
     "scheduler_certs": {"kubeconfig": "FILE"},
     "kubelet_plugins": {"kubeconfig": "FILE"},
     "review_callers": {"kubeconfig": "FILE", "review_token_audience": "gpuwarden"},
@@ -317,6 +320,7 @@ WRONG = [
     ("log_level", "loud", "'loud' is not an allowed value; allowed: trace, debug, info, warn, error, fatal, report"),
     ("log_level", "INFO", "'INFO' is not an allowed value; allowed: trace, debug, info, warn, error, fatal, report"),
     ("injection", "cdi", "'cdi' is not an allowed value; allowed: nvidia, cuda, dra"),
+    ("reserve", "start", "'start' is not an allowed value; allowed: create, bind"),
     ("require_evidence", "none", "'none' is not an allowed value; allowed: asked, all"),
     (
         "host_paths",
@@ -504,6 +508,14 @@ def test_an_address_that_is_none_is_refused(address: str) -> None:
     assert mistake.startswith("flag --extender-plain-address: ")
 
 
+@pytest.mark.parametrize("more", [{}, {"injection": "cuda"}], ids=["nvidia", "cuda"])
+def test_only_claims_let_kube_scheduler_choose_gpus(more: dict[str, str]) -> None:
+    assert mistakes({"reserve": "bind", **more}) == (
+        "flag --reserve: only ResourceClaims let kube-scheduler choose GPUs; allowed: with --injection dra",
+    )
+    assert settings.load({"reserve": "bind", "injection": "dra"}, {}).reserve == "bind"
+
+
 @pytest.mark.parametrize("more", [{}, {"proof_devices": "false"}], ids=["not-set", "off"])
 def test_templates_of_native_pods_need_proof_devices(more: dict[str, str]) -> None:
     assert mistakes({"native_templates": "true", **more}) == (
@@ -661,6 +673,8 @@ def test_defaults_are_those_of_the_core() -> None:
     assert Settings().gpu_resource == ClaimRules().resource == DressRules().resource
     assert (Settings().required_hash_alias,) == ClaimRules().hash_aliases
     assert Settings().injection == DressRules().injection
+    assert tuple(setting_kinds.RESERVE.allowed.split(", ")) == tuple(Reserve)
+    assert Settings().reserve == DressRules().reserve == ClaimRules().default_reserve
 
 
 def test_what_is_shown_says_where_each_value_comes_from(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from webhook.core.hints import Bucket
 from webhook.core.injection import Injection
 from webhook.core.keys import REQUIRED_HASH
 from webhook.core.offer import count_devices
+from webhook.core.reserve import Reserve
 from webhook.evidence.jwt.attestation import attestation_of
 from webhook.evidence.jwt.proofs import MemoryProofs
 from webhook.evidence.providers import providers_of
@@ -194,7 +195,12 @@ def hash_aliases(settings: Settings) -> tuple[str, ...]:
 def rules_of(settings: Settings, namespaces: NamespaceDemands) -> Rules:
     return Rules(
         claims=ClaimReader(
-            ClaimRules(settings.gpu_resource, hash_aliases(settings), default_injection=Injection(settings.injection)),
+            ClaimRules(
+                settings.gpu_resource,
+                hash_aliases(settings),
+                default_injection=Injection(settings.injection),
+                default_reserve=Reserve(settings.reserve),
+            ),
             namespaces,
         ),
         dress=DressRules(
@@ -204,6 +210,7 @@ def rules_of(settings: Settings, namespaces: NamespaceDemands) -> Rules:
             MapVisible(settings.map_visible),
             settings.runtime_class,
             max_grace=settings.max_grace if settings.keeps_in_cluster else None,
+            reserve=Reserve(settings.reserve),
         ),
         bind_deadline=settings.bind_deadline,
         queues=settings.queues,

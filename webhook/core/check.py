@@ -412,10 +412,15 @@ def allows_only_proven_nodes(raw: RawPod, claim: Claim, fleet: Fleet, policy: Ev
 def is_at_least_as_strict(recorded: Claim, asked: Claim) -> bool:
     """Whether the recorded claim equals what the pod asks for now, or allows fewer hashes: the namespace may allow more
     hashes since. A record that allows more hashes is not trusted where no ledger knows it. `named` is not compared: a
-    copy of a dressed pod names the node to which it was pinned. Neither is `injection`: a pod keeps the one with which
-    it was created."""
+    copy of a dressed pod names the node to which it was pinned. Neither are `injection` and `reserve`: a pod keeps
+    those with which it was created."""
     own = asked.record
-    alike = msgspec.structs.replace(recorded.record, hashes=own.hashes, named=own.named, injection=own.injection) == own
+    alike = (
+        msgspec.structs.replace(
+            recorded.record, hashes=own.hashes, named=own.named, injection=own.injection, reserve=own.reserve
+        )
+        == own
+    )
     return alike and (not asked.hashes or (bool(recorded.hashes) and recorded.hashes <= asked.hashes))
 
 

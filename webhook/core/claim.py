@@ -16,6 +16,7 @@ from webhook.core.injection import Injection, recorded_injection
 from webhook.core.nodes_asked import NodesAsked
 from webhook.core.pod import Pod, whole_number
 from webhook.core.reservation import Delivery
+from webhook.core.reserve import Reserve, recorded_reserve
 
 # No node has as many GPUs: a larger number is a typing error.
 MAX_GPUS = 1024
@@ -35,11 +36,18 @@ class ClaimRules:
     hash_policy: HashPolicy = NO_HASH_POLICY
     # The installation's injection, which namespaces may override.
     default_injection: Injection = Injection.NVIDIA
+    # When GPUs are chosen, for pods with the injection `dra`.
+    default_reserve: Reserve = Reserve.CREATE
 
     @property
     def injection(self) -> str | None:
         """The injection of new pods with GPUs, for the record of their claims."""
         return recorded_injection(self.hash_policy.injection, self.default_injection)
+
+    @property
+    def reserve(self) -> str | None:
+        """When the GPUs of new pods are chosen, for the record of their claims."""
+        return recorded_reserve(self.default_reserve) if self.injection == Injection.DRA else None
 
     @property
     def required_hash(self) -> ClaimKey:
@@ -200,6 +208,7 @@ class ClaimParser:
             containers=() if asked or not gpus else tuple(c.name for _, c in self.pod.containers()),
             named=bool(gpus) and any(term.is_one_node for term in nodes.terms or ()),
             injection=self.rules.injection if gpus else None,
+            reserve=self.rules.reserve if gpus else None,
             **values,
         )
         self._warn_of_unknown_keys()

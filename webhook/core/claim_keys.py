@@ -104,6 +104,8 @@ class ClaimRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     named: bool = False
     # What gives the containers their GPUs (`core/injection.py`); None: the installation's default.
     injection: str | None = None
+    # When the GPUs are chosen (`core/reserve.py`); None: at creation.
+    reserve: str | None = None
 
     @classmethod
     def parse(cls, text: str) -> "ClaimRecord":
@@ -122,6 +124,10 @@ class ClaimRecord(msgspec.Struct, frozen=True, omit_defaults=True):
         """What the claim asks for besides a number of GPUs. Equals `ClaimRecord()` if that is nothing."""
         return structs.replace(self, gpus=0, asked={}, containers=(), named=False)
 
+    def without_mode(self) -> "ClaimRecord":
+        """The same without what the installation and the namespace decide."""
+        return structs.replace(self.without_count(), injection=None, reserve=None)
+
     @property
     def delivery(self) -> Delivery | None:
         """AWAITED if the kubelet chooses the GPUs, by a device plugin."""
@@ -130,7 +136,7 @@ class ClaimRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     @property
     def selects_devices(self) -> bool:
         """Whether only gpuwarden can select the devices. A new field counts unless it is listed here."""
-        others = structs.replace(self.without_count(), hashes=(), node=None, devices=(), unmapped=None, injection=None)
+        others = structs.replace(self.without_mode(), hashes=(), node=None, devices=(), unmapped=None)
         return others != ClaimRecord()
 
 

@@ -22,6 +22,7 @@ from webhook.core.pod_claims import (
     without_container_claim,
     without_own_claim,
 )
+from webhook.core.reserve import Reserve, reserve_of
 
 Json = Any
 RawPod = Mapping[str, Json]
@@ -53,9 +54,11 @@ class DressRules:
     runtime_class: str | None = None
     # The longest grace period of a pod with GPUs; None: unlimited.
     max_grace: timedelta | None = None
+    reserve: Reserve = Reserve.CREATE
 
     def of(self, claim: Claim) -> "DressRules":
-        """The rules for the pod with this claim: its injection may not be the installation's. Raises InvalidPodError.
+        """The rules for the pod with this claim: it may have been recorded with other settings. Raises
+        InvalidPodError.
 
         With a ResourceClaim no other runtime is needed. An index means something else to a container that sees some of
         its node's GPUs.
@@ -66,6 +69,7 @@ class DressRules:
         return evolve(
             self,
             injection=injection,
+            reserve=reserve_of(claim.record.reserve),
             runtime_class=None if injection is Injection.DRA else self.runtime_class,
             map_visible=self.map_visible if injection is Injection.CUDA else MapVisible.UUID,
         )

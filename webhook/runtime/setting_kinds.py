@@ -465,6 +465,7 @@ HOST_PATHS: Final = SettingKind(
 )
 LOG_LEVEL: Final = one_of(*LOG_LEVELS)
 INJECTION: Final = one_of("nvidia", "cuda", "plugin", "dra")
+RESERVE: Final = one_of("create", "bind")
 MAP_VISIBLE: Final = one_of("uuid", "index")
 WHEN_UNAVAILABLE: Final = one_of("deny", "queue")
 REQUIRE_EVIDENCE: Final = one_of("asked", "all")

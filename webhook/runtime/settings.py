@@ -470,6 +470,13 @@ class Settings:
         "`cuda` only the latter, `plugin` the device plugin, whose GPUs gpuwarden counts, `dra` a ResourceClaim; a "
         f"Namespace (annotation) and a Node (label) may have their own under {keys.INJECTION}",
     )
+    reserve: str = setting(
+        "create",
+        kinds.RESERVE,
+        PODS,
+        "when the GPUs of a pod are chosen: `create` reserves them when the pod is created, `bind` leaves them to "
+        "kube-scheduler, which needs --injection dra",
+    )
     runtime_class: str | None = setting(
         None, kinds.NAME, PODS, "RuntimeClass of pods with GPUs that name none; not set: unchanged"
     )
@@ -798,6 +805,7 @@ class SettingsReader(TableReader):
             self.mistakes.append(f"{where}: no token is required; allowed: with --review-token-audience")
         self._check_plain_extender(values)
         self._check_map_visible(values)
+        self._check_reserve(values)
         self._check_native(values)
         self._check_jwt_svid(values)
         self._check_certs(values)
@@ -815,6 +823,13 @@ class SettingsReader(TableReader):
             self.mistakes.append(
                 f"{self.where(['map_visible'])}: a container that sees some of its node's GPUs counts them from 0; "
                 "allowed: with --injection cuda"
+            )
+
+    def _check_reserve(self, values: Mapping[str, Any]) -> None:
+        if values.get("reserve") == "bind" and values.get("injection", "nvidia") != "dra":
+            self.mistakes.append(
+                f"{self.where(['reserve'])}: only ResourceClaims let kube-scheduler choose GPUs; "
+                "allowed: with --injection dra"
             )
 
     def _check_native(self, values: Mapping[str, Any]) -> None:

@@ -7,7 +7,6 @@ itself is the same for all nodes.
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from attrs import evolve, frozen
-from msgspec import structs
 
 from webhook.core.claim import Claim
 from webhook.core.claim_keys import ClaimRecord
@@ -62,7 +61,7 @@ class NodeQuery:
     @property
     def is_of_gpus_alone(self) -> bool:
         """Whether the claim is only for a number of GPUs, which the scheduler can count itself."""
-        return structs.replace(self.claim.record.without_count(), injection=None) == ClaimRecord()
+        return self.claim.record.without_mode() == ClaimRecord()
 
 
 def passes_unchecked(query: NodeQuery | None, policy: EvidencePolicy) -> bool:
