@@ -120,8 +120,8 @@
 {{- else if and $values.serve.enabled (not $values.reconcile.enabled) }}
   {{- fail "\n\nreconcile.enabled is false: reservations would not be confirmed or released, and each pod would block its GPUs for a while. Set reconcile.enabled=true, or settings.ledger=memory and webhooks.enabled=false." }}
 {{- end }}
-{{- if and (eq (default "create" $settings.reserve) "bind") (ne (default "nvidia" $settings.injection) "dra") }}
-  {{- fail "\n\nsettings.reserve is bind, but only ResourceClaims let kube-scheduler choose GPUs: set settings.injection=dra or settings.reserve=create." }}
+{{- if and (eq (default "create" $settings.reserve) "bind") (eq (default "cluster" $settings.ledger) "memory") }}
+  {{- fail "\n\nsettings.reserve is bind, but only reservations in the cluster can be made for a pod that exists: set settings.ledger=cluster or settings.reserve=create." }}
 {{- end }}
 {{- if and (eq (default "uuid" $settings.mapVisible) "index") (ne (default "nvidia" $settings.injection) "cuda") }}
   {{- fail "\n\nsettings.mapVisible is index, but a container that sees some of its node's GPUs counts them from 0: set settings.injection=cuda or settings.mapVisible=uuid." }}

@@ -114,7 +114,17 @@ REFUSED: dict[str, tuple[Raw, str]] = {
         {**SPIRE, "settings.spireWorkloadApi": "unix:/run/agent.sock"},
         "mounted under spire.mountPath",
     ),
-    "bound-without-claims": ({"settings.reserve": "bind"}, "set settings.injection=dra"),
+    "bound-in-memory": (
+        {
+            "settings.reserve": "bind",
+            "settings.ledger": "memory",
+            "serve.replicas": 1,
+            "reconcile.enabled": False,
+            "inventory": {"nodes": []},
+            "webhooks.enabled": False,
+        },
+        "set settings.ledger=cluster",
+    ),
     "an-index-of-some-gpus": ({"settings.mapVisible": "index"}, "set settings.injection=cuda"),
     "an-endpoint-without-roots": (
         {
@@ -203,7 +213,7 @@ def test_unusable_values_are_refused_with_a_message(name: str) -> None:
 
 # Valid values close to refused ones.
 TAKEN: dict[str, Raw] = {
-    "bound-with-claims": {"settings.reserve": "bind", "settings.injection": "dra"},
+    "bound": {"settings.reserve": "bind"},
     "an-index-of-all-gpus": {"settings.mapVisible": "index", "settings.injection": "cuda"},
     "renewed-just-after-it-is-made": {"settings.certsLeafLife": "15h", "settings.certsRenewBefore": "899m"},
     "a-ca-that-just-lasts": {"settings.certsCaLife": "2521h"},
@@ -227,7 +237,7 @@ RULES: dict[str, str] = {
     "no token is required": "callers-without-an-audience",
     "more than one listener at port": "one-port-twice",
     "counts them from 0": "an-index-of-some-gpus",
-    "only ResourceClaims let kube-scheduler choose": "bound-without-claims",
+    "only --ledger cluster can hold": "bound-in-memory",
     "claims of native pods are for proof devices": "the chart sets both by native",
     "native pods ask for challenges": "challenges-at-bind-without-answers",
     "plain HTTP authenticates no caller": "the chart says extenderPlainAnywhere with the port",

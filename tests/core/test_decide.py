@@ -25,9 +25,9 @@ from tests.builders import (
     slot,
     term,
 )
-from webhook.core.claim import Claim
+from webhook.core.claim import MAX_PROVEN_NODES, Claim
 from webhook.core.claim_keys import ClaimRecord
-from webhook.core.decide import MAX_PLACEMENTS, MAX_PROVEN_NODES, EvidencePolicy, decide, explain
+from webhook.core.decide import MAX_PLACEMENTS, EvidencePolicy, decide, explain
 from webhook.core.device import Device, DeviceUuid, Node, Slot, Taint
 from webhook.core.fleet import Fleet
 from webhook.core.nodes_asked import NodesAsked

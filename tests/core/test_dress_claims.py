@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.builders import HASH, claim, created, identity, raw_container, raw_env, raw_pod, reservation, slot
 from webhook.core.check import (
-    has_injection_of_namespace,
+    has_modes_of_namespace,
     matches_queued_pod,
     matches_reservation,
     no_bypass_fields,
@@ -234,12 +234,12 @@ def test_forged_queued_pod_is_denied(forge: Callable[[Raw], None]) -> None:
 
 def test_new_queued_pod_has_the_injection_of_its_namespace_and_keeps_it() -> None:
     raw = created(waiting(WISH, CLAIM, RULES, "because", claim_name=NAME))
-    assert has_injection_of_namespace(CLAIM, IN_DRA) is None
-    refused = has_injection_of_namespace(CLAIM, ClaimRules())
+    assert has_modes_of_namespace(CLAIM, IN_DRA) is None
+    refused = has_modes_of_namespace(CLAIM, ClaimRules())
     assert refused is not None
     assert refused.reason is Reason.FORGED
     assert matches_queued_pod(raw, Pod.parse(raw), CLAIM, RULES, ClaimRules()) is None
-    assert has_injection_of_namespace(claim(raw_pod(annotations={"gpuwarden.io/required-hash": HASH})), IN_DRA) is None
+    assert has_modes_of_namespace(claim(raw_pod(annotations={"gpuwarden.io/required-hash": HASH})), IN_DRA) is None
 
 
 def test_claim_of_our_form_is_denied_with_another_injection_and_without_a_claim() -> None:

@@ -26,9 +26,9 @@ from tests.builders import (
     slot,
 )
 from tests.core.scan import World
-from webhook.core.claim import Claim
+from webhook.core.claim import MAX_PROVEN_NODES, Claim
 from webhook.core.claim_keys import ClaimRecord
-from webhook.core.decide import MAX_NODE_CHECKS, MAX_PLACEMENTS, MAX_PROVEN_NODES, EvidencePolicy, decide, explain
+from webhook.core.decide import MAX_NODE_CHECKS, MAX_PLACEMENTS, EvidencePolicy, decide, explain
 from webhook.core.device import CLAIMED, Device, DeviceUuid, Node, Taint
 from webhook.core.evidence import Evidence, EvidenceState
 from webhook.core.fleet import MAX_CLASS_VALUES, Fleet

@@ -33,10 +33,11 @@ def test_claims_for_gpus_record_the_setting_and_others_do_not() -> None:
     assert claim(raw_pod(annotations={"gpuwarden.io/required-hash": HASH}), BINDING).record.reserve is None
 
 
-def test_namespace_with_another_injection_chooses_gpus_at_creation() -> None:
-    policy = HashPolicy.of("ml", {"gpuwarden.io/injection": "nvidia"})
-    rules = ClaimRules(hash_policy=policy, default_injection=Injection.DRA, default_reserve=BIND)
-    assert claim(raw_pod(raw_container(gpus=1)), rules).record.reserve is None
+@pytest.mark.parametrize(("injection", "expected"), [("nvidia", True), ("cuda", True), ("dra", False)])
+def test_gpus_are_reserved_at_the_binding_unless_kube_scheduler_allocates_them(injection: str, expected: bool) -> None:
+    rules = ClaimRules(hash_policy=HashPolicy.of("ml", {"gpuwarden.io/injection": injection}), default_reserve=BIND)
+    assert claim(raw_pod(raw_container(gpus=1)), rules).is_reserved_at_binding is expected
+    assert not claim(raw_pod(annotations={"gpuwarden.io/required-hash": HASH}), rules).is_reserved_at_binding
 
 
 @pytest.mark.parametrize("setting", Reserve)

@@ -371,7 +371,7 @@ def test_webhook_matches_every_pod_without_blind_policies() -> None:
         is_asked_about_all = name.startswith("mutate.")
         operations = {name for rule in hook["rules"] for name in rule["resources"]}
         assert ("pods/ephemeralcontainers" in operations) == is_asked_about_all
-        assert (hook["matchConditions"] == []) == is_asked_about_all
+        assert (hook["matchConditions"] == []) == (is_asked_about_all or name.startswith("review-binding."))
     for blinds in (Blinds.WEBHOOK, Blinds.NOBODY):
         names = {one["metadata"]["name"] for one in policies(Installation(blinds=blinds))}
         assert not [name for name in names if name.startswith("gpuwarden-blind")]
@@ -846,29 +846,28 @@ def test_invalid_names_are_refused() -> None:
         Installation(opt_in="")
 
 
-def test_binding_matches_exactly_one_hook_and_the_policy_matches_the_first() -> None:
+def test_every_binding_is_mutated_and_those_of_others_or_with_a_reservation_are_validated() -> None:
     named = Installation(
         namespace="wardens", scheduler_account="b", schedulers=("system:kube-scheduler", "system:second")
     )
     users = "['system:kube-scheduler', 'system:second', 'system:serviceaccount:wardens:b']"
     one, other = "MutatingWebhookConfiguration", "ValidatingWebhookConfiguration"
     for twin in ("", ".alias"):
-        assert (
-            condition(hooks(one, named)[f"review-binding{twin}.gpuwarden.io"])
-            == f"request.userInfo.username in {users}"
-        )
+        assert hooks(one, named)[f"review-binding{twin}.gpuwarden.io"]["matchConditions"] == []
         others = condition(hooks(other, named)[f"validate-binding{twin}.gpuwarden.io"])
-        assert others == f"(request.userInfo.username in {users}) == false"
+        assert others == (
+            f"(request.userInfo.username in {users}) == false "
+            "|| 'gpuwarden.io/reservation-id' in object.metadata.?annotations.orValue({})"
+        )
     (decides, *_) = while_down(named)
     assert decides["spec"]["matchConditions"][0]["expression"] == f"request.userInfo.username in {users}"
     with pytest.raises(ValueError, match="not the name of a user"):
         Installation(schedulers=("x' || true || 'x",))
 
 
-def test_without_schedulers_one_hook_matches_every_binding() -> None:
+def test_without_schedulers_the_validating_hook_matches_every_binding() -> None:
     alone = Installation(schedulers=())
     assert while_down(alone) == []
-    assert not [name for name in hooks("MutatingWebhookConfiguration", alone) if "binding" in name]
     for name, hook in hooks("ValidatingWebhookConfiguration", alone).items():
         if name.startswith("validate-binding."):
             assert (hook["matchConditions"], hook["failurePolicy"]) == ([], "Fail")

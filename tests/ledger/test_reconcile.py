@@ -15,10 +15,10 @@ from webhook.core import keys
 from webhook.core.claim_keys import ClaimRecord
 from webhook.core.reasons import Reason
 from webhook.core.reservation import Phase, PodIdentity, PodProof, ReservationId, ReservationRequest
+from webhook.ledger.at_binding import MAX_BINDING_DURATION
 from webhook.ledger.cluster import ClusterLedger
 from webhook.ledger.end_of_use import OrphanTimes
 from webhook.ledger.reconcile import (
-    MAX_BINDING_DURATION,
     MAX_DELETIONS,
     RECHECK_DELAY,
     BindDeadline,

@@ -115,11 +115,14 @@ class ApiServer:
 
     trusts_reviews = False
 
-    async def find(self, namespace: str, name: str) -> Pod | None:
+    async def read(self, namespace: str, name: str) -> Raw | None:
         await asyncio.sleep(0)
         if self.is_away:
             raise PodsUnavailableError("away")
-        raw = self.pods.get((namespace, name))
+        return self.pods.get((namespace, name))
+
+    async def find(self, namespace: str, name: str) -> Pod | None:
+        raw = await self.read(namespace, name)
         return None if raw is None else Pod.parse(raw)
 
     async def uid_of(self, namespace: str, name: str) -> str:

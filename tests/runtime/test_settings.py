@@ -159,7 +159,7 @@ COMPANIONS: dict[str, dict[str, str]] = {
     "access_token": TRIO,
     "ca_certificate": TRIO,
     "review_token_audience": {"kubeconfig": "FILE"},
-    "reserve": {"injection": "dra"},
+    "reserve": {"kubeconfig": "FILE"},
     "scheduler_certs": {"kubeconfig": "FILE"},
     "kubelet_plugins": {"kubeconfig": "FILE"},
     "review_callers": {"kubeconfig": "FILE", "review_token_audience": "gpuwarden"},
@@ -508,12 +508,11 @@ def test_an_address_that_is_none_is_refused(address: str) -> None:
     assert mistake.startswith("flag --extender-plain-address: ")
 
 
-@pytest.mark.parametrize("more", [{}, {"injection": "cuda"}], ids=["nvidia", "cuda"])
-def test_only_claims_let_kube_scheduler_choose_gpus(more: dict[str, str]) -> None:
-    assert mistakes({"reserve": "bind", **more}) == (
-        "flag --reserve: only ResourceClaims let kube-scheduler choose GPUs; allowed: with --injection dra",
+def test_only_a_ledger_in_a_cluster_reserves_at_bindings() -> None:
+    assert mistakes({"reserve": "bind"}) == ("flag --reserve: no cluster is named; name one by --kubeconfig",)
+    assert "flag --reserve: only --ledger cluster can hold GPUs for a pod that exists" in mistakes(
+        {"reserve": "bind", "ledger": "memory", "kubeconfig": "x"}
     )
-    assert settings.load({"reserve": "bind", "injection": "dra"}, {}).reserve == "bind"
 
 
 @pytest.mark.parametrize("more", [{}, {"proof_devices": "false"}], ids=["not-set", "off"])
@@ -689,9 +688,12 @@ def test_what_is_shown_says_where_each_value_comes_from(tmp_path: Path) -> None:
     assert "uiPort: 8080  # default" in shown
 
 
+EXCLUDING = ("config", "kubeconfig", "in_cluster", "reserve")
+
+
 def every_setting(there: Path) -> dict[str, Any]:
     """All settings but those that exclude others."""
-    return {name: as_text(name, there) for name in EXAMPLES if name not in ("config", "kubeconfig", "in_cluster")}
+    return {name: as_text(name, there) for name in EXAMPLES if name not in EXCLUDING}
 
 
 def test_what_is_shown_can_be_read_back(there: Path, tmp_path: Path) -> None:

@@ -26,9 +26,9 @@ from webhook.runtime.telemetry import Metrics
 class Shared:
     """The objects in the API server, which all replicas share. A read is consistent, or fails."""
 
-    def __init__(self) -> None:
+    def __init__(self, inventory: Raw = INVENTORY) -> None:
         self.store = FakeStore()
-        for node in INVENTORY["nodes"]:
+        for node in inventory["nodes"]:
             shares = {one["uuid"]: one.get("shares", 1) for one in node["devices"]}
             self.store.apply({**gpu_node(node["name"], *shares, shares=shares), "status": {"held": {}}})
         self.pods: dict[tuple[str, str], Raw] = {}
@@ -41,11 +41,14 @@ class Shared:
         """The pod exists."""
         self.pods[raw["metadata"]["namespace"], raw["metadata"]["name"]] = raw
 
-    async def find(self, namespace: str, name: str) -> Pod | None:
+    async def read(self, namespace: str, name: str) -> Raw | None:
         self.pod_reads += 1
         if self.is_away:
             raise PodsUnavailableError("away")
-        raw = self.pods.get((namespace, name))
+        return self.pods.get((namespace, name))
+
+    async def find(self, namespace: str, name: str) -> Pod | None:
+        raw = await self.read(namespace, name)
         return None if raw is None else Pod.parse(raw)
 
     async def uid_of(self, namespace: str, name: str) -> str:

@@ -134,8 +134,10 @@ class AuditRules:
         return f"{', '.join(fields[:MOST_FIELDS])} would show it a GPU besides its claim" if fields else ""
 
     def _asks(self, pod: Pod, recorded: Claim | None, reserved_pod: ReservedPod | None) -> str:
-        """Empty for a pod that has its GPUs, waits in the queue, or has a record without GPUs."""
-        if reserved_pod is not None or (recorded is not None and (pod.is_gated or not recorded.count)):
+        """Empty for a pod that has its GPUs, waits for them, or has a record without GPUs."""
+        if reserved_pod is not None:
+            return ""
+        if recorded is not None and (pod.is_gated or not recorded.count or waits_for_binding(pod, recorded)):
             return ""
         try:
             claim = claim_of(pod, self.claims)
@@ -145,6 +147,11 @@ class AuditRules:
             return f"asks for {claim.sentence}, but has no reservation"
         fields = sorted(set(gpu_fields(pod, self.dress)))
         return f"{', '.join(fields[:MOST_FIELDS])} would show it a GPU, but it has no claim" if fields else ""
+
+
+def waits_for_binding(pod: Pod, recorded: Claim) -> bool:
+    """Whether the pod's GPUs are reserved when it is bound."""
+    return recorded.is_reserved_at_binding and not pod.body.node_name
 
 
 def is_native(pod: Pod) -> bool:

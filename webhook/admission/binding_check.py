@@ -13,6 +13,7 @@ from webhook.core.reasons import Reason
 from webhook.core.reservation import Phase, PodIdentity, PodProof, Reservation, ReservationId
 from webhook.core.verdict import Deny
 from webhook.ledger import Ledger
+from webhook.ledger.at_binding import is_accepted, reservation_id_on
 from webhook.ledger.pods import PodSource
 from webhook.runtime.clock import Clock
 
@@ -37,7 +38,10 @@ class BindingCheck:
         uid = binding.pod.uid
         if not self._pods.trusts_reviews:
             living = await self._pods.find(binding.pod.namespace, binding.pod.name)
-            return await self.refusal_of(living, binding, is_dry_run=is_dry_run)
+            refused = await self.refusal_of(living, binding, is_dry_run=is_dry_run)
+            if refused is None and living is not None and not is_dry_run:
+                refused = await self._check_annotations(binding, living)
+            return refused
         uid = uid or await self._pods.uid_of(binding.pod.namespace, binding.pod.name)
         return check.binds_as_reserved(binding, self._ledger.of_pod(uid) if uid else None)
 
@@ -46,6 +50,11 @@ class BindingCheck:
         if living is None or binding.pod.uid not in ("", living.meta.uid):
             return no_such_pod(binding)
         claim = recorded_claim(living)
+        if claim is not None and is_reserved_at_binding(claim, living):
+            held = await self._reservation_on(binding.node, living)
+            self._reserver.fleet.advance(self._clock())
+            fleet, policy = self._reserver.fleet, self._reserver.policy
+            return check.serves_on(claim, binding.node, fleet, policy, has_reservation=held is not None)
         if claim is not None and claim.count:
             return await self._check_reserved(binding, living, claim, is_dry_run=is_dry_run)
         known = self._ledger.of_pod(living.meta.uid) if living.meta.uid else None
@@ -53,6 +62,26 @@ class BindingCheck:
         if refused is not None or claim is None:
             return refused or await self._check_unreviewed(binding, living)
         return await self._check_without_gpus(binding, living, claim)
+
+    async def _reservation_on(self, node: str, living: Pod) -> Reservation | None:
+        """The reservation that a review of the pod's Binding to this node has made."""
+        reservation_id = reservation_id_on(node, check.identity_of(living))
+        held = await self._ledger.find(reservation_id, node=node, is_fresh=True)
+        return held if held is not None and held.phase is not Phase.RELEASING else None
+
+    async def _check_annotations(self, binding: Binding, living: Pod) -> Deny | None:
+        """Checks that the Binding carries the reservation that the mutating webhook has made for it."""
+        claim = recorded_claim(living)
+        if claim is None or not is_reserved_at_binding(claim, living):
+            return None
+        held = await self._reservation_on(binding.node, living)
+        if held is None or held.claim_digest != claim.digest or not is_accepted(held, self._clock()):
+            return Deny(
+                Reason.NOT_RESERVED,
+                f"no GPUs of node {binding.node} are reserved for pod {binding.pod.namespace}/{binding.pod.name}",
+                hint="the mutating webhook must review the Binding first",
+            )
+        return check.carries_reservation(binding, held)
 
     async def _check_reserved(self, binding: Binding, living: Pod, claim: Claim, *, is_dry_run: bool) -> Deny | None:
         """Checks that the reservation and the evidence of a pod with GPUs still hold."""
@@ -91,6 +120,12 @@ class BindingCheck:
             return None
         self._reserver.fleet.advance(self._clock())
         return check.still_proven(claim, binding.node, self._reserver.fleet, policy)
+
+
+def is_reserved_at_binding(claim: Claim, pod: Pod) -> bool:
+    """Whether the pod's GPUs are reserved in the review of its Binding. A pod from the queue has a reservation before
+    it."""
+    return claim.is_reserved_at_binding and not pod.annotations.get(keys.RESERVATION_ID.name)
 
 
 async def recorded_reservation(ledger: Ledger, pod: Pod, *, is_fresh: bool = False) -> Reservation | None:

@@ -13,6 +13,7 @@ from webhook.admission.review_objects import NOT_ASKED, not_reviewed, prefix_of,
 from webhook.admission.rules import Rules
 from webhook.core import check, gpu_order, keys
 from webhook.core.claim import Claim, recorded_claim_or_none
+from webhook.core.decide import MAX_PLACEMENTS
 from webhook.core.device import DeviceUuid
 from webhook.core.difference import difference
 from webhook.core.dress import (
@@ -209,6 +210,8 @@ class PodMutator:
             others = self._reserver.queued_ahead(claim)
             if others is not None:
                 return others
+        if claim.is_reserved_at_binding:
+            return self._leave_to_binding(claim, review)
         if claim.count and not review.is_dry_run:
             name = pod.meta.name or review.name or None
             ask = ReservationRequest(
@@ -232,6 +235,20 @@ class PodMutator:
         first = places[0]
         uuids = self._as_mapped(claim, first)
         return Allocation(claim, (first.node,), review.uid, uuids, claim_name=new_claim_name())
+
+    def _leave_to_binding(self, claim: Claim, review: Review) -> Allocation | Deny:
+        """Reserves nothing. Restricts the pod to nodes that have the GPUs, unless it names its nodes itself."""
+        nodes = self._reserver.nodes_to_try(claim)
+        if isinstance(nodes, Deny):
+            return nodes
+        refused = self._reserver.too_many_orphans(review.namespace, claim.count)
+        if refused is not None:
+            return refused
+        if claim.nodes.names() is not None:
+            return Allocation(claim, (), has_waited=True)
+        fitting, others = nodes
+        preferred = fitting[:MAX_PLACEMENTS] if others else ()
+        return Allocation(claim, (*fitting, *others), has_waited=True, preferred=preferred)
 
     def _may_wait(self, pod: Pod, claim: Claim, refused: Deny) -> bool:
         """A pod waits only if waiting can help. A pod without GPUs gets its nodes added to each of its node selector
@@ -261,7 +278,7 @@ class PodMutator:
         rules = self._rules.dress.of(outfit.claim)
         made: RawPod = dressed(raw if clean is None else clean, outfit, rules)
         notes: tuple[str, ...] = ()
-        if outfit.uuids:
+        if outfit.claim.count:
             made, notes = (
                 with_runtime_class(made, rules),
                 (*replaced_env_warnings(pod, outfit, rules), *runtime_class_warnings(raw, rules)),

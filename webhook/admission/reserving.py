@@ -4,12 +4,12 @@ import asyncio
 from collections.abc import Callable
 from datetime import datetime, timedelta
 
-from attrs import define, field
+from attrs import define, evolve, field
 
 from webhook.admission.pending_limits import PendingLimiter, PendingLimits
 from webhook.core.backfill import queued_ahead
 from webhook.core.claim import Claim
-from webhook.core.decide import MAX_PLACEMENTS, EvidencePolicy, decide
+from webhook.core.decide import MAX_PLACEMENTS, EvidencePolicy, decide, nodes_to_try
 from webhook.core.errors import (
     DeadlinePassedError,
     LedgerUnavailableError,
@@ -59,6 +59,11 @@ class Reserver:
         self.fleet.advance(self._clock())
         return decide(claim, self.fleet, self.policy, most=most)
 
+    def nodes_to_try(self, claim: Claim) -> tuple[tuple[str, ...], tuple[str, ...]] | Deny:
+        """The nodes that fit the claim now, and others that may fit it later."""
+        self.fleet.advance(self._clock())
+        return nodes_to_try(claim, self.fleet, self.policy)
+
     def queued_ahead(self, claim: Claim) -> Deny | None:
         """Denies the claim if a queued claim of its kind can be served first."""
         self.fleet.advance(self._clock())
@@ -101,6 +106,13 @@ class Reserver:
     def _patience(self, answer_by: datetime, most: timedelta | None = None) -> timedelta:
         left = answer_by - self._clock() - FOR_THE_WRITE
         return left if most is None else min(left, most)
+
+    async def reserve_for_pod(
+        self, ask: ReservationRequest, claim: Claim, node: str, *, answer_by: datetime
+    ) -> Reservation | Deny:
+        """Reserves GPUs of one node for a pod that exists. No limit on pending reservations applies to it."""
+        there = evolve(claim, nodes=evolve(claim.nodes, node_name=node))
+        return await self._reserve_with_retries(ask, there, answer_by)
 
     async def reserve_again(self, lapsed: Reservation, *, answer_by: datetime) -> Deny | None:
         """Renews a lapsed reservation with the same id and the same GPUs, if they are still free. Raises

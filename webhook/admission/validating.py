@@ -5,13 +5,21 @@ from datetime import datetime
 import structlog
 from attrs import define, evolve, field
 
-from webhook.admission.binding_check import BindingCheck, bind_to_pod, no_reservation, recorded_reservation
+from webhook.admission.binding_check import (
+    BindingCheck,
+    bind_to_pod,
+    is_reserved_at_binding,
+    no_reservation,
+    no_such_pod,
+    recorded_reservation,
+)
+from webhook.admission.binding_reserver import BindingReserver
 from webhook.admission.ending import PodEnding
 from webhook.admission.reserving import Reserver
 from webhook.admission.review_objects import NOT_ASKED, not_reviewed, required_object
 from webhook.admission.rules import Rules
 from webhook.core import check, gpu_order, keys
-from webhook.core.binding import Binding, marked
+from webhook.core.binding import Binding, marked, with_reservation
 from webhook.core.claim import Claim, ClaimRules, claim_of, recorded_claim
 from webhook.core.difference import difference
 from webhook.core.dress import (
@@ -43,11 +51,13 @@ class PodValidator:
     _ending: PodEnding
     _ledger: Ledger = field(init=False)
     _binding_check: BindingCheck = field(init=False)
+    _binding_reserver: BindingReserver = field(init=False)
 
     def __attrs_post_init__(self) -> None:
         self._ledger = self._reserver.ledger
         claims, deadline = self._rules.claims, self._rules.bind_deadline
         self._binding_check = BindingCheck(self._reserver, self._pods, claims, deadline, self._clock)
+        self._binding_reserver = BindingReserver(self._reserver, self._rules, self._clock)
 
     async def validated(self, review: Review, answer_by: datetime) -> Verdict:
         if review.is_of_bindings:
@@ -66,14 +76,29 @@ class PodValidator:
                 return NOT_ASKED
 
     async def binding_mutated(self, review: Review, answer_by: datetime) -> Verdict:
-        """Marks an admitted Binding, for the policy that judges Bindings while no replica answers."""
+        """Reserves the pod's GPUs if that is left to the Binding, and marks an admitted Binding, for the policy that
+        judges Bindings while no replica answers."""
         if not review.is_of_bindings:
             return Deny(Reason.NOT_REVIEWED, f"this webhook reviews Bindings, not {review.subject}")
-        verdict = await self._validate_binding(review)
-        if isinstance(verdict, Deny):
-            return verdict
         raw = required_object(review)
-        return evolve(verdict, patch=list(difference(raw, marked(raw))))
+        made = await self._bound(raw, Binding.parse(raw, review.namespace, review.name), review, answer_by)
+        return made if isinstance(made, Deny) else evolve(NOT_ASKED, patch=list(difference(raw, marked(made))))
+
+    async def _bound(self, raw: RawPod, binding: Binding, review: Review, answer_by: datetime) -> RawPod | Deny:
+        """The Binding, with the annotations of a reservation that was made for it."""
+        if self._pods.trusts_reviews:
+            return await self._binding_check.refusal(binding) or raw
+        living = await self._pods.read(binding.pod.namespace, binding.pod.name)
+        pod = None if living is None else Pod.parse(living)
+        claim = None if pod is None else recorded_claim(pod)
+        if living is None or pod is None or claim is None or not is_reserved_at_binding(claim, pod):
+            return await self._binding_check.refusal_of(pod, binding, is_dry_run=review.is_dry_run) or raw
+        if binding.pod.uid not in ("", pod.meta.uid):
+            return no_such_pod(binding)
+        annotations = await self._binding_reserver.annotations(
+            binding, living, claim, answer_by, is_dry_run=review.is_dry_run
+        )
+        return annotations if isinstance(annotations, Deny) else with_reservation(raw, pod.meta.uid or "", annotations)
 
     def _record_running_job(self, review: Review, verdict: Verdict) -> Verdict:
         """In embedded mode, tells the scorer which jobs run: there is no watch of pods."""
@@ -99,6 +124,8 @@ class PodValidator:
         refused = check.grace_within_limit(pod, rules) or check.gets_other_gpus(pod, claim, rules)
         if refused is not None:
             return refused
+        if is_reserved_at_binding(claim, pod):
+            return await self._validate_unreserved(raw, pod, claim, review)
         if review.is_dry_run:
             return Admit()  # a dry run has no reservation
         return await self._validate_reserved(raw, pod, claim, review, answer_by)
@@ -118,9 +145,18 @@ class PodValidator:
     async def _validate_queued(self, raw: RawPod, pod: Pod, claim: Claim, review: Review) -> Verdict:
         claims = await self._rules.claims.within(review.namespace)
         return (
-            check.has_injection_of_namespace(claim, claims)
+            check.has_modes_of_namespace(claim, claims)
             or check.matches_queued_pod(raw, pod, claim, self._rules.dress, claims)
             or Admit(audit={"reason": Reason.QUEUED.value}, reason=Reason.QUEUED)
+        )
+
+    async def _validate_unreserved(self, raw: RawPod, pod: Pod, claim: Claim, review: Review) -> Verdict:
+        claims = await self._rules.claims.within(review.namespace)
+        return (
+            check.has_modes_of_namespace(claim, claims)
+            or check.no_node_name(pod)
+            or check.matches_unreserved_pod(raw, pod, claim, self._rules.dress, claims)
+            or Admit(audit={"reason": Reason.ADMITTED.value})
         )
 
     def _validate_without_gpus(self, raw: RawPod, pod: Pod, claim: Claim, claims: ClaimRules) -> Verdict:

@@ -50,3 +50,9 @@ def marked(raw: Mapping[str, Any]) -> dict[str, Any]:
     meta, node = raw.get("metadata") or {}, (raw.get("target") or {}).get("name") or ""
     others = [one for one in meta.get("finalizers") or () if not one.startswith(keys.REVIEWED_FOR)]
     return {**raw, "metadata": {**meta, "finalizers": [*others, keys.REVIEWED_FOR + node]}}
+
+
+def with_reservation(raw: Mapping[str, Any], uid: str, annotations: Mapping[str, str]) -> dict[str, Any]:
+    """The Binding with the annotations of a reservation. The uid makes sure that no later pod of the name gets them."""
+    meta = raw.get("metadata") or {}
+    return {**raw, "metadata": {**meta, "uid": uid, "annotations": {**(meta.get("annotations") or {}), **annotations}}}

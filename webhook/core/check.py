@@ -9,7 +9,7 @@ from attrs import evolve
 from webhook.core import claim_keys, gpu_order, keys
 from webhook.core.binding import Binding
 from webhook.core.claim import Claim, ClaimRules, claim_of
-from webhook.core.decide import ClaimSearch, EvidencePolicy, Objection
+from webhook.core.decide import HINTS, REASONS, ClaimSearch, EvidencePolicy, Objection
 from webhook.core.dress import (
     Allocation,
     DressRules,
@@ -123,8 +123,20 @@ def precheck(pod: Pod, claim: Claim, rules: DressRules) -> Deny | None:
     return (
         no_unclaimable(claim, rules)
         or not_for_device_plugin(pod, claim, rules)
+        or (no_node_name(pod) if claim.is_reserved_at_binding else None)
         or grace_within_limit(pod, rules)
         or no_bypass_fields(pod, rules)
+    )
+
+
+def no_node_name(pod: Pod) -> Deny | None:
+    """A pod that names its node is never bound, so no GPUs would be reserved for it."""
+    if not pod.body.node_name:
+        return None
+    return Deny(
+        Reason.INVALID_POD,
+        "spec.nodeName: the pod's GPUs are reserved when a scheduler binds it, and none binds a pod with a node",
+        hint="name the node in the node affinity",
     )
 
 
@@ -310,6 +322,27 @@ def has_new_generated_name(raw: RawPod, reservation: Reservation) -> bool:
     return bool(prefix) and (reservation.pod_name or "").startswith(prefix)
 
 
+def matches_unreserved_pod(raw: RawPod, pod: Pod, claim: Claim, rules: DressRules, claims: ClaimRules) -> Deny | None:
+    """A pod whose GPUs are reserved at its Binding is as gpuwarden dressed it. Its affinity is not compared: the review
+    of the Binding checks the node."""
+    unexpected = reservation_annotations(pod)
+    if unexpected:
+        return Deny(Reason.FORGED, f"metadata.annotations[{unexpected[0]}]: the pod has no GPUs yet")
+    denied = no_bypass_fields(pod, rules.of(claim)) or is_as_asked(pod, claim, claims)
+    if denied is not None:
+        return denied
+    fields = changed_fields(raw, [dressed(raw, Allocation(claim, (), has_waited=True), rules)])
+    fields += sorted(set(debug_env(raw, "")))
+    if fields:
+        return Deny(
+            Reason.FORGED,
+            f"{', '.join(fields[:5])}: not as gpuwarden dressed the pod",
+            hint="another webhook or the user changed what gpuwarden wrote: create the pod again",
+            causes=tuple(fields[:20]),
+        )
+    return None
+
+
 def matches_queued_pod(raw: RawPod, pod: Pod, claim: Claim, rules: DressRules, claims: ClaimRules) -> Deny | None:
     """A gated pod without a reservation is as gpuwarden dressed it: it names no GPUs, no field shows it any, and its
     recorded claim is what the pod asks for."""
@@ -317,11 +350,9 @@ def matches_queued_pod(raw: RawPod, pod: Pod, claim: Claim, rules: DressRules, c
     if unexpected:
         return Deny(Reason.FORGED, f"metadata.annotations[{unexpected[0]}]: a queued pod has no GPUs yet")
     denied = gets_other_gpus(pod, claim, rules.of(claim)) if claim.count else no_gpu_fields(pod, rules)
+    denied = denied or is_as_asked(pod, claim, claims)
     if denied is not None:
         return denied
-    asked = claim_of(pod, claims, claim.record.asked)
-    if asked is None or not is_at_least_as_strict(claim, asked):
-        return Deny(Reason.FORGED, f"metadata.annotations[{keys.CLAIM.name}]: not what the pod asks for")
     why, name = pod.annotations.get(keys.WAITING) or "", own_claim_of(raw.get("spec") or {})
     fields = changed_fields(
         raw,
@@ -337,9 +368,18 @@ def matches_queued_pod(raw: RawPod, pod: Pod, claim: Claim, rules: DressRules, c
     return preset_node(pod, ())
 
 
-def has_injection_of_namespace(claim: Claim, rules: ClaimRules) -> Deny | None:
-    """A new pod in the queue has the injection of its namespace. No ledger knows its claim yet."""
-    if not claim.count or claim.record.injection == rules.injection:
+def is_as_asked(pod: Pod, claim: Claim, claims: ClaimRules) -> Deny | None:
+    """The record of a pod that no ledger knows is what the pod asks for."""
+    asked = claim_of(pod, claims, claim.record.asked)
+    if asked is None or not is_at_least_as_strict(claim, asked):
+        return Deny(Reason.FORGED, f"metadata.annotations[{keys.CLAIM.name}]: not what the pod asks for")
+    return None
+
+
+def has_modes_of_namespace(claim: Claim, rules: ClaimRules) -> Deny | None:
+    """A new pod that no ledger knows gets its GPUs in the way of its namespace."""
+    was, now = claim.record, (rules.injection, rules.reserve)
+    if not claim.count or (was.injection, was.reserve) == now:
         return None
     return Deny(
         Reason.FORGED,
@@ -504,6 +544,50 @@ def before_bind_deadline(living: Pod, held: Reservation | None, now: datetime, b
 
 def identity_of(living: Pod) -> PodIdentity:
     return PodIdentity(living.meta.namespace or "", living.meta.name or "", living.meta.uid or "")
+
+
+def serves_on(claim: Claim, node: str, fleet: Fleet, policy: EvidencePolicy, *, has_reservation: bool) -> Deny | None:
+    """The node can serve a pod whose GPUs are reserved at its Binding. With a reservation, its GPUs are not counted."""
+    indexed = fleet.indexed_nodes.get(node)
+    if indexed is None:
+        return Deny(Reason.NO_SUITABLE_NODE, f"node {node} is not known")
+    search = ClaimSearch(claim, fleet, policy)
+    objection = search.node_objection(indexed) if has_reservation else search.objection(indexed)
+    if objection is None:
+        return None
+    reason = next(reason for reason, group in REASONS if objection in group)
+    return Deny(reason, f"{claim.sentence}: node {node}: {objection.text_for(claim)}", hint=HINTS[reason])
+
+
+def carries_reservation(binding: Binding, held: Reservation) -> Deny | None:
+    """The Binding writes the reservation that was made for it into this pod, and into no other pod of its name."""
+    uuids = gpu_order.in_annotated_order(binding.annotations, held.uuids)
+    values = reservation_values(held.id, ",".join(uuids), held.node)
+    wrong = [key.name for key, value in values if binding.annotations.get(key.name) != value]
+    if wrong or binding.pod.uid != held.uid:
+        field = f"metadata.annotations[{wrong[0]}]" if wrong else "metadata.uid"
+        return Deny(
+            Reason.FORGED,
+            f"{field}: does not match the reservation ({held.id}: {','.join(uuids)} on {held.node})",
+            hint="another webhook or the scheduler changed what gpuwarden wrote",
+        )
+    return binds_as_reserved(binding, held)
+
+
+def can_be_bound(raw: RawPod) -> Deny | None:
+    """The API server refuses other Bindings, after GPUs would have been reserved."""
+    spec = raw.get("spec") or {}
+    why = (
+        f"is on node {spec['nodeName']} already"
+        if spec.get("nodeName")
+        else "has scheduling gates"
+        if spec.get("schedulingGates")
+        else "is being deleted"
+        if raw["metadata"].get("deletionTimestamp")
+        else ""
+    )
+    name = f"{raw['metadata'].get('namespace')}/{raw['metadata'].get('name')}"
+    return Deny(Reason.RESERVATION_CONFLICT, f"pod {name} {why}") if why else None
 
 
 def binds_as_reserved(binding: Binding, held: Reservation | None, living: Pod | None = None) -> Deny | None:

@@ -25,6 +25,9 @@ MAX_CONTAINERS = 512
 # More than people and tools write. Each is evaluated for nodes while other reviews wait.
 MAX_TERMS = 32
 MAX_EXPRESSIONS = 128
+# A pod whose node is not chosen at its creation is pinned to at most this many nodes. Its affinity then has one term
+# for each node and each term of the pod, and this bounds their number.
+MAX_PROVEN_NODES = 64
 
 
 @frozen
@@ -36,7 +39,7 @@ class ClaimRules:
     hash_policy: HashPolicy = NO_HASH_POLICY
     # The installation's injection, which namespaces may override.
     default_injection: Injection = Injection.NVIDIA
-    # When GPUs are chosen, for pods with the injection `dra`.
+    # When GPUs are chosen.
     default_reserve: Reserve = Reserve.CREATE
 
     @property
@@ -47,7 +50,7 @@ class ClaimRules:
     @property
     def reserve(self) -> str | None:
         """When the GPUs of new pods are chosen, for the record of their claims."""
-        return recorded_reserve(self.default_reserve) if self.injection == Injection.DRA else None
+        return recorded_reserve(self.default_reserve)
 
     @property
     def required_hash(self) -> ClaimKey:
@@ -91,6 +94,12 @@ class Claim:
     @property
     def delivery(self) -> Delivery | None:
         return self.record.delivery
+
+    @property
+    def is_reserved_at_binding(self) -> bool:
+        """Whether its GPUs are reserved in the review of the pod's Binding. Those of ResourceClaims are allocated by
+        kube-scheduler."""
+        return bool(self.count) and self.record.reserve == Reserve.BIND and self.record.injection != Injection.DRA
 
     @property
     def map_entry(self) -> MapEntry | None:
@@ -321,9 +330,11 @@ class ClaimParser:
         return None
 
     def _check_size(self, asked: Mapping[str, int], nodes: NodesAsked) -> None:
-        if len(nodes.terms or ()) > MAX_TERMS or nodes.expressions > MAX_EXPRESSIONS:
+        own = nodes.without_pins
+        terms, pinned = len(own.terms or ()), len(nodes.terms or ())
+        if terms > MAX_TERMS or own.expressions > MAX_EXPRESSIONS or pinned > max(terms, MAX_PROVEN_NODES):
             self.mistakes.append(
-                f"the node affinity has {len(nodes.terms or ())} terms with {nodes.expressions} expressions; "
+                f"the node affinity has {pinned} terms with {nodes.expressions} expressions; "
                 f"the maximum is {MAX_TERMS} with {MAX_EXPRESSIONS}"
             )
         containers = sum(1 for _ in self.pod.containers())

@@ -8,7 +8,7 @@ from itertools import islice
 from attrs import evolve, frozen
 
 from webhook.core import keys
-from webhook.core.claim import Claim
+from webhook.core.claim import MAX_PROVEN_NODES, Claim
 from webhook.core.claim_keys import GPU_MAP
 from webhook.core.device import Device, Slot
 from webhook.core.evidence import EvidenceState
@@ -24,9 +24,6 @@ from webhook.core.verdict import Deny
 
 # Placements that a ledger may try before the decision is made again.
 MAX_PLACEMENTS = 8
-# A claim without GPUs may run on any proven node. Its affinity then has one term for each node and each term of the
-# pod, and this bounds their number.
-MAX_PROVEN_NODES = 64
 
 
 class Objection(StrEnum):
@@ -220,6 +217,19 @@ def explain(claim: Claim, fleet: Fleet, policy: EvidencePolicy) -> tuple[NodeFit
     return tuple(search.fit(indexed) for _, indexed in sorted(fleet.indexed_nodes.items()))
 
 
+def nodes_to_try(claim: Claim, fleet: Fleet, policy: EvidencePolicy) -> tuple[tuple[str, ...], tuple[str, ...]] | Deny:
+    """The nodes among which a scheduler may choose: those that fit now, best first, and others that have the GPUs and
+    may have them free later. A denial if no node fits now."""
+    search = ClaimSearch(claim, fleet, policy)
+    most = search.max_pins()
+    places = decide(claim, fleet, policy, most=most)
+    if isinstance(places, Deny):
+        return places
+    fitting = tuple(place.node for place in places)
+    others = (name for name in search.able() if name not in fitting)
+    return fitting, tuple(islice(others, most - len(fitting)))
+
+
 class ClaimSearch:
     """One claim against the fleet. The answer for each class and shape of nodes is computed once."""
 
@@ -243,7 +253,7 @@ class ClaimSearch:
     def placements(self) -> Iterator[Placement]:
         names = self.allowed_names()
         found = self._ranked() if names is None else self._placements_on(names)
-        return found if self.claim.count else islice(found, self._max_proven_nodes())
+        return found if self.claim.count else islice(found, self.max_pins())
 
     def _max_checks(self) -> int:
         """How many nodes may be checked one by one, where their class does not decide."""
@@ -267,6 +277,16 @@ class ClaimSearch:
         each = islice(((total, name) for total, nodes in self._totals() for name in nodes), self._max_checks())
         return max((total for total, name in each if self.is_selected(self.fleet.indexed_nodes[name])), default=NO_NODE)
 
+    def able(self) -> Iterator[str]:
+        """The nodes without another objection that have the claim's devices, free or held."""
+        names = self.allowed_names()
+        if names is not None:
+            indexed_nodes = (self.fleet.indexed_nodes[name] for name in names if name in self.fleet.indexed_nodes)
+            found = (one for one in indexed_nodes if self.node_objection(one) is None)
+            return (one.node.name for one in found if self._total(one) >= self.claim.count)
+        each = (name for total, nodes in self._totals() if total >= self.claim.count for name in nodes)
+        return (name for name in islice(each, self._max_checks()) if self.is_selected(self.fleet.indexed_nodes[name]))
+
     def _totals(self) -> Iterator[tuple[int, Mapping[str, None]]]:
         """Nodes without another objection, with the number of matching devices that each has."""
         for group in self.groups():
@@ -281,7 +301,7 @@ class ClaimSearch:
             return sum(kind in self.kinds for kind in indexed.kinds)
         return sum(map(self.can_serve, mapped_devices(indexed, entry)))
 
-    def _max_proven_nodes(self) -> int:
+    def max_pins(self) -> int:
         return max(1, MAX_PROVEN_NODES // len(self.claim.nodes.terms or "1"))
 
     def _ranked(self) -> Iterator[Placement]:

@@ -29,10 +29,13 @@ RawPod = Mapping[str, Json]
 RawTerm = dict[str, Json]
 
 REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
+PREFERRED = "preferredDuringSchedulingIgnoredDuringExecution"
+# The largest weight of a preference.
+MAX_WEIGHT = 100
 # What hints can change in a pod, besides annotations, labels and affinity.
 HINTED = ("priorityClassName", "priority", "preemptionPolicy", "nodeSelector", "tolerations")
 
-# The value for a queued pod: the queue writes the annotation before it opens the gate.
+# The value if the GPUs are chosen later: the annotation is written before the pod is on a node.
 REFERENCE = {"fieldRef": {"apiVersion": "v1", "fieldPath": f"metadata.annotations['{keys.GPU_UUID.name}']"}}
 
 
@@ -104,19 +107,22 @@ class DressRules:
 
 @frozen
 class Allocation:
-    """What one pod gets: the nodes that it may run on and, unless it only asks for a proven node, GPUs of one node."""
+    """What one pod gets: the nodes that it may run on and, unless it only asks for a proven node or its GPUs are
+    reserved later, GPUs of one node. Without nodes its affinity stays as it is."""
 
     claim: Claim
     nodes: tuple[str, ...]
     reservation_id: str | None = None
     uuids: tuple[str, ...] = ()
 
-    # Whether it has waited in the queue: its containers were fixed before its GPUs were chosen.
+    # Whether its containers were fixed before its GPUs were chosen.
     has_waited: bool = False
     # False for a pod of an older version, which hid GPUs only from containers with `envFrom`.
     hides_gpus_everywhere: bool = True
     # The ResourceClaim of the pod, if its GPUs come from one.
     claim_name: str = ""
+    # The nodes that the scheduler should prefer.
+    preferred: tuple[str, ...] = ()
 
     @property
     def visible(self) -> str:
@@ -137,11 +143,14 @@ def dressed(raw: RawPod, outfit: Allocation, rules: DressRules) -> dict[str, Jso
     meta = without_outputs(raw)
     meta["annotations"].update(annotations(outfit, rules))
     spec = ungated(raw.get("spec") or {})
-    spec["affinity"] = pinned(spec.get("affinity") or {}, outfit.nodes)
+    if outfit.nodes:
+        spec["affinity"] = pinned(spec.get("affinity") or {}, outfit.nodes)
+    if outfit.preferred:
+        spec["affinity"] = preferring(spec.get("affinity") or {}, outfit.preferred)
     made = {**raw, "metadata": meta, "spec": spec}
-    if outfit.uuids:
+    if outfit.claim.count:
         spec |= dressed_containers(spec, outfit, rules)
-    return dict(hide_gpus(made, rules)) if outfit.hides_gpus_everywhere and not outfit.uuids else made
+    return dict(hide_gpus(made, rules)) if outfit.hides_gpus_everywhere and not outfit.claim.count else made
 
 
 def waiting(
@@ -258,8 +267,15 @@ def without_outputs(raw: RawPod) -> dict[str, Json]:
 def annotations(outfit: Allocation, rules: DressRules) -> dict[str, str]:
     written = {keys.CLAIM.name: outfit.claim.record.text()}
     if outfit.reservation_id is not None:
-        for key, value in reservation_values(outfit.reservation_id, outfit.visible, outfit.nodes[0]):
-            written.update(dict.fromkeys(key.names if rules.writes_aliases else (key.name,), value))
+        written |= annotations_of(outfit.reservation_id, outfit.visible, outfit.nodes[0], rules)
+    return written
+
+
+def annotations_of(reservation_id: str, visible: str, node: str, rules: DressRules) -> dict[str, str]:
+    """The annotations of a pod with a reservation, with their aliases."""
+    written: dict[str, str] = {}
+    for key, value in reservation_values(reservation_id, visible, node):
+        written.update(dict.fromkeys(key.names if rules.writes_aliases else (key.name,), value))
     return written
 
 
@@ -280,6 +296,13 @@ def pinned(affinity: Mapping[str, Json], nodes: Sequence[str]) -> dict[str, Json
     terms = (required or {}).get("nodeSelectorTerms") or []
     placed = list(pinned_terms(terms, nodes)) if required is not None else [on_node({}, name) for name in nodes]
     return {**affinity, "nodeAffinity": {**node_affinity, REQUIRED: {**(required or {}), "nodeSelectorTerms": placed}}}
+
+
+def preferring(affinity: Mapping[str, Json], nodes: Sequence[str]) -> dict[str, Json]:
+    node_affinity = affinity.get("nodeAffinity") or {}
+    terms = [{"weight": MAX_WEIGHT, "preference": on_node({}, name)} for name in nodes]
+    made = {**node_affinity, PREFERRED: [*(node_affinity.get(PREFERRED) or ()), *terms]}
+    return {**affinity, "nodeAffinity": made}
 
 
 def pinned_terms(terms: Iterable[RawTerm], nodes: Sequence[str]) -> Iterator[RawTerm]:

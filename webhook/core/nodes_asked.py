@@ -74,7 +74,11 @@ class NodeTerm:
     @property
     def is_one_node(self) -> bool:
         """Whether the term allows one node by name, as the pins that dressing adds."""
-        return any(f.key == NAME_FIELD and f.operator == "In" and len(f.values) == 1 for f in self.fields)
+        return any(is_pin(f) for f in self.fields)
+
+    @property
+    def without_pins(self) -> "NodeTerm":
+        return evolve(self, fields=tuple(f for f in self.fields if not is_pin(f)))
 
     def names(self) -> frozenset[str] | None:
         """The node names that the term allows; None if it allows any."""
@@ -82,6 +86,10 @@ class NodeTerm:
             if f.key == NAME_FIELD and f.operator == "In":
                 return f.values
         return None
+
+
+def is_pin(one: Expression) -> bool:
+    return one.key == NAME_FIELD and one.operator == "In" and len(one.values) == 1
 
 
 @frozen
@@ -119,6 +127,14 @@ class NodesAsked:
         pairs = itertools.product(self.terms, terms)
         both = (NodeTerm(a.labels + b.labels, a.fields + b.fields) for a, b in pairs if not (a.is_empty or b.is_empty))
         return evolve(self, terms=tuple(both))
+
+    @property
+    def without_pins(self) -> "NodesAsked":
+        """The constraints as they were before dressing made a term for each of several nodes from each term."""
+        if self.terms is None:
+            return self
+        pinned = dict.fromkeys(term.without_pins for term in self.terms if term.is_one_node)
+        return evolve(self, terms=(*(term for term in self.terms if not term.is_one_node), *pinned))
 
     @property
     def expressions(self) -> int:

@@ -20,7 +20,7 @@ from webhook.core.reservation import PodIdentity, ReservationId
 from webhook.core.round_robin import Arrival, RoundRobin
 from webhook.core.verdict import Deny
 
-# The ids of reservations for queued pods begin with it. The uid of a review never does.
+# The ids of reservations for existing pods begin with it. The uid of a review never does.
 OWN_IDS = "pod-"
 
 

@@ -92,6 +92,11 @@ class ReservationRequest:
     # The beginning of the pod's name, if the API server has not generated it yet.
     name_prefix: str | None = None
     delivery: Delivery | None = None
+    # The uid of the pod, if the API server has shown that it exists: the reservation has no deadline then. Repeating
+    # the request renews the reservation.
+    uid: str | None = None
+    # The longest grace period that the existing pod can have.
+    grace: timedelta | None = None
 
 
 @frozen

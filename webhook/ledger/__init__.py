@@ -123,6 +123,10 @@ class Ledger(ABC):
         """The reservations on a node, as far as this process knows."""
         return self._index.on(node).values()
 
+    def all_of_pod(self, uid: str) -> Sequence[Reservation]:
+        """All reservations of a pod, as far as this process knows. It can use those on its own node only."""
+        return self._index.all_of_pod(uid)
+
     def reservations(self) -> Collection[Reservation]:
         """All reservations that this process knows."""
         return self._index.all()

@@ -40,7 +40,7 @@ class ApiPods:
 
     async def find_mismatch(self, pod: PodIdentity, held: Reservation) -> str | None:
         name = f"pod {pod.namespace}/{pod.name}"
-        raw = await self._read(pod.namespace, pod.name)
+        raw = await self.read(pod.namespace, pod.name)
         if raw is None:
             return f"there is no {name}"
         if raw["metadata"]["uid"] != pod.uid:
@@ -55,14 +55,14 @@ class ApiPods:
         """Does nothing: an eviction sends no DELETE review, and a terminating pod still uses its devices."""
 
     async def uid_of(self, namespace: str, name: str) -> str:
-        raw = await self._read(namespace, name)
+        raw = await self.read(namespace, name)
         return "" if raw is None else str(raw["metadata"]["uid"])
 
     async def find(self, namespace: str, name: str) -> Pod | None:
-        raw = await self._read(namespace, name)
+        raw = await self.read(namespace, name)
         return None if raw is None else Pod.parse(raw)
 
-    async def _read(self, namespace: str, name: str) -> Raw | None:
+    async def read(self, namespace: str, name: str) -> Raw | None:
         try:
             status, body = await request_json(
                 self._api, "GET", POD_PATH, {"namespace": namespace, "name": name}, seconds=REQUEST_TIMEOUT
@@ -88,7 +88,7 @@ class ApiPods:
     async def read_pod(self, pod: PodIdentity) -> PodSnapshot | None:
         try:
             if pod.name:
-                raw = await self._read(pod.namespace, pod.name)
+                raw = await self.read(pod.namespace, pod.name)
             else:  # a reservation written by hand: only the full list can answer
                 raw = next((one for one in await self._all() if one["metadata"].get("uid") == pod.uid), None)
             is_gone = raw is None or raw["metadata"]["uid"] != pod.uid

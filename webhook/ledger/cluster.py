@@ -38,6 +38,7 @@ from webhook.core.reservation import (
 from webhook.kube.gpu_node import GpuNode, UnreadableGpuNodeError, object_name, with_finalizer, with_held
 from webhook.kube.store import RefusedError, StaleError, StoreUnavailableError
 from webhook.ledger import Ledger
+from webhook.ledger.at_binding import binding_ends_after, is_made_at_binding
 from webhook.ledger.moves import (
     Adopt,
     Assignment,
@@ -388,9 +389,15 @@ class ClusterLedger(Ledger):
             return "ended"
         if seen.is_gated or (seen.reserved_pod is not None and seen.reserved_pod.carries(held)):
             return ""
+        if not seen.is_on_node and self._may_be_bound(held):
+            return ""
         if seen.may_use_gpus_of(held) and not self._has_other_reservation(seen.reserved_pod):
             return ""
         return "its pod does not carry the reservation"
+
+    def _may_be_bound(self, held: Reservation) -> bool:
+        """Whether the API server may still carry out the Binding for which the reservation was made."""
+        return is_made_at_binding(held) and self._clock() < held.since + binding_ends_after(self._times.clock_skew)
 
     def _has_other_reservation(self, one: ReservedPod | None) -> bool:
         own = None if one is None else self.carried(one)

@@ -78,7 +78,10 @@ class HoldSlots:
     def apply(self, stored: Stored, held: Held, now: datetime, times: Times) -> Reservation:
         known = held.get(self.ask.id)
         if known is not None:
-            return same_ask(known, self.ask)
+            known = same_ask(known, self.ask)
+            if self.ask.uid is not None:
+                known = held[known.id] = evolve(known, since=now)
+            return known
         if any(is_unclear_beside(one, self.ask) for one in held.values()):
             raise SlotsTakenError(self.ask.id)
         conflicting = [one for one in held.values() if collides(one, self.placement.slots, self.ask.is_shared)]
@@ -94,11 +97,14 @@ class HoldSlots:
             node=self.placement.node,
             slots=tuple(sorted(self.placement.slots)),  # the order in which other replicas read them
             since=now,
-            deadline=now + times.pending_deadline,
+            deadline=now + times.pending_deadline if self.ask.uid is None else None,
+            phase=Phase.PENDING if self.ask.uid is None else Phase.FINALIZED,
             pod_name=self.ask.pod_name,
+            uid=self.ask.uid,
             is_shared=self.ask.is_shared,
             name_prefix=self.ask.name_prefix,
             delivery=self.ask.delivery,
+            grace=self.ask.grace,
         )
         held[taken.id] = taken
         return taken

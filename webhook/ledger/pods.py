@@ -4,6 +4,7 @@ from typing import Protocol
 
 from webhook.core.errors import GpuwardenError
 from webhook.core.pod import Pod
+from webhook.core.raw import Raw
 from webhook.core.reservation import PodIdentity, Reservation
 
 
@@ -29,6 +30,9 @@ class PodSource(PodFacts, Protocol):
 
     async def find(self, namespace: str, name: str) -> Pod | None:
         """The pod as it is now; None if there is none, or if reviews are the only source."""
+
+    async def read(self, namespace: str, name: str) -> Raw | None:
+        """The same with all its members."""
 
     def created(self, pod: PodIdentity) -> None:
         """A review or a /finalize request has shown that the pod exists."""
@@ -63,4 +67,7 @@ class ReviewedPods:
         return self._uids.get((namespace, name), "")
 
     async def find(self, namespace: str, name: str) -> Pod | None:
+        return None
+
+    async def read(self, namespace: str, name: str) -> Raw | None:
         return None

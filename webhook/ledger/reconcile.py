@@ -21,6 +21,7 @@ from webhook.core.raw import Raw
 from webhook.core.reasons import Reason
 from webhook.core.reservation import Delivery, Phase, PodIdentity, PodProof, Reservation, ReservationId
 from webhook.kube.events import Events, Subject
+from webhook.ledger.at_binding import MAX_BINDING_DURATION
 from webhook.ledger.cluster import ClusterLedger, PodReader, PodReaderUnavailableError, pod_of
 from webhook.ledger.end_of_use import DeletedPod, OrphanTimes, PodHistories
 from webhook.ledger.orphans import NodeReader, Orphans
@@ -35,8 +36,6 @@ ReservationKey = tuple[str, ReservationId]
 # How often a pod without its reservation is checked. It is deleted on the second check at the earliest: another replica
 # may be restoring the node's object.
 RECHECK_DELAY = timedelta(seconds=10)
-# How long after its review the API server may still carry out a Binding.
-MAX_BINDING_DURATION = timedelta(seconds=60)
 # A deletion is remembered at least this long: the GPUNode that names the reservation's pod may be observed later.
 MIN_DELETION_AGE = timedelta(minutes=1)
 # How many deletions are kept before those without a reservation are dropped.

@@ -226,6 +226,9 @@ class ReservationIndex:
     def of_pod(self, uid: str) -> Reservation | None:
         return next(iter(self._ranked(self._by_uid.get(uid, ()))), None)
 
+    def all_of_pod(self, uid: str) -> Sequence[Reservation]:
+        return self._ranked(self._by_uid.get(uid, ()))
+
     def _ranked(self, keys: Collection[Key]) -> Sequence[Reservation]:
         found = [self._all[key] for key in keys]
         return sorted(found, key=rank) if len(found) > 1 else found

@@ -474,8 +474,8 @@ class Settings:
         "create",
         kinds.RESERVE,
         PODS,
-        "when the GPUs of a pod are chosen: `create` reserves them when the pod is created, `bind` leaves them to "
-        "kube-scheduler, which needs --injection dra",
+        "when the GPUs of a pod are chosen: when it is created (`create`), or when a scheduler binds it to a node "
+        "(`bind`); with --injection dra and `bind` kube-scheduler chooses them",
     )
     runtime_class: str | None = setting(
         None, kinds.NAME, PODS, "RuntimeClass of pods with GPUs that name none; not set: unchanged"
@@ -805,7 +805,6 @@ class SettingsReader(TableReader):
             self.mistakes.append(f"{where}: no token is required; allowed: with --review-token-audience")
         self._check_plain_extender(values)
         self._check_map_visible(values)
-        self._check_reserve(values)
         self._check_native(values)
         self._check_jwt_svid(values)
         self._check_certs(values)
@@ -823,13 +822,6 @@ class SettingsReader(TableReader):
             self.mistakes.append(
                 f"{self.where(['map_visible'])}: a container that sees some of its node's GPUs counts them from 0; "
                 "allowed: with --injection cuda"
-            )
-
-    def _check_reserve(self, values: Mapping[str, Any]) -> None:
-        if values.get("reserve") == "bind" and values.get("injection", "nvidia") != "dra":
-            self.mistakes.append(
-                f"{self.where(['reserve'])}: only ResourceClaims let kube-scheduler choose GPUs; "
-                "allowed: with --injection dra"
             )
 
     def _check_native(self, values: Mapping[str, Any]) -> None:
@@ -862,10 +854,15 @@ class SettingsReader(TableReader):
         if len(ways) > 1:
             names = [name for way in ways for name in way]
             self.mistakes.append(f"{self.where(names)}: more than one cluster is named; name one")
+        if values.get("reserve") == "bind" and values.get("ledger") == "memory":
+            where = self.where(["reserve"])
+            self.mistakes.append(f"{where}: only --ledger cluster can hold GPUs for a pod that exists")
         if ways:
             return
         if values.get("ledger") == "cluster":
             self.mistakes.append(f"{self.where(['ledger'])}: no cluster is named; name one by --kubeconfig")
+        if values.get("reserve") == "bind":
+            self.mistakes.append(f"{self.where(['reserve'])}: no cluster is named; name one by --kubeconfig")
         if "scheduler_certs" in self.given:
             where = self.where(["scheduler_certs"])
             self.mistakes.append(f"{where}: a kube-scheduler needs a cluster; name it by --kubeconfig")

@@ -7,7 +7,7 @@ from typing import Protocol
 import structlog
 from attrs import frozen
 
-from webhook.admission.binding_check import BindingCheck, recorded_reservation
+from webhook.admission.binding_check import BindingCheck, is_reserved_at_binding, recorded_reservation
 from webhook.admission.namespaces import ClaimReader, NamespacesUnavailableError
 from webhook.admission.parts import Parts
 from webhook.core import check, keys
@@ -106,6 +106,8 @@ class Extender:
             return None if asked is None else NodeQuery(asked)
         if not recorded.count:
             return evidence_query(recorded, asked)
+        if is_reserved_at_binding(recorded, pod):
+            return NodeQuery(recorded)
         return await self._reserved_query(pod, recorded)
 
     async def _asked(self, pod: Pod) -> Claim | None:

@@ -61,7 +61,7 @@ class NodeQuery:
     @property
     def is_of_gpus_alone(self) -> bool:
         """Whether the claim is only for a number of GPUs, which the scheduler can count itself."""
-        return self.claim.record.without_mode() == ClaimRecord()
+        return not self.claim.is_reserved_at_binding and self.claim.record.without_mode() == ClaimRecord()
 
 
 def passes_unchecked(query: NodeQuery | None, policy: EvidencePolicy) -> bool:
@@ -166,7 +166,7 @@ def refusal_for(objection: Objection | None) -> Refusal | None:
 def is_counted_elsewhere(claim: Claim) -> bool:
     """Whether the scheduler counts the GPUs itself, as an extended resource, on a node whose devices we do not know. A
     map may name such a node: no review has seen the pod, so no GPU is reserved for it."""
-    return not claim.record.selects_devices
+    return not (claim.record.selects_devices or claim.is_reserved_at_binding)
 
 
 def scores(

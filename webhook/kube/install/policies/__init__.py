@@ -308,9 +308,7 @@ def quoted(names: Iterable[str]) -> str:
 def is_wanted(name: str, installation: Installation) -> bool:
     if name.startswith("validate-delete."):
         return installation.reviews_deletes
-    if name.startswith("review-binding."):
-        return installation.reviews_bindings and bool(installation.schedulers)
-    return installation.reviews_bindings or not name.startswith("validate-binding.")
+    return installation.reviews_bindings or not name.startswith(("review-binding.", "validate-binding."))
 
 
 def as_blinding(hook: Manifest, installation: Installation) -> Manifest:
