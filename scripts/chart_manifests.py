@@ -304,6 +304,7 @@ SOMETIMES: Final[Mapping[tuple[str, str, str], str]] = {
     ("reconcile", "resourceclaims/status", "patch"): AT_BIND,
     ("reconcile", "resourceclaims/driver", "arbitrary-node:patch"): AT_BIND,
     ("reconcile", "resourceclaimtemplates", "list"): ".Values.native",
+    ("reconcile", "pods/status", "patch"): '(eq (default "create" .Values.settings.reserve) "bind")',
     ("reconcile", "pods/eviction", "create"): (
         '(or (eq (default "report" .Values.settings.onEvidenceLost) "evict") '
         '(eq (default "report" .Values.settings.onMismatch) "evict"))'

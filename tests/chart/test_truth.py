@@ -277,6 +277,7 @@ def test_conditional_permissions_are_rendered_only_if_needed() -> None:
     assert {name for name, _ in may("serve", {"score.enabled": True}) - plain} == {"priorityclasses"}
     evicting = may("reconcile", {"settings.onEvidenceLost": "evict"})
     assert evicting - may("reconcile", {"settings.onEvidenceLost": "taint"}) == {("pods/eviction", "create")}
+    assert may("reconcile", {"settings.reserve": "bind"}) - may("reconcile", {}) == {("pods/status", "patch")}
     proving = may("reconcile", {"settings.proofDevices": True}) - may("reconcile", {})
     slices = {("resourceslices", verb) for verb in ("get", "list", "watch", "create", "update", "delete")}
     assert proving == slices | {("resourceclaims", "list"), ("resourceclaims", "watch")}

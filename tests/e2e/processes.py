@@ -283,7 +283,7 @@ class Site:
             made = await self.kube.create(PODS, content, self.namespace, dryRun="All")
         except ApiError:
             return False
-        return "gpuwarden.io/reservation-id" in made["metadata"]["annotations"]
+        return "gpuwarden.io/claim" in made["metadata"]["annotations"] and not made["spec"].get("schedulingGates")
 
     async def held_on(self, node: str) -> dict[str, Raw]:
         return dict((await self.kube.get(GPU_NODES, node)).get("status", {}).get("held", {}))

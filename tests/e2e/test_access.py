@@ -279,6 +279,7 @@ SPARE: dict[str, dict[Use, str]] = {
         ): "with a Node that goes, which none does here",
         ("", "nodes", "patch"): "with --on-evidence-lost taint",
         ("", "pods/eviction", "create"): "with --on-evidence-lost evict",
+        ("", "pods/status", "patch"): "with --reserve bind",
         ("resource.k8s.io", "resourceslices", "get"): READ_AGAIN,
         ("resource.k8s.io", "resourceslices", "update"): "where a proven GPU is reserved, which is chance here",
         ("resource.k8s.io", "resourceslices", "delete"): "half a minute after the last proof of a node has ended",

@@ -806,7 +806,8 @@ def test_roles_grant_no_more_than_expected() -> None:
     with_proofs = {"resourceslices", "resourceclaimtemplates"}  # with --proof-devices, --native-templates
     with_claims = {"resourceclaims", "pods/finalizers"}  # with the injection `dra`
     with_challenges = {"resourceclaims/status"}  # with --challenge-at-bind
-    assert may_write == ours | by_policy | with_proofs | with_claims | with_challenges | {
+    at_binding = {"pods/status"}  # with --reserve bind
+    assert may_write == ours | by_policy | with_proofs | with_claims | with_challenges | at_binding | {
         "pods",
         "events",
         "leases",

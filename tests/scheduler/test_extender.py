@@ -9,7 +9,7 @@ from tests.builders import HASH, NOW, OTHER_HASH, POD_UID, Raw, raw_container, r
 from tests.conftest import Build
 from tests.scheduler.bindings import FakeBindings
 from tests.web.harness import Harness
-from tests.web.replica import Shared, sharing
+from tests.web.replica import Shared, binding, sharing
 from webhook.core.extender_wire import BindArgs, ExtenderArgs, OfferedNodes, PreemptArgs, Victims
 from webhook.core.pod import Pod
 from webhook.core.reservation import PodIdentity
@@ -325,3 +325,28 @@ async def test_bind_fails_without_a_cluster(build: Build) -> None:
     await harness.create(gpu_pod())
     for one in (Extender(harness.parts, None), Extender(harness.parts, FakeBindings(Shared()))):
         assert (await one.bind(onto("node-a"))).startswith("gpuwarden runs without a cluster")
+
+
+async def test_pod_reserved_at_its_binding_fits_nodes_with_free_gpus_only(
+    build: Build, shared: Shared, bindings: FakeBindings
+) -> None:
+    harness = await build(assemble=sharing(shared), reserve="bind")
+    extender = Extender(harness.parts, bindings)
+    final = await created(harness, shared, raw_pod(raw_container(gpus=1)))
+    assert (await extender.filter(about(final))).passed == {"node-a", "node-b"}
+    assert (await harness.ask("/mutate-binding", binding("node-b")))["allowed"]
+    found = await extender.filter(about(await harness.create(raw_pod(raw_container(gpus=1), name="other"), "other")))
+    assert found.passed == {"node-a"}
+    assert found.failed["node-b"].message == "too few free GPUs (gpuwarden: NoFreeDevice)"
+
+
+async def test_extender_leaves_the_reservation_to_the_review_of_its_binding(
+    build: Build, shared: Shared, bindings: FakeBindings
+) -> None:
+    harness = await build(assemble=sharing(shared), reserve="bind")
+    extender = Extender(harness.parts, bindings)
+    await created(harness, shared, raw_pod(raw_container(gpus=2)))
+    assert "node node-b: not selected by the pod" in await extender.bind(onto("node-b"))
+    assert bindings.asked == []
+    assert await extender.bind(onto("node-a")) == ""
+    assert shared.held == {}

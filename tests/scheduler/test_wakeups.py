@@ -26,6 +26,7 @@ class FakeWaker:
 
     def __init__(self) -> None:
         self.woken: list[str] = []
+        self.nominated: list[tuple[str, str]] = []
         self.asked = 0
         self.is_away = False
         self.refused: set[str] = set()
@@ -38,6 +39,14 @@ class FakeWaker:
             raise NotWokenError("a policy is against it")
         assert datetime.fromisoformat(at) >= NOW
         self.woken.append(pod.uid)
+
+    async def nominate(self, pod: PodIdentity, node: str) -> None:
+        self.asked += 1
+        if self.is_away:
+            raise WakerUnavailableError("away")
+        if pod.uid in self.refused:
+            raise NotWokenError("a policy is against it")
+        self.nominated.append((pod.uid, node))
 
 
 class Scene:

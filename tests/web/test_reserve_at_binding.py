@@ -13,7 +13,6 @@ from tests.web.replica import Shared, binding, sharing
 from tests.web.test_admission import pinned_nodes, refusal
 
 UUID, ID, NODE = "gpuwarden.io/gpu-uuid", "gpuwarden.io/reservation-id", "gpuwarden.io/node"
-PREFERRED = "preferredDuringSchedulingIgnoredDuringExecution"
 REFERENCE = {"fieldRef": {"apiVersion": "v1", "fieldPath": f"metadata.annotations['{UUID}']"}}
 # One GPU on each of two nodes.
 TWINS = {
@@ -236,20 +235,25 @@ async def test_evidence_that_ended_since_the_creation_is_no_evidence(build: Buil
     assert shared.held == {}
 
 
-async def test_pod_is_limited_to_nodes_with_the_gpus_and_prefers_free_ones(build: Build) -> None:
+async def test_pod_is_limited_to_nodes_that_have_the_gpus_free_or_held(build: Build) -> None:
     nodes = [{"name": f"node-{k}", "devices": [{"uuid": f"GPU-{k}0"}], "evidence": {"hash": HASH}} for k in "xyz"]
     nodes += [{"name": "node-other", "devices": [{"uuid": "GPU-o0"}], "evidence": {"hash": OTHER_HASH}}]
+    nodes += [{"name": "node-none", "devices": [], "evidence": {"hash": HASH}}]
     shared = Shared({"nodes": nodes})
     harness = await build({"nodes": nodes}, assemble=sharing(shared), reserve="bind")
     wanted = asking(annotations={"gpuwarden.io/required-hash": HASH})
-    final = await created(harness, shared, wanted)
-    assert sorted(pinned_nodes(final)) == ["node-x", "node-y", "node-z"]
-    assert PREFERRED not in final["spec"]["affinity"]["nodeAffinity"]
+    assert sorted(pinned_nodes(await created(harness, shared, wanted))) == ["node-x", "node-y", "node-z"]
     await bound(harness, shared, "node-x")
-    final = await harness.create(wanted, uid="second")
-    assert sorted(pinned_nodes(final)) == ["node-x", "node-y", "node-z"]
-    preferred = final["spec"]["affinity"]["nodeAffinity"][PREFERRED]
-    assert {one["preference"]["matchFields"][0]["values"][0] for one in preferred} == {"node-y", "node-z"}
+    assert sorted(pinned_nodes(await harness.create(wanted, uid="second"))) == ["node-x", "node-y", "node-z"]
+
+
+async def test_affinity_names_at_most_64_nodes_and_the_pod_is_bound(build: Build) -> None:
+    nodes = [{"name": f"node-{k}", "devices": [{"uuid": f"GPU-{k}"}], "evidence": {"hash": HASH}} for k in range(70)]
+    shared = Shared({"nodes": nodes})
+    harness = await build({"nodes": nodes}, assemble=sharing(shared), reserve="bind")
+    final = await created(harness, shared, asking(nodeSelector={}))
+    assert len(pinned_nodes(final)) == 64
+    await bound(harness, shared, pinned_nodes(final)[0])
 
 
 async def test_repeated_review_of_a_creation_changes_nothing(first: Harness) -> None:

@@ -13,7 +13,6 @@ from webhook.admission.review_objects import NOT_ASKED, not_reviewed, prefix_of,
 from webhook.admission.rules import Rules
 from webhook.core import check, gpu_order, keys
 from webhook.core.claim import Claim, recorded_claim_or_none
-from webhook.core.decide import MAX_PLACEMENTS
 from webhook.core.device import DeviceUuid
 from webhook.core.difference import difference
 from webhook.core.dress import (
@@ -246,9 +245,7 @@ class PodMutator:
             return refused
         if claim.nodes.names() is not None:
             return Allocation(claim, (), has_waited=True)
-        fitting, others = nodes
-        preferred = fitting[:MAX_PLACEMENTS] if others else ()
-        return Allocation(claim, (*fitting, *others), has_waited=True, preferred=preferred)
+        return Allocation(claim, nodes, has_waited=True)
 
     def _may_wait(self, pod: Pod, claim: Claim, refused: Deny) -> bool:
         """A pod waits only if waiting can help. A pod without GPUs gets its nodes added to each of its node selector

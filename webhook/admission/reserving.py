@@ -59,7 +59,7 @@ class Reserver:
         self.fleet.advance(self._clock())
         return decide(claim, self.fleet, self.policy, most=most)
 
-    def nodes_to_try(self, claim: Claim) -> tuple[tuple[str, ...], tuple[str, ...]] | Deny:
+    def nodes_to_try(self, claim: Claim) -> tuple[str, ...] | Deny:
         """The nodes that fit the claim now, and others that may fit it later."""
         self.fleet.advance(self._clock())
         return nodes_to_try(claim, self.fleet, self.policy)

@@ -68,6 +68,7 @@ from webhook.runtime.clock import utc_now
 from webhook.runtime.settings import Settings
 from webhook.runtime.telemetry import Metrics
 from webhook.scheduler.api import ApiPodWaker
+from webhook.scheduler.nominations import Nominations
 from webhook.scheduler.wakeups import Wakeups
 
 log = structlog.get_logger(__name__)
@@ -205,7 +206,9 @@ def reconciler_parts(settings: Settings, api: ApiClient, metrics: Metrics) -> Re
         is_claim_known=lambda one: is_claim_known(ledger.of_pod(one.pod.uid), one),
         count_change=metrics.count_evidence_change,
     )
-    wakeups = Wakeups(fleet, policy, rules.claims, ApiPodWaker(api), utc_now)
+    waker = ApiPodWaker(api)
+    wakeups = Wakeups(fleet, policy, rules.claims, waker, utc_now)
+    nominations = Nominations(fleet, policy, waker, utc_now, reconciler.wakeup.set)
     waiting_pods = WaitingPods(rules.claims, rules.dress, on_new_pod=lambda _: reconciler.wakeup.set())
     queue = Queue(
         waiting_pods,
@@ -240,13 +243,13 @@ def reconciler_parts(settings: Settings, api: ApiClient, metrics: Metrics) -> Re
         ends.namespaces,
     ]
     of_pods: list[WatchListener] = [
-        *(reconciler, claims, wakeups, evidence_loss, waiting_pods, audit.pods, ends, deliveries)
+        *(reconciler, claims, wakeups, nominations, evidence_loss, waiting_pods, audit.pods, ends, deliveries)
     ]
     begin = [
         *(claims.begin, queue.begin, evidence_loss.begin, offers.begin, writers.begin, ends.begin, deliveries.begin)
     ]
     first: list[Elected] = [reconciler, queue, deliveries]
-    then: list[Elected] = [writers, wakeups, evidence_loss, node_names, plugins, offers]
+    then: list[Elected] = [writers, wakeups, nominations, evidence_loss, node_names, plugins, offers]
     passes = [Passes((claims,), claims.wakeup, SHORT_BREATH)]
 
     if settings.kueue:

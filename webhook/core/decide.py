@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from enum import StrEnum
-from itertools import islice
+from itertools import chain, islice
 
 from attrs import evolve, frozen
 
@@ -217,17 +217,15 @@ def explain(claim: Claim, fleet: Fleet, policy: EvidencePolicy) -> tuple[NodeFit
     return tuple(search.fit(indexed) for _, indexed in sorted(fleet.indexed_nodes.items()))
 
 
-def nodes_to_try(claim: Claim, fleet: Fleet, policy: EvidencePolicy) -> tuple[tuple[str, ...], tuple[str, ...]] | Deny:
-    """The nodes among which a scheduler may choose: those that fit now, best first, and others that have the GPUs and
-    may have them free later. A denial if no node fits now."""
+def nodes_to_try(claim: Claim, fleet: Fleet, policy: EvidencePolicy) -> tuple[str, ...] | Deny:
+    """The nodes among which a scheduler may choose: those that fit now, and others that have the GPUs and may have them
+    free later. A denial if no node fits now."""
     search = ClaimSearch(claim, fleet, policy)
     most = search.max_pins()
     places = decide(claim, fleet, policy, most=most)
     if isinstance(places, Deny):
         return places
-    fitting = tuple(place.node for place in places)
-    others = (name for name in search.able() if name not in fitting)
-    return fitting, tuple(islice(others, most - len(fitting)))
+    return tuple(islice(dict.fromkeys(chain((place.node for place in places), search.able())), most))
 
 
 class ClaimSearch:

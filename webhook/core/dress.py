@@ -29,9 +29,6 @@ RawPod = Mapping[str, Json]
 RawTerm = dict[str, Json]
 
 REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
-PREFERRED = "preferredDuringSchedulingIgnoredDuringExecution"
-# The largest weight of a preference.
-MAX_WEIGHT = 100
 # What hints can change in a pod, besides annotations, labels and affinity.
 HINTED = ("priorityClassName", "priority", "preemptionPolicy", "nodeSelector", "tolerations")
 
@@ -121,8 +118,6 @@ class Allocation:
     hides_gpus_everywhere: bool = True
     # The ResourceClaim of the pod, if its GPUs come from one.
     claim_name: str = ""
-    # The nodes that the scheduler should prefer.
-    preferred: tuple[str, ...] = ()
 
     @property
     def visible(self) -> str:
@@ -145,8 +140,6 @@ def dressed(raw: RawPod, outfit: Allocation, rules: DressRules) -> dict[str, Jso
     spec = ungated(raw.get("spec") or {})
     if outfit.nodes:
         spec["affinity"] = pinned(spec.get("affinity") or {}, outfit.nodes)
-    if outfit.preferred:
-        spec["affinity"] = preferring(spec.get("affinity") or {}, outfit.preferred)
     made = {**raw, "metadata": meta, "spec": spec}
     if outfit.claim.count:
         spec |= dressed_containers(spec, outfit, rules)
@@ -296,13 +289,6 @@ def pinned(affinity: Mapping[str, Json], nodes: Sequence[str]) -> dict[str, Json
     terms = (required or {}).get("nodeSelectorTerms") or []
     placed = list(pinned_terms(terms, nodes)) if required is not None else [on_node({}, name) for name in nodes]
     return {**affinity, "nodeAffinity": {**node_affinity, REQUIRED: {**(required or {}), "nodeSelectorTerms": placed}}}
-
-
-def preferring(affinity: Mapping[str, Json], nodes: Sequence[str]) -> dict[str, Json]:
-    node_affinity = affinity.get("nodeAffinity") or {}
-    terms = [{"weight": MAX_WEIGHT, "preference": on_node({}, name)} for name in nodes]
-    made = {**node_affinity, PREFERRED: [*(node_affinity.get(PREFERRED) or ()), *terms]}
-    return {**affinity, "nodeAffinity": made}
 
 
 def pinned_terms(terms: Iterable[RawTerm], nodes: Sequence[str]) -> Iterator[RawTerm]:

@@ -859,10 +859,9 @@ class SettingsReader(TableReader):
             self.mistakes.append(f"{where}: only --ledger cluster can hold GPUs for a pod that exists")
         if ways:
             return
-        if values.get("ledger") == "cluster":
-            self.mistakes.append(f"{self.where(['ledger'])}: no cluster is named; name one by --kubeconfig")
-        if values.get("reserve") == "bind":
-            self.mistakes.append(f"{self.where(['reserve'])}: no cluster is named; name one by --kubeconfig")
+        needing = [name for name, value in (("ledger", "cluster"), ("reserve", "bind")) if values.get(name) == value]
+        if needing:
+            self.mistakes.append(f"{self.where(needing)}: no cluster is named; name one by --kubeconfig")
         if "scheduler_certs" in self.given:
             where = self.where(["scheduler_certs"])
             self.mistakes.append(f"{where}: a kube-scheduler needs a cluster; name it by --kubeconfig")

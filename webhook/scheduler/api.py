@@ -1,6 +1,7 @@
 """Writes to pods that wait for a node: Bindings, and the annotation that wakes them."""
 
 from webhook.core import keys
+from webhook.core.raw import Raw
 from webhook.core.reservation import PodIdentity
 from webhook.kube.client import ApiClient
 from webhook.kube.pods import REQUEST_TIMEOUT, error_message, path_names
@@ -35,10 +36,16 @@ class ApiPodWaker:
         self._api = api
 
     async def wake(self, pod: PodIdentity, at: str) -> None:
-        patch = {"metadata": {"uid": pod.uid, "annotations": {keys.WOKEN_AT: at}}}
+        await self._patch(pod, POD_PATH, {"metadata": {"uid": pod.uid, "annotations": {keys.WOKEN_AT: at}}})
+
+    async def nominate(self, pod: PodIdentity, node: str) -> None:
+        patch = {"metadata": {"uid": pod.uid}, "status": {"nominatedNodeName": node}}
+        await self._patch(pod, f"{POD_PATH}/status", patch)
+
+    async def _patch(self, pod: PodIdentity, path: str, patch: Raw) -> None:
         try:
             status, body = await request_json(
-                self._api, "PATCH", POD_PATH, path_names(pod), patch, seconds=REQUEST_TIMEOUT, kind=MERGE_PATCH
+                self._api, "PATCH", path, path_names(pod), patch, seconds=REQUEST_TIMEOUT, kind=MERGE_PATCH
             )
         except REQUEST_ERRORS as exc:
             raise WakerUnavailableError("the API server cannot be reached") from exc

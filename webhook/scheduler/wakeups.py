@@ -52,7 +52,10 @@ class WakerUnavailableError(NotWokenError):
 
 
 class PodWaker(Protocol):
-    """Wakes a pod."""
+    """Brings a pod back to its scheduler."""
+
+    async def nominate(self, pod: PodIdentity, node: str) -> None:
+        """Has the scheduler try this node first. Does nothing if the pod is gone. Raises NotWokenError."""
 
     async def wake(self, pod: PodIdentity, at: str) -> None:
         """Changes an annotation of the pod. Does nothing if the pod is gone. Raises NotWokenError."""
