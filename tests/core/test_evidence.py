@@ -66,9 +66,15 @@ def test_evidence_of_one_provider_is_used_as_it_is() -> None:
 
 def test_combined_evidence_has_the_latest_start_and_the_earliest_end() -> None:
     early = Evidence("a", HASH, "static", since=NOW - 2 * SECOND, until=NOW + 5 * SECOND)
-    late = Evidence("a", HASH, "jwt-svid", since=NOW - SECOND, until=NOW + 9 * SECOND)
+    late = Evidence("a", HASH, "jwt-svid", since=NOW - SECOND, until=NOW + 9 * SECOND, challenged=NOW - SECOND)
     assert combined([early, late]) == Evidence(
-        "a", HASH, "jwt-svid+static", NOW - SECOND, NOW + 5 * SECOND, oldest=NOW - 2 * SECOND
+        "a",
+        HASH,
+        "jwt-svid+static",
+        NOW - SECOND,
+        NOW + 5 * SECOND,
+        challenged=NOW - SECOND,
+        oldest=NOW - 2 * SECOND,
     )
 
 

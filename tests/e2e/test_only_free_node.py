@@ -50,6 +50,11 @@ async def test_pod_finds_the_only_free_node(
             await wait_until(partial(here.held_on, last["spec"]["nodeName"]))
             await kube.delete(PODS, full[0]["metadata"]["name"], here.namespace)
             await wait_until(partial(here.held_on, full[0]["spec"]["nodeName"]), lambda held: not held)
+            # To a scheduler that does not count GPUs, the free node looks like the one with the most work.
+            for number in range(5):
+                at = {"kubernetes.io/hostname": full[0]["spec"]["nodeName"]}
+                await kube.create(PODS, pod(f"other-work-{number}", nodeSelector=at), here.namespace)
+            await pods_in_phase(kube, here.namespace, nodes - 1 + 5, "Running")
             began = time.monotonic()
             await kube.patch(PODS, "late", [{"op": "remove", "path": "/spec/schedulingGates/0"}], here.namespace)
             late = await until_bound(kube, here.namespace, "late", began)

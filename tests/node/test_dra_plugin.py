@@ -591,6 +591,7 @@ async def test_uid_that_is_no_file_name_is_refused(recording: Harness, uid: str)
     recording.claims.add("train", GPU)["metadata"]["uid"] = uid
     answer = (await recording.kubelet.prepare(claim("train", uid)))[uid]
     assert "is not the uid of a claim" in answer.error
+    assert not list(recording.kubelet.directory.rglob("*.jws"))
 
 
 async def test_refused_claim_gets_no_record(recording: Harness) -> None:

@@ -80,6 +80,15 @@ async def test_pod_that_the_kubelet_does_not_name_is_not_compared(node: NodeDoub
     assert await different(node) == {}
 
 
+async def test_pod_is_not_compared_while_two_pods_of_its_name_are_on_the_node(node: NodeDouble) -> None:
+    """The kubelet names pods without their uids."""
+    node.reserved[TRAIN], node.given[TRAIN] = A, [B]
+    node.run("train")  # the uid of another pod `train`
+    assert await different(node) == {}
+    node.end("train")
+    assert await different(node) == {TRAIN: (B,)}
+
+
 class Rounds:
     """Successive observations."""
 

@@ -256,6 +256,11 @@ async def test_affinity_names_at_most_64_nodes_and_the_pod_is_bound(build: Build
     await bound(harness, shared, pinned_nodes(final)[0])
 
 
+async def test_explanation_says_when_the_gpus_are_reserved(first: Harness) -> None:
+    found = (await first.tls.post("/explain", json=asking())).json()
+    assert found["message"] == "1 GPU: GPUs are reserved when a scheduler binds the pod"
+
+
 async def test_repeated_review_of_a_creation_changes_nothing(first: Harness) -> None:
     once = await first.dress(asking())
     assert await first.dress(once, "again") == once

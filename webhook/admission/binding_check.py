@@ -51,7 +51,7 @@ class BindingCheck:
             return no_such_pod(binding)
         claim = recorded_claim(living)
         if claim is not None and is_reserved_at_binding(claim, living):
-            held = await self._reservation_on(binding.node, living)
+            held = await self._reservation_on(binding.node, living, is_fresh=True)
             self._reserver.fleet.advance(self._clock())
             fleet, policy = self._reserver.fleet, self._reserver.policy
             return check.serves_on(claim, binding.node, fleet, policy, has_reservation=held is not None)
@@ -63,18 +63,19 @@ class BindingCheck:
             return refused or await self._check_unreviewed(binding, living)
         return await self._check_without_gpus(binding, living, claim)
 
-    async def _reservation_on(self, node: str, living: Pod) -> Reservation | None:
+    async def _reservation_on(self, node: str, living: Pod, *, is_fresh: bool) -> Reservation | None:
         """The reservation that a review of the pod's Binding to this node has made."""
         reservation_id = reservation_id_on(node, check.identity_of(living))
-        held = await self._ledger.find(reservation_id, node=node, is_fresh=True)
+        held = await self._ledger.find(reservation_id, node=node, is_fresh=is_fresh)
         return held if held is not None and held.phase is not Phase.RELEASING else None
 
     async def _check_annotations(self, binding: Binding, living: Pod) -> Deny | None:
-        """Checks that the Binding carries the reservation that the mutating webhook has made for it."""
+        """Checks that the Binding carries the reservation that the mutating webhook has made for it. The GPUNode was
+        read just before."""
         claim = recorded_claim(living)
         if claim is None or not is_reserved_at_binding(claim, living):
             return None
-        held = await self._reservation_on(binding.node, living)
+        held = await self._reservation_on(binding.node, living, is_fresh=False)
         if held is None or held.claim_digest != claim.digest or not is_accepted(held, self._clock()):
             return Deny(
                 Reason.NOT_RESERVED,

@@ -130,6 +130,8 @@ def message(done: DryRunResult, claim: Claim | None) -> str:
         return "the pod requests nothing from gpuwarden"
     if done.verdict.reason is Reason.QUEUED:
         return next(iter(done.warnings), "the pod waits")
+    if claim.is_reserved_at_binding:
+        return f"{claim.sentence}: GPUs are reserved when a scheduler binds the pod"
     node = done.verdict.audit.get("node", "").partition(",")[0]
     gpus = str(mapping(done.pod, "metadata", "annotations").get(keys.GPU_UUID.name) or "").replace(",", ", ")
     return f"{claim.sentence}: {gpus + ' on ' if gpus else ''}node {node}"

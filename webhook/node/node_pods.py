@@ -23,6 +23,8 @@ LIST_CONTAINERS: Final = "/runtime.v1.RuntimeService/ListContainers"
 LIST_PODS: Final = "/v1.PodResourcesLister/List"
 # Labels that the kubelet sets on the containers of pods.
 UID, NAMESPACE, NAME = "io.kubernetes.pod.uid", "io.kubernetes.pod.namespace", "io.kubernetes.pod.name"
+# The annotation with the reserved GPUs.
+RESERVED: Final = keys.GPU_UUID.name.encode()
 # Only a sandbox in NOT_READY and a container in EXITED run nothing and can start nothing. An omitted state is 0: ready,
 # or created.
 READY: Final = 0
@@ -169,14 +171,21 @@ def of_sandbox(message: bytes) -> RemainingContainers:
     meta = dict(fields_of(as_bytes(found.get(2, b""))))
     pod = as_text(meta.get(3, b"")), as_text(meta.get(1, b""))
     state = as_int64(found.get(3, 0))
-    annotated = dict(map(entry_of, messages_in(message, 6))).get(keys.GPU_UUID.name, "")
     return RemainingContainers(
         as_text(meta.get(2, b"")),
         pod,
         is_alive=state != NOT_READY,
         ready_sandboxes=int(state == READY),
-        reserved=frozenset(filter(None, annotated.split(","))),
+        reserved=reserved_in(message),
     )
+
+
+def reserved_in(sandbox: bytes) -> frozenset[str]:
+    """The GPUs in the annotation of the reservation. Other annotations may be long, and are not decoded."""
+    for entry in map(dict, map(fields_of, messages_in(sandbox, 6))):
+        if entry.get(1) == RESERVED:
+            return frozenset(filter(None, as_text(entry.get(2, b"")).split(",")))
+    return frozenset()
 
 
 def of_container(message: bytes) -> RemainingContainers | None:

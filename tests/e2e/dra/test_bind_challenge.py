@@ -226,26 +226,26 @@ async def open_devices(here: Challenges, node: str) -> Sequence[str]:
 async def test_pod_is_bound_after_its_node_has_answered_a_new_challenge(
     both: Challenges, request: pytest.FixtureRequest
 ) -> None:
-    before = len(both.agents[A].audiences)
+    before = {name: len(agent.audiences) for name, agent in both.agents.items()}
     began = await both.asks("train")
-    assert await both.node_of("train") == A
+    node = await both.node_of("train")
     report_figures(request, seconds_from_creation_to_binding=time.monotonic() - began)
     claim = await both.claim("train")
-    entry = (await both.admin.get(NODE_EVIDENCES, A))["status"]["sources"]["jwt-svid"]
+    entry = (await both.admin.get(NODE_EVIDENCES, node))["status"]["sources"]["jwt-svid"]
     allocated = claim["status"]["allocation"]["allocationTimestamp"]
     assert datetime.fromisoformat(entry["challenged"]) > datetime.fromisoformat(allocated)
-    assert len(both.agents[A].audiences) > before
+    assert len(both.agents[node].audiences) > before[node]
     (status,) = claim["status"]["devices"]
     assert [(one["type"], one["reason"]) for one in status["conditions"]] == [(CHALLENGED, "ChallengeAnswered")]
     assert len(await gpus_of(both.admin, both.namespace, "train")) == 1
 
 
 async def test_pods_that_ask_for_no_challenge_do_not_wait_for_one(both: Challenges) -> None:
-    began = time.monotonic()
     await both.user.create(PODS, asking("plain", hash=HASH), both.namespace)
     await both.node_of("plain")
-    assert time.monotonic() - began < 4
-    assert "devices" not in (await both.claim("plain"))["status"]
+    status = (await both.claim("plain"))["status"]
+    assert "devices" not in status
+    assert not any("bindingConditions" in one for one in status["allocation"]["devices"]["results"])
 
 
 async def test_pod_goes_to_another_node_when_the_first_one_does_not_answer(

@@ -2,6 +2,8 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -12,8 +14,22 @@ from scripts.node.files import RUNTIME, Mode
 from scripts.node.images import ALL_DEVICES, BUSYBOX, CUDA, CUDA_VERSION
 from scripts.node.real import RealNode
 from tests.e2e.attacks.forger import trust
-from tests.e2e.kube import CONFIG_MAPS, PODS, Kube, Raw, wait_until
-from tests.e2e.node.containers import GPUS, NOTHING, SEEN, container, kubectl, real_pod, runs, seen_in, seen_of
+from tests.e2e.kube import CONFIG_MAPS, PODS, ApiError, Kube, Raw, wait_until
+from tests.e2e.node.containers import (
+    GPUS,
+    NOTHING,
+    SEEN,
+    START_TIMEOUT,
+    container,
+    is_ready,
+    kubectl,
+    real_pod,
+    run_in,
+    runs,
+    seen_in,
+    seen_of,
+)
+from tests.e2e.node.front import installed_on
 from tests.e2e.processes import Site
 
 VISIBLE = "NVIDIA_VISIBLE_DEVICES"
@@ -114,3 +130,35 @@ async def test_container_without_variables_sees_every_gpu_that_its_image_request
     await real_kube.create(PODS, real_pod("greedy", container(image=image), runtime=RUNTIME), plain_namespace)
     await runs(real_kube, plain_namespace, "greedy")
     assert await seen_in(real_cluster, plain_namespace, "greedy") == seen_of(0, 1, 2, 3)
+
+
+# GPUs that are reserved at the Binding: containers read them from an annotation.
+
+ENDS_ON_SIGTERM = "trap 'exit 1' TERM; while true; do sleep 0.1; done"
+
+
+async def test_container_sees_the_gpus_that_were_reserved_at_its_binding_also_after_a_restart(
+    real_cluster: Cluster, real_kube: Kube, real_node: RealNode, tmp_path: Path
+) -> None:
+    async with installed_on(real_cluster, real_kube, tmp_path, [real_node], flags=("--reserve", "bind")) as here:
+        namespace = here.namespace
+        made = await real_kube.create(PODS, real_pod("train", container(2, script=ENDS_ON_SIGTERM)), namespace)
+        assert "gpuwarden.io/gpu-uuid" not in made["metadata"]["annotations"]
+        train = await runs(real_kube, namespace, "train")
+        annotated = sorted(train["metadata"]["annotations"]["gpuwarden.io/gpu-uuid"].split(","))
+        expected = seen_of(*map(GPUS.index, annotated))
+        assert sorted(slot.partition("/")[0] for slot in await here.held()) == annotated
+        assert await seen_in(real_cluster, namespace, "train") == expected
+
+        other = next(gpu for gpu in GPUS if gpu not in annotated)
+        change = {"metadata": {"annotations": {"gpuwarden.io/gpu-uuid": other}}}
+        with pytest.raises(ApiError, match="only gpuwarden may change it"):
+            await real_kube.patch(PODS, "train", change, namespace)
+        await run_in(real_cluster, namespace, "train", "(sleep 0.5; kill 1) >/dev/null 2>&1 &")
+
+        def has_restarted(found: Raw) -> bool:
+            return bool(found["status"]["containerStatuses"][0]["restartCount"]) and is_ready(found)
+
+        await wait_until(partial(real_kube.get, PODS, "train", namespace), has_restarted, START_TIMEOUT)
+        assert await seen_in(real_cluster, namespace, "train") == expected
+        here.checker.assert_no_violations()
