@@ -10,7 +10,7 @@ from webhook.core.device import Device, DeviceUuid, Node, Slot, Taint
 from webhook.core.evidence import Evidence
 from webhook.core.fleet import Fleet
 from webhook.core.pod import Pod
-from webhook.core.reservation import Delivery, Phase, PodIdentity, Reservation, ReservationId
+from webhook.core.reservation import GpuDelivery, Phase, PodIdentity, Reservation, ReservationId
 
 Raw = dict[str, Any]
 
@@ -264,7 +264,7 @@ def reservation(
     pod_name: str | None = POD_NAME,
     uid: str | None = None,
     is_shared: bool = False,
-    delivery: Delivery | None = None,
+    delivery: GpuDelivery | None = None,
 ) -> Reservation:
     return Reservation(
         id=ReservationId(id),

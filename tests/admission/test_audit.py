@@ -21,7 +21,7 @@ from webhook.core.device import DeviceUuid, Slot
 from webhook.core.dress import DressRules
 from webhook.core.evidence import Evidence
 from webhook.core.injection import Injection
-from webhook.core.reservation import Delivery, Orphan, Phase, Reservation, ReservationId
+from webhook.core.reservation import GpuDelivery, Orphan, Phase, Reservation, ReservationId
 from webhook.runtime.telemetry import Metrics
 
 READING = AuditRules(ClaimRules(), DressRules(Injection.NVIDIA, "nvidia.com/gpu"))
@@ -155,7 +155,7 @@ async def test_audit_reports_a_pod_whose_gpus_the_kubelet_chose_without_a_reserv
     (held,) = harness.parts.ledger.reservations()
     raw["metadata"]["annotations"][keys.CLAIM.name] = '{"gpus":1,"asked":{"main":1},"injection":"plugin"}'
     del raw["metadata"]["annotations"][keys.GPU_UUID.name]
-    assert kinds(facts(raw, held=[evolve(held, delivery=Delivery.AWAITED)])) == []
+    assert kinds(facts(raw, held=[evolve(held, delivery=GpuDelivery.AWAITED)])) == []
     (found,) = findings(facts(raw), LATER, needs_evidence=False)
     assert found.message == "was given 1 GPU, which no GPUNode holds for it"
 

@@ -10,7 +10,7 @@ from tests.admission.given_pods import ended_pod, given_container, given_pod
 from tests.builders import Raw, reservation, slot
 from webhook.admission.delivered import DeliveryFault, GivenDevices, WrongDelivery, marks_of, wrong_deliveries
 from webhook.core.device import DeviceUuid
-from webhook.core.reservation import Delivery, Phase, PodIdentity, Reservation
+from webhook.core.reservation import GpuDelivery, Phase, PodIdentity, Reservation
 
 MISMATCHED, COLLISION, UNRESERVED = DeliveryFault.MISMATCHED, DeliveryFault.COLLISION, DeliveryFault.UNRESERVED
 
@@ -125,17 +125,17 @@ def test_pod_with_another_gpu_than_reserved_is_mismatched() -> None:
     }
 
 
-AWAITED = evolve(OWN, delivery=Delivery.AWAITED)
+AWAITED = evolve(OWN, delivery=GpuDelivery.AWAITED)
 
 
 def test_pod_whose_gpus_the_kubelet_chooses_may_be_given_any_that_no_other_pod_has() -> None:
-    awaiting = evolve(OTHERS, delivery=Delivery.AWAITED)
+    awaiting = evolve(OTHERS, delivery=GpuDelivery.AWAITED)
     assert wrongs(given_pod("GPU-d", "GPU-c"), AWAITED, awaiting) == []
     assert kinds(wrongs(given_pod("GPU-c"), awaiting)) == [(UNRESERVED, ("GPU-c",))]
 
 
-@pytest.mark.parametrize("delivery", [None, Delivery.RECORDED], ids=str)
-def test_gpu_that_another_pod_has_is_wrong_whoever_chose(delivery: Delivery | None) -> None:
+@pytest.mark.parametrize("delivery", [None, GpuDelivery.RECORDED], ids=str)
+def test_gpu_that_another_pod_has_is_wrong_whoever_chose(delivery: GpuDelivery | None) -> None:
     theirs = evolve(OTHERS, delivery=delivery)
     found = wrongs(given_pod("GPU-d", "GPU-c"), AWAITED, theirs)
     assert kinds(found) == [(MISMATCHED, ("GPU-c",)), (COLLISION, ("GPU-c",))]
@@ -149,7 +149,7 @@ def test_another_number_of_gpus_than_reserved_is_wrong(given: tuple[str, ...]) -
 
 
 def test_recorded_gpus_are_compared_like_any_others() -> None:
-    assert kinds(wrongs(given_pod("GPU-d"), evolve(OWN, delivery=Delivery.RECORDED))) == [(MISMATCHED, ("GPU-d",))]
+    assert kinds(wrongs(given_pod("GPU-d"), evolve(OWN, delivery=GpuDelivery.RECORDED))) == [(MISMATCHED, ("GPU-d",))]
 
 
 def test_pod_without_a_reservation_collides_with_the_holder_of_its_gpu() -> None:

@@ -12,13 +12,13 @@ from webhook.core.fleet import Fleet
 from webhook.core.hashes import HashPolicy
 from webhook.core.injection import Injection
 from webhook.core.reasons import Reason
-from webhook.core.reservation import Delivery, Orphan, Phase, Reservation
+from webhook.core.reservation import GpuDelivery, Orphan, Phase, Reservation
 from webhook.core.verdict import Deny
 
 LAX = EvidencePolicy()
 LABEL = "gpuwarden.io/injection"
 GPUS = tuple(device(f"GPU-{number}") for number in (1, 2, 3))
-OWN = reservation(slot("GPU-1"), phase=Phase.FINALIZED, delivery=Delivery.RECORDED)
+OWN = reservation(slot("GPU-1"), phase=Phase.FINALIZED, delivery=GpuDelivery.RECORDED)
 
 
 def plugin_node(gpus: int | None = 3) -> Node:
@@ -59,7 +59,7 @@ def test_no_more_is_reserved_than_the_plugin_offers(offered: int | None, fits: i
 def test_gpus_of_pods_without_a_reservation_count_too() -> None:
     """The plugin gave one to a stranger; the reservation that stood for it will get another one."""
     marked = evolve(plugin_node(), devices=(evolve(GPUS[0], mismatch="in use"), *GPUS[1:]))
-    found = with_held(evolve(OWN, delivery=Delivery.AWAITED), on=marked)
+    found = with_held(evolve(OWN, delivery=GpuDelivery.AWAITED), on=marked)
     assert verdict(found) == "node-a"
     assert verdict(found, asked(2)) == (Reason.NO_FREE_DEVICE, "1 has fewer than 2 free GPUs")
 
@@ -74,7 +74,7 @@ def test_node_without_its_plugin_is_named() -> None:
 UNCOUNTED: dict[str, Reservation] = {
     "another injection": evolve(OWN, delivery=None),
     "orphan": evolve(OWN, orphan=Orphan(NOW, SECOND)),
-    "orphan before its delivery": evolve(OWN, delivery=Delivery.AWAITED, orphan=Orphan(NOW, SECOND)),
+    "orphan before its delivery": evolve(OWN, delivery=GpuDelivery.AWAITED, orphan=Orphan(NOW, SECOND)),
 }
 IN_USE = (Reason.NO_FREE_DEVICE, "1 has a GPU in use that its device plugin takes for free")
 
@@ -106,7 +106,7 @@ def test_orphan_that_is_alive_again_blocks_the_node_no_more() -> None:
 def test_pods_of_other_injections_wait_until_the_kubelet_has_chosen() -> None:
     """The node had the injection `plugin` a moment ago: its kubelet may choose any GPU."""
     wish = asked(injection=Injection.NVIDIA)
-    before = evolve(OWN, delivery=Delivery.AWAITED)
+    before = evolve(OWN, delivery=GpuDelivery.AWAITED)
     found = with_held(before, on=node("node-a", *GPUS))
     assert verdict(found, wish) == (Reason.NO_FREE_DEVICE, "1 has a GPU that its kubelet has not chosen yet")
     found.hold(OWN)

@@ -33,7 +33,7 @@ from webhook.core.hashes import HashPolicy
 from webhook.core.injection import Injection
 from webhook.core.pod import Pod
 from webhook.core.reasons import Reason
-from webhook.core.reservation import Delivery
+from webhook.core.reservation import GpuDelivery
 from webhook.core.verdict import Deny
 
 RULES = DressRules()
@@ -47,7 +47,7 @@ WISH = raw_pod(
 )
 CLAIM = claim(WISH, PLUGIN)
 HELD = reservation(
-    *(slot(f"GPU-{number}") for number in (1, 2, 3)), id="r-1", digest=CLAIM.digest, delivery=Delivery.AWAITED
+    *(slot(f"GPU-{number}") for number in (1, 2, 3)), id="r-1", digest=CLAIM.digest, delivery=GpuDelivery.AWAITED
 )
 VOID = {"name": "NVIDIA_VISIBLE_DEVICES", "value": "void"}
 
@@ -81,7 +81,7 @@ def test_request_stays_and_no_gpu_is_named() -> None:
     assert "GPU-" not in str(raw)
     assert "node-a" in str(raw["spec"]["affinity"])
     assert CLAIM.record.injection == "plugin"
-    assert CLAIM.delivery is Delivery.AWAITED
+    assert CLAIM.delivery is GpuDelivery.AWAITED
 
 
 def test_final_pod_is_admitted() -> None:

@@ -18,18 +18,18 @@ from webhook.core.claim_keys import ClaimRecord
 from webhook.core.device import DeviceUuid
 from webhook.core.errors import SlotsTakenError
 from webhook.core.injection import Injection
-from webhook.core.reservation import Delivery, Orphan, Phase, PodIdentity, PodProof, Reservation, ReservationId
+from webhook.core.reservation import GpuDelivery, Orphan, Phase, PodIdentity, PodProof, Reservation, ReservationId
 from webhook.core.reservation import ReservationRequest as Ask
 from webhook.kube.gpu_node import GpuNode, raw_held, with_held
 from webhook.ledger.moves import Adopt, HoldSlots, RecordDelivery, Release, Times, WriteAgainError
 from webhook.ledger.reserved_pod import ReservedPod
 
 TIMES = Times(PENDING_DEADLINE, CLOCK_SKEW)
-AWAITED, RECORDED = Delivery.AWAITED, Delivery.RECORDED
+AWAITED, RECORDED = GpuDelivery.AWAITED, GpuDelivery.RECORDED
 Held = dict[ReservationId, Reservation]
 
 
-def held_for(pod: str, *uuids: str, delivery: Delivery | None = AWAITED) -> Reservation:
+def held_for(pod: str, *uuids: str, delivery: GpuDelivery | None = AWAITED) -> Reservation:
     slots = (slot(uuid) for uuid in uuids)
     return reservation(*slots, id=pod, phase=Phase.FINALIZED, pod_name=pod, uid=pod, delivery=delivery)
 
@@ -63,7 +63,7 @@ def test_two_placeholders_of_one_pod_are_taken() -> None:
 
 
 @pytest.mark.parametrize("delivery", [None, RECORDED], ids=str)
-def test_gpu_that_another_pod_has_is_not_taken(delivery: Delivery | None) -> None:
+def test_gpu_that_another_pod_has_is_not_taken(delivery: GpuDelivery | None) -> None:
     held: Held = {one.id: one for one in (held_for("A", "GPU-1"), held_for("B", "GPU-2", delivery=delivery))}
     before = dict(held)
     with pytest.raises(SlotsTakenError):
@@ -106,7 +106,7 @@ MARKED = Orphan(NOW, timedelta(seconds=5))
     ],
 )
 def test_no_reservation_is_made_beside_one_that_the_kubelet_could_confuse(
-    before: Reservation, asked: Delivery | None, *, is_taken: bool
+    before: Reservation, asked: GpuDelivery | None, *, is_taken: bool
 ) -> None:
     """Even if the decision was made on an older state of the node."""
     held: Held = {before.id: before}
@@ -119,8 +119,8 @@ def test_no_reservation_is_made_beside_one_that_the_kubelet_could_confuse(
     assert ("B" in held) is not is_taken
 
 
-@pytest.mark.parametrize("delivery", [None, *Delivery], ids=str)
-def test_delivery_is_stored(delivery: Delivery | None) -> None:
+@pytest.mark.parametrize("delivery", [None, *GpuDelivery], ids=str)
+def test_delivery_is_stored(delivery: GpuDelivery | None) -> None:
     one = held_for("A", "GPU-1", delivery=delivery)
     raw = with_held(gpu_node("node-a", "GPU-1"), [one], ())
     assert raw["status"]["held"]["GPU-1/0"].get("delivery") == delivery
@@ -133,7 +133,7 @@ DEVICES = tuple(DeviceUuid(f"GPU-{number}") for number in range(5))
 
 
 @define
-class Node:
+class PluginNode:
     """The truth on the node, and what the ledger holds. Every write satisfies the validation rules of GPUNodes."""
 
     held: Held = field(factory=dict)
@@ -192,7 +192,7 @@ class Node:
     st.randoms(),
 )
 def test_ledger_converges_on_what_the_kubelet_gave(steps: list[tuple[str, int]], choice: random.Random) -> None:
-    node, number, over = Node(), 0, set[str]()
+    node, number, over = PluginNode(), 0, set[str]()
     for what, which in steps:
         pods = [pod for pod in node.wanted if (pod in over) is (what == "release")]
         pod = pods[which % len(pods)] if pods else None

@@ -253,3 +253,13 @@ async def test_request_that_another_webhook_adds_is_refused(plugged: Harness) ->
         final["spec"]["containers"][number]["resources"] = {"limits": {"nvidia.com/gpu": gpus}}
         review = builders.review("CREATE", new=final, uid=f"validate-{number}")
         assert refusal(await plugged.validate(review)) == (403, "InjectionConflict")
+
+
+async def test_debug_container_gets_no_gpu_that_only_stands_for_the_pods(plugged: Harness) -> None:
+    """The kubelet may have given it to another pod."""
+    final = await plugged.create(plugin_pod())
+    for value, is_allowed in ((plugged.held[0], False), ("void", True)):
+        debug = raw_container("debug", env=builders.raw_env(NVIDIA_VISIBLE_DEVICES=value))
+        new = {**final, "spec": {**final["spec"], "ephemeralContainers": [debug]}}
+        response = await plugged.validate(builders.update(new, final, subresource="ephemeralcontainers"))
+        assert response["allowed"] is is_allowed

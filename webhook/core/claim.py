@@ -15,7 +15,7 @@ from webhook.core.hashes import NO_HASH_POLICY, HashPolicy, hashes_in
 from webhook.core.injection import Injection, recorded_injection
 from webhook.core.nodes_asked import NodesAsked
 from webhook.core.pod import Pod, whole_number
-from webhook.core.reservation import Delivery
+from webhook.core.reservation import GpuDelivery
 from webhook.core.reserve import Reserve, recorded_reserve
 
 # No node has as many GPUs: a larger number is a typing error.
@@ -92,7 +92,7 @@ class Claim:
         return self.record.shared
 
     @property
-    def delivery(self) -> Delivery | None:
+    def delivery(self) -> GpuDelivery | None:
         return self.record.delivery
 
     @property

@@ -27,7 +27,7 @@ from webhook.core.keys import (
     WOKEN_AT,
     Key,
 )
-from webhook.core.reservation import Delivery
+from webhook.core.reservation import GpuDelivery
 
 
 @frozen
@@ -129,9 +129,9 @@ class ClaimRecord(msgspec.Struct, frozen=True, omit_defaults=True):
         return structs.replace(self.without_count(), injection=None, reserve=None)
 
     @property
-    def delivery(self) -> Delivery | None:
+    def delivery(self) -> GpuDelivery | None:
         """AWAITED if the kubelet chooses the GPUs, by a device plugin."""
-        return Delivery.AWAITED if self.injection == Injection.PLUGIN else None
+        return GpuDelivery.AWAITED if self.injection == Injection.PLUGIN else None
 
     @property
     def selects_devices(self) -> bool:

@@ -43,7 +43,7 @@ MOVES: dict[tuple[Phase, ReservationEvent], Phase] = {
 }
 
 
-class Delivery(StrEnum):
+class GpuDelivery(StrEnum):
     """Whether the kubelet has chosen the GPUs of a reservation that leaves the choice to it."""
 
     # The slots stand for as many GPUs of the node, whichever the kubelet chooses.
@@ -91,7 +91,7 @@ class ReservationRequest:
     is_shared: bool = False
     # The beginning of the pod's name, if the API server has not generated it yet.
     name_prefix: str | None = None
-    delivery: Delivery | None = None
+    delivery: GpuDelivery | None = None
     # The uid of the pod, if the API server has shown that it exists: the reservation has no deadline then. Repeating
     # the request renews the reservation.
     uid: str | None = None
@@ -148,12 +148,12 @@ class Reservation:
     # The GPUs that its pod has by the report of its node; empty as long as these are the reserved ones.
     given: tuple[DeviceUuid, ...] = ()
     # None unless the kubelet chooses the GPUs.
-    delivery: Delivery | None = None
+    delivery: GpuDelivery | None = None
 
     @property
     def is_awaited(self) -> bool:
         """Whether the kubelet chooses its GPUs, and is not known to have done so."""
-        return self.delivery is Delivery.AWAITED
+        return self.delivery is GpuDelivery.AWAITED
 
     @property
     def uuids(self) -> tuple[DeviceUuid, ...]:

@@ -13,7 +13,7 @@ from attrs import evolve, frozen
 from webhook.core.device import Device, DeviceUuid, Slot, is_uuid
 from webhook.core.errors import GpuwardenError
 from webhook.core.raw import Raw
-from webhook.core.reservation import Delivery, Orphan, Phase, Reservation, ReservationId
+from webhook.core.reservation import GpuDelivery, Orphan, Phase, Reservation, ReservationId
 from webhook.runtime.clock import LONG_AGO, is_plausible
 
 API_VERSION = "gpuwarden.io/v1alpha1"
@@ -63,7 +63,7 @@ class HeldSlotWire(msgspec.Struct, frozen=True, omit_defaults=True):
     boot_id: str = msgspec.field(name="bootID", default="")
     unused_at: Timestamp | None = msgspec.field(name="unusedAt", default=None)
     given: list[str] = []
-    delivery: Delivery | None = None
+    delivery: GpuDelivery | None = None
 
 
 class GpuNodeSpecWire(msgspec.Struct, frozen=True):

@@ -21,7 +21,7 @@ from webhook.core.errors import (
     UnknownReservationError,
 )
 from webhook.core.reservation import (
-    Delivery,
+    GpuDelivery,
     Orphan,
     Phase,
     Placement,
@@ -219,7 +219,7 @@ class RecordDelivery:
                 slots = (placeholder if slot.uuid == uuid else slot for slot in other.slots)
                 held[other.id] = evolve(other, slots=tuple(sorted(slots)))
         slots = (Slot(uuid, 0) for uuid in self.given)
-        recorded = held[known.id] = evolve(known, slots=tuple(sorted(slots)), delivery=Delivery.RECORDED)
+        recorded = held[known.id] = evolve(known, slots=tuple(sorted(slots)), delivery=GpuDelivery.RECORDED)
         return recorded
 
 

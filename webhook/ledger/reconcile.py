@@ -19,7 +19,7 @@ from webhook.core import keys
 from webhook.core.errors import LedgerError, ReservationConflictError, ReservationExpiredError, SlotsTakenError
 from webhook.core.raw import Raw
 from webhook.core.reasons import Reason
-from webhook.core.reservation import Delivery, Phase, PodIdentity, PodProof, Reservation, ReservationId
+from webhook.core.reservation import GpuDelivery, Phase, PodIdentity, PodProof, Reservation, ReservationId
 from webhook.kube.events import Events, Subject
 from webhook.ledger.at_binding import MAX_BINDING_DURATION
 from webhook.ledger.cluster import ClusterLedger, PodReader, PodReaderUnavailableError, pod_of
@@ -460,7 +460,7 @@ def is_delivery_news(one: ReservedPod, held: Reservation) -> bool:
     a pod that is leaving no more."""
     if held.delivery is None or one.is_final:
         return False
-    if held.delivery is Delivery.AWAITED:
+    if held.delivery is GpuDelivery.AWAITED:
         return len(one.given) == len(held.slots)
     return not one.is_leaving and set(one.uuids) != set(held.uuids)
 

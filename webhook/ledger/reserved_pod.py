@@ -14,7 +14,7 @@ from webhook.core.errors import InvalidPodError
 from webhook.core.gpu_visibility import visible_env
 from webhook.core.pod import EnvVar, Metadata, Pod, WireStruct
 from webhook.core.raw import Raw
-from webhook.core.reservation import Delivery, PodIdentity, Reservation, ReservationId
+from webhook.core.reservation import GpuDelivery, PodIdentity, Reservation, ReservationId
 from webhook.ledger.end_of_use import TERMINAL_PHASES, has_ended
 from webhook.ledger.given import GivenStatusWire, uuids_in
 from webhook.runtime.clock import LONG_AGO
@@ -60,7 +60,7 @@ class ReservedPod:
     has_ended: bool = False  # its containers no longer use its devices
     has_controller: bool = False
     # AWAITED if the kubelet chooses its devices; then those that it has given to the pod.
-    delivery: Delivery | None = None
+    delivery: GpuDelivery | None = None
     given: tuple[DeviceUuid, ...] = ()
 
     @classmethod
