@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import re
-from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -159,6 +159,19 @@ async def cancel_and_wait(tasks: Sequence[asyncio.Task[None]]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
+@asynccontextmanager
+async def running_tasks(*actions: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Runs endless actions meanwhile. If one has failed, its exception is raised at the end."""
+    tasks = [asyncio.create_task(one) for one in actions]
+    try:
+        yield
+        for task in tasks:
+            if task.done():
+                task.result()
+    finally:
+        await cancel_and_wait(tasks)
+
+
 async def copy_stream(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     """Copies until the reader ends, then closes the writer."""
     with suppress(OSError):
@@ -215,8 +228,7 @@ class Site:
         self, kubeconfig: Path | None = None, *, leads: bool = True, program: Sequence[str] = (GPUWARDEN,)
     ) -> Worker:
         # kwok runs no containers, so the reconciler need not wait long for deletions that it did not observe.
-        is_told = "--max-grace" in self.flags or tuple(program) != (GPUWARDEN,)
-        short = [] if is_told else ["--max-grace", "1s", "--orphan-margin", "1s"]
+        short = [] if "--max-grace" in self.flags else ["--max-grace", "1s", "--orphan-margin", "1s"]
         flags = ["--ui-port", "0", "--lease-namespace", self.own_namespace, "--log-level", "info", *short]
         worker = await self._started("reconcile", flags, kubeconfig, program=program)
         self.reconcilers.append(worker)
@@ -234,8 +246,6 @@ class Site:
         directory = self.directory / f"{command}-{next(self._numbers)}"
         directory.mkdir()
         where = ["--kubeconfig", str(kubeconfig or self.kubeconfig)]
-        # An older release has every flag with every command, and may demand one that ours does not have there.
-        shared = self.flags if program[0] == "/usr/bin/env" else taken_by(command, self.flags)
         log = directory / "log"
         with log.open("wb") as file:
             process = await asyncio.create_subprocess_exec(
@@ -246,7 +256,7 @@ class Site:
                 "warn",
                 *WITHOUT_EVIDENCE,
                 *where,
-                *shared,
+                *taken_by(command, self.flags),
                 *flags,
                 cwd=directory,
                 stdout=asyncio.subprocess.PIPE,

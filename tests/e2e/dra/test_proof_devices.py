@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import AsyncExitStack
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -51,11 +51,12 @@ class Proofs:
     kube: Kube
     namespace: str
     directory: Path
+    flags: Sequence[str] = ()
     _worker: Worker | None = field(default=None, init=False)
 
     async def start(self, program: Collection[str] = (GPUWARDEN,)) -> None:
         where = ["--kubeconfig", str(self.cluster.kubeconfig), "--lease-namespace", self.namespace]
-        flags = [*where, *challenging(self.directory), "--proof-devices", "true", "--log-level", "info"]
+        flags = [*where, *challenging(self.directory), "--proof-devices", "true", "--log-level", "info", *self.flags]
         own = ["reconcile", "--ui-port", "0", *WITHOUT_EVIDENCE, *taken_by("reconcile", flags)]
         log = self.directory / "reconcile.log"
         with log.open("wb") as file:

@@ -1,0 +1,230 @@
+"""Evidence and native pods that come and go all the time."""
+
+import asyncio
+import itertools
+import random
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from datetime import datetime, timedelta
+
+import httpx
+from attrs import define, field
+
+from tests.e2e.dra.seen import DeviceKey, SeenClaim, SeenObjects, SeenPod
+from tests.e2e.dra.test_proof_devices import Proofs
+from tests.e2e.kube import CONFIG_MAPS, PODS, ApiError, Kube, Raw
+from tests.e2e.processes import running_tasks
+from webhook.core.proof_devices import hash_attribute
+from webhook.runtime.clock import utc_now
+
+TICK = 0.1
+CLIENTS = 16
+# For pods whose evidence ends just before the churn does.
+SETTLED = 5.0
+
+
+@define(eq=False)
+class RevisionClock:
+    """When a resource version was written. A ConfigMap that is written all the time tells it."""
+
+    _kube: Kube
+    _namespace: str
+    _versions: list[int] = field(factory=list)
+    _begun: list[datetime] = field(factory=list)
+    _ended: list[datetime] = field(factory=list)
+
+    async def run(self) -> None:
+        """Runs until cancelled."""
+        made = await self._kube.create(CONFIG_MAPS, {"metadata": {"generateName": "clock-"}}, self._namespace)
+        for number in itertools.count():
+            begun = utc_now()
+            with suppress(httpx.HTTPError):
+                change = {"data": {"tick": str(number)}}
+                made = await self._kube.patch(CONFIG_MAPS, made["metadata"]["name"], change, self._namespace)
+                self._versions.append(int(made["metadata"]["resourceVersion"]))
+                self._begun.append(begun)
+                self._ended.append(utc_now())
+            await asyncio.sleep(TICK)
+
+    @property
+    def writes(self) -> list[float]:
+        """How long each write took, in seconds."""
+        return [(ended - begun).total_seconds() for begun, ended in zip(self._begun, self._ended, strict=True)]
+
+    def earliest(self, version: int) -> datetime:
+        """A moment before the version was written."""
+        return self._begun[max(0, bisect_right(self._versions, version) - 1)]
+
+    def latest(self, version: int) -> datetime:
+        """A moment after the version was written."""
+        return self._ended[min(len(self._ended) - 1, bisect_left(self._versions, version))]
+
+
+@define
+class Period:
+    """A time during which a node was proven for a hash."""
+
+    hash: str
+    start: datetime
+    end: datetime
+
+
+@define(eq=False)
+class ProofChurn:
+    """Changes the evidence of all nodes, and keeps twice as many pods as there are GPUs. A node stays as it is for
+    about `pace` seconds."""
+
+    proofs: Proofs
+    gpus: Mapping[DeviceKey, str]
+    hashes: Sequence[str]
+    pace: float
+    asking: Callable[[str, int, str], Raw]
+    clock: RevisionClock = field(init=False)
+    seen: SeenObjects = field(init=False)
+    periods: dict[str, list[Period]] = field(factory=lambda: defaultdict(list), init=False)
+    over: datetime = field(factory=utc_now, init=False)
+    _rng: random.Random = field(factory=lambda: random.Random(7), init=False)  # noqa: S311 - a plan, not a secret
+
+    def __attrs_post_init__(self) -> None:
+        self.clock = RevisionClock(self.proofs.kube, self.proofs.namespace)
+        self.seen = SeenObjects(self.proofs.kube, self.proofs.namespace)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """At the end the evidence stays as it is, and what follows from its last changes is seen."""
+        nodes = sorted({pool for _, pool, _ in self.gpus})
+        async with self.seen.watching(), running_tasks(self.clock.run()):
+            async with running_tasks(self._create_pods(), self._remove_ended(), *map(self._change_evidence, nodes)):
+                yield
+            self.over = utc_now()
+            await asyncio.sleep(SETTLED)
+
+    # Evidence.
+
+    async def _change_evidence(self, node: str) -> None:
+        while True:
+            await self._wait(0, 0.25)
+            hash = self._rng.choice(self.hashes)
+            for _ in range(self._rng.choice((0, 1, 2))):
+                await self._prove(node, hash, self.pace)
+                await self._wait(0.2, 0.5)
+            await self._rng.choice((self._end, self._withdraw, self._change_hash))(node, hash)
+
+    async def _end(self, node: str, hash: str) -> None:
+        end = await self._prove(node, hash, self.pace / 2)
+        await asyncio.sleep(max(0, (end - utc_now()).total_seconds()))
+        await self._wait(0, 0.25)
+
+    async def _withdraw(self, node: str, hash: str) -> None:
+        await self._prove(node, hash, self.pace * 2)
+        await self._wait(0.3, 1)
+        await self.proofs.withdraws(node)
+        self._has_lost(node)
+
+    async def _change_hash(self, node: str, hash: str) -> None:
+        for one in (hash, self._rng.choice([one for one in self.hashes if one != hash])):
+            await self._prove(node, one, self.pace * 2)
+            await self._wait(0.3, 1)
+
+    async def _prove(self, node: str, hash: str, seconds: float) -> datetime:
+        start = utc_now()
+        end = await self.proofs.proves(node, hash, timedelta(seconds=seconds))
+        self._has_lost(node)
+        self.periods[node].append(Period(hash, start, end))
+        return end
+
+    def _has_lost(self, node: str) -> None:
+        for last in self.periods[node][-1:]:
+            last.end = min(last.end, utc_now())
+
+    async def _wait(self, shortest: float, longest: float) -> None:
+        await asyncio.sleep(self._rng.uniform(shortest, longest) * self.pace)
+
+    # Pods.
+
+    async def _create_pods(self) -> None:
+        for _ in range(2 * len(self.gpus)):
+            self.seen.removed.put_nowait("")
+        names = (f"p-{number}" for number in itertools.count())
+        await asyncio.gather(*(self._create_in_turn(names) for _ in range(CLIENTS)))
+
+    async def _create_in_turn(self, names: Iterator[str]) -> None:
+        while True:
+            await self.seen.removed.get()
+            await self._create(next(names))
+
+    async def _create(self, name: str) -> None:
+        content = self.asking(name, self._rng.choice((1, 1, 1, 2)), self._rng.choice(self.hashes))
+        runs = self._rng.uniform(0.5, 2) * self.pace
+        notes = {"kubelet.test/ends": "Succeeded", "kubelet.test/runs-for": f"{runs * 1000:.0f}ms"}
+        content["metadata"]["annotations"] |= notes
+        await self.proofs.kube.create(PODS, content, self.proofs.namespace)
+
+    async def _remove_ended(self) -> None:
+        asked: set[str] = set()
+        while True:
+            for name in [one.name for one in self.seen.pods.values() if one.ended and not one.marked]:
+                if name not in asked:
+                    asked.add(name)
+                    with suppress(ApiError):
+                        await self.proofs.kube.delete(PODS, name, self.proofs.namespace)
+            await asyncio.sleep(TICK)
+
+    # What was seen.
+
+    def bound(self) -> list[SeenPod]:
+        return [one for one in self.seen.pods.values() if one.bound]
+
+    def faults(self) -> list[str]:
+        """What must never be: a device of two claims, a pair of two GPUs, a proof for another hash, another node."""
+        return [*self.seen.faults, *(words for one in self.seen.claims.values() for words in self._wrong_pairs(one))]
+
+    def _wrong_pairs(self, claim: SeenClaim) -> Iterator[str]:
+        pod = self.seen.pods[claim.pod]
+        for gpu, proof in claim.pairs:
+            proven = {(one.uuid, one.hash) for one in self.seen.devices[proof]}
+            if proven != {(self.gpus[gpu], hash_attribute(pod.hash))}:
+                yield f"{pod.name} asks for {pod.hash} and has {gpu} with {proof}: {proven}"
+            if pod.bound and {gpu[1], proof[1]} != {pod.node}:
+                yield f"{pod.name} is on {pod.node} and has {gpu} with {proof}"
+
+    def seconds_bound_late(self) -> list[float]:
+        """Of each pod that was bound: how long after the end of the evidence of its node; 0 if before."""
+        return [self._lateness(one) for one in self.bound()]
+
+    def _lateness(self, pod: SeenPod) -> float:
+        moment = self.clock.latest(pod.bound)
+        begun = [one for one in self.periods[pod.node] if one.hash == pod.hash and one.start <= moment]
+        if not begun:
+            return float("inf")
+        return max(0.0, (moment - max(one.end for one in begun)).total_seconds())
+
+    def seconds_until_marked(self) -> list[float]:
+        """Of each pod whose proof ended while it ran: from the end, or from the write of the slice that tells it, until
+        the pod was marked for deletion or had ended by itself."""
+        claims = {one.pod: one for one in self.seen.claims.values()}
+        found = []
+        for pod in self.bound():
+            stops = min((self.clock.latest(one) for one in (pod.marked, pod.ended) if one), default=None)
+            ends = [self._end_of(proof, pod, stops or utc_now()) for _, proof in claims[pod.name].pairs]
+            due = min((one for one in ends if one is not None), default=self.over)
+            if due < self.over:
+                found.append((stops - due).total_seconds() if stops else float("inf"))
+        return found
+
+    def _end_of(self, proof: DeviceKey, pod: SeenPod, stops: datetime) -> datetime | None:
+        """When the proof of the bound pod ended; None if it did not before the pod stopped. An end that was moved away
+        within a second does not count: the pod may have stayed or not."""
+        states = [*self.seen.devices[proof], None]
+        for state, following in itertools.pairwise(states):
+            assert state is not None
+            if following is not None and following.version <= pod.bound:
+                continue
+            due = max(state.end, *(self.clock.earliest(one) for one in (state.version, pod.bound)))
+            changed = utc_now() if following is None else self.clock.earliest(following.version)
+            stays_ended = following is not None and following.end <= state.end
+            if due < stops and (stays_ended or due + timedelta(seconds=1) < changed):
+                return due
+        return None
