@@ -571,6 +571,19 @@ async def test_new_leader_lists_devices_of_an_earlier_hash() -> None:
     assert scene.stored("proofs") == {f"{A}/aa11": LATE}
 
 
+async def test_new_leader_opens_devices_that_are_proven_again() -> None:
+    scene = Scene(has_proofs=True)
+    scene.published[A] = {"aa11"}
+    scene.proves(A, None, OTHER_HASH)
+    await scene.after()
+    assert scene.stored("proofs") == {f"{A}/aa11": LATE}
+    scene.proves(A, None)
+    scene.ends = scene.another()
+    scene.ends.begin()
+    await scene.after()
+    assert scene.stored("proofs") == {}
+
+
 async def test_without_proof_devices_nothing_is_checked_within_the_second() -> None:
     scene = Scene()
     await scene.after()
