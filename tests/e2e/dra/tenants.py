@@ -211,8 +211,9 @@ def owner_pod() -> Raw:
 
 
 async def write_older_claims(users: Tenants) -> None:
-    """The claim and the template `older` were written before the guards."""
+    """The claim and the template `older` were written before the guards. The claim `nic` is for no GPU."""
     await users.tenant.create(RESOURCE_CLAIMS, claim("older", asking(exactly(GPU_DRIVER))), users.guarded)
+    await users.tenant.create(RESOURCE_CLAIMS, claim("nic", asking(exactly())), users.guarded)
     await users.tenant.create(RESOURCE_CLAIM_TEMPLATES, template("older", asking(exactly(GPU_DRIVER))), users.guarded)
     await write_labelled_claims(users, users.guarded, users.pod)
     await write_labelled_claims(users, users.free, users.free_pod)

@@ -13,6 +13,7 @@ from scripts.controlplane.cluster import Cluster
 from tests.e2e.cluster_users import BINDING_ENDS, is_denied, refused, resource_of
 from tests.e2e.conftest import new_namespace
 from tests.e2e.dra.gpus import (
+    CLAIM,
     DEVICE_CLASSES,
     GPU_DRIVER,
     RESOURCE_CLAIM_TEMPLATES,
@@ -57,7 +58,7 @@ from tests.e2e.dra.tenants import (
     version,
     without_opt_in,
 )
-from tests.e2e.kube import EVENTS, NAMESPACES, PODS, ApiError, Kube, Raw, gone, pod, wait_until
+from tests.e2e.kube import EVENTS, NAMESPACES, PODS, ApiError, Changes, Kube, Raw, Resource, gone, pod, wait_until
 from webhook.core.proof_claims import CLAIM_LABELS, EVIDENCE_ENDS, claim_spec, reserved_claim_spec
 from webhook.core.proof_devices import DRIVER, ProofDevice, hash_attribute
 from webhook.kube.install.policies import GUARDS, DraGuard, Installation, dra
@@ -217,6 +218,13 @@ def widens_any_class(users: Tenants) -> Any:
     return users.operator.call("PATCH", DEVICE_CLASSES.path(None, ANY_CLASS), change, {"dryRun": "All"})
 
 
+def replaces_own_claim(spec: Raw) -> Attack:
+    """The claim controller takes such a claim for the one that it would make from the pod's template."""
+    return lambda users: users.tenant.create(
+        RESOURCE_CLAIMS, claim("forged", spec, **owned(users.pod)), users.guarded, dryRun="All"
+    )
+
+
 def scheduler_makes_extended_claim(users: Tenants) -> Any:
     notes = {"resource.kubernetes.io/extended-resource-claim": "true"}
     content = claim("extended", asking(exactly(GPU_DRIVER)), **owned(users.pod, annotations=notes))
@@ -339,6 +347,9 @@ PROOFS = f"Only claims and templates of gpuwarden ask for devices of {DRIVER}, n
 # Two policies refuse it, and the API server shows the sentence of one.
 NOT_OURS = f"{DRIVER}, not "
 FORCED = "A forced deletion would free the GPUs of pod runner while its containers run, so tom has to delete it without"
+MADE = (
+    "A claim with the annotation resource.kubernetes.io/pod-claim-name is made from the template of a pod, not by tom"
+)
 SHAPE = "is not as gpuwarden writes it"
 PAIR, TWO = pairs(1, HASH), pairs(2, HASH)
 FOR_ANOTHER = pairs(1, "sha256:bb22")["devices"]["requests"][0]["exactly"]["selectors"]
@@ -481,6 +492,8 @@ ATTACKS: dict[str, tuple[Attack, str]] = {
         elsewhere(writes_named_template("gpuwarden-1-aa11")),
         "belongs to gpuwarden: tom may not write it",
     ),
+    "claim in place of the one from the template": (replaces_own_claim(asking(exactly())), MADE),
+    "claim put in place of the one from the template later": (reowns("nic"), MADE),
     "another owner": (reowns("held"), OWNERS),
     "another owner after the opt-out": (elsewhere(reowns("held")), OWNERS),
     "claim of another pod after the opt-out": (
@@ -753,6 +766,68 @@ async def test_pod_that_cannot_run_is_deleted_by_force(users: Tenants) -> None:
     await refused(users.tenant.delete(PODS, "over", users.guarded, grace=0), "A forced deletion would free")
     await users.admin.patch(PODS, "over", {"status": {"phase": "Failed"}}, users.guarded, subresource="status")
     await users.tenant.delete(PODS, "over", users.guarded, grace=0)
+
+
+CLAIM_OF_A_CONTAINER: Raw = {"name": CLAIM}
+EPHEMERAL: Raw = {"name": "debug", "image": "example.test/debug:1", "resources": {"claims": [CLAIM_OF_A_CONTAINER]}}
+
+
+@pytest.mark.parametrize(
+    ("of", "name", "subresource", "change"),
+    [
+        (RESOURCE_CLAIMS, "held", "status", {"status": {"reservedFor": None}}),
+        (RESOURCE_CLAIMS, "held", "status", {"status": {"allocation": None}}),
+        (
+            RESOURCE_CLAIMS,
+            "held",
+            "status",
+            {"status": {"devices": [{"driver": GPU_DRIVER, "pool": "a", "device": "b"}]}},
+        ),
+        (RESOURCE_CLAIMS, "held", "", {"spec": pairs(1, "sha256:bb22")}),
+        (RESOURCE_CLAIMS, "held", "", {"status": {"reservedFor": None, "allocation": None}}),
+        (
+            PODS,
+            "runner",
+            "status",
+            {"status": {"resourceClaimStatuses": [{"name": CLAIM, "resourceClaimName": "held"}]}},
+        ),
+        (PODS, "runner", "status", {"status": {"phase": "Failed"}}),
+        (PODS, "runner", "", {"spec": {"resourceClaims": [{"name": CLAIM, "resourceClaimName": "held"}]}}),
+        (PODS, "runner", "ephemeralcontainers", {"spec": {"ephemeralContainers": [EPHEMERAL]}}),
+        (
+            PODS,
+            "runner",
+            "resize",
+            [
+                {
+                    "op": "add",
+                    "path": "/spec/containers/0/resources/claims/-",
+                    "value": {"name": CLAIM, "request": "gpu0"},
+                }
+            ],
+        ),
+        (RESOURCE_SLICES, f"gpuwarden-{NODE}-0", "", {"spec": {"devices": None}}),
+        (DEVICE_CLASSES, NIC, "", {"spec": {"selectors": None}}),
+    ],
+    ids=lambda one: one.plural if isinstance(one, Resource) else str(one)[:60],
+)
+async def test_tenant_has_no_other_way_to_devices_of_a_claim(
+    users: Tenants, of: Resource, name: str, subresource: str, change: Raw | Changes
+) -> None:
+    """Kubernetes itself refuses it, or the change has no effect."""
+    namespace = users.guarded if of.is_namespaced else None
+    before = await users.admin.get(of, name, namespace)
+    with suppress(ApiError):
+        await users.tenant.patch(of, name, change, namespace, subresource)
+    after = await users.admin.get(of, name, namespace)
+    assert (after["spec"], after.get("status")) == (before["spec"], before.get("status"))
+
+
+async def test_tenant_writes_no_rule_for_taints(users: Tenants) -> None:
+    rule = {"metadata": {"name": "forged"}, "spec": {"taint": {"key": "a", "effect": "NoExecute"}}}
+    with pytest.raises(ApiError) as caught:
+        await users.tenant.create(Resource("apis/resource.k8s.io/v1beta2", "devicetaintrules", False), rule)
+    assert caught.value.status in (403, 404)
 
 
 async def denies(attack: Attack, users: Tenants) -> bool:

@@ -27,11 +27,13 @@ from tests.e2e.dra.tenants import (
     allocation_on,
     asking,
     claim,
+    consumer,
     exactly,
     guarded,
     guards,
     in_seconds,
     labelled_template,
+    owned,
     template,
     tenants_of,
     write_ends,
@@ -201,13 +203,14 @@ async def test_unlabelled_claim_gets_no_proof(users: Tenants) -> None:
 
 
 async def test_reservation_after_the_end_is_refused(users: Tenants) -> None:
-    """A claim that was allocated before the end, for a pod that comes later."""
+    """A claim that was allocated before the end, for its pod that comes later."""
     await write_ends(users, {NODE: NEVER})
-    content = claim("early", pairs(1, HASH), labels=CLAIM_LABELS)
+    owners = owned(users.free_pod)["ownerReferences"]
+    content = claim("early", pairs(1, HASH), labels=CLAIM_LABELS, ownerReferences=owners)
     await users.warden.create(RESOURCE_CLAIMS, content, users.free)
     place = RESOURCE_CLAIMS.path(users.free, "early", "status")
     status = {"allocation": allocation_on(NODE, proof0=DRIVER)}
-    change = {"status": {"reservedFor": [{"resource": "pods", "name": "late", "uid": "late"}]}}
+    change = {"status": {"reservedFor": [consumer(users.free_pod)]}}
 
     async def allocated() -> bool:
         try:
