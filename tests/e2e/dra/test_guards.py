@@ -885,6 +885,35 @@ async def proven_pod(users: Tenants, name: str, namespace: str | None = None) ->
     return str((await claim_of_pod(users.admin, namespace, name))["metadata"]["name"])
 
 
+async def test_vain_requests_without_opt_in_do_not_keep_proven_pods_waiting(users: Tenants) -> None:
+    """By the resource that each class has, or by a class of all devices and an expression without our name. The
+    scheduler tries, because the evidence of these devices has no end."""
+    evading = asking(
+        exactly(
+            ANY_CLASS,
+            selectors=[{"cel": {"expression": "device.driver.startsWith('attested')"}}],
+            tolerations=[ANYTHING],
+        )
+    )
+    await users.tenant.create(RESOURCE_CLAIM_TEMPLATES, template("evading", evading), users.free)
+    by_resource = pod("by-resource")
+    amount = {f"deviceclass.resource.kubernetes.io/{DRIVER}": "1"}
+    by_resource["spec"]["containers"][0]["resources"] = {"limits": amount, "requests": amount}
+    thieves = {"by-resource": by_resource, "by-claim": claiming_pod("by-claim", resourceClaimTemplateName="evading")}
+    for content in thieves.values():
+        await users.tenant.create(PODS, content, users.free)
+    try:
+        await refused_by_scheduler(users.admin, users.free, "by-resource", PROOFS)
+        await refused_by_scheduler(users.admin, users.free, "by-claim", "may take proven GPUs")
+        for _ in range(3):
+            await proven_pod(users, "proven")
+            await ended(users.admin, users.guarded, "proven")
+    finally:
+        for name in thieves:
+            await ended(users.admin, users.free, name)
+        await users.admin.delete(RESOURCE_CLAIM_TEMPLATES, "evading", users.free)
+
+
 @pytest.mark.parametrize("propagation", ["Background", "Foreground", "Orphan"])
 async def test_claim_with_gpus_is_collected_with_its_pod(users: Tenants, propagation: str) -> None:
     made = await proven_pod(users, "proven")
