@@ -38,7 +38,7 @@ from webhook.ledger.end_of_use import NodeSnapshot
 from webhook.ledger.pods import PodsUnavailableError
 from webhook.ledger.reserved_pod import PodSnapshot, ReservedPod
 from webhook.node import dra_messages
-from webhook.scheduler import wakeups
+from webhook.scheduler import nominations, wakeups
 from webhook.web.evidence import ProofBody
 from webhook.web.finalize import FinalizeBody
 
@@ -141,6 +141,7 @@ PARSERS = (
     Parser("GPUNode of the exporter", stored(uses.HeldDevices.parse), "gpunodes", UNREADABLE),
     Parser("resident pod", stored(lambda one: evidence_loss.BoundPod.of(one, RULES)), "pods", UNREADABLE),
     Parser("pod that waits for a scheduler", stored(wakeups.is_rejected_by_us), "pods", UNREADABLE),
+    Parser("pod whose Binding was refused", stored(nominations.refused_pod), "pods", UNREADABLE),
     Parser("refusal of a Binding", lambda content: pods.error_message(409, content), "refusals"),
     Parser("refusal of a request", status_message, "refusals"),
     Parser("refusal of an object", answers.refused_object, "refusals"),
