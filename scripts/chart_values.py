@@ -434,7 +434,8 @@ ATTEST: Final = [
         "",
         PATH_OR_EMPTY,
         "The directory of CDI specifications on the nodes, such as /var/run/cdi. With it and attest.kubeletPlugins, "
-        "containers with a proof device get a file with the evidence, signed by the node. Empty: off.",
+        "containers with a proof device get a file with the evidence, signed by the node. Who can write there controls "
+        "the node. Empty: off.",
     ),
     Value(
         "spire.socketDirectory", "/run/spire/agent-sockets", TEXT, "Directory of the SPIRE agent's socket on the nodes."

@@ -75,7 +75,8 @@ async def is_possible(here: Harness) -> bool:
 
 async def create(here: Harness, name: str, gpus: int = 1, node: str = "", **spec: object) -> Raw:
     at = {"nodeSelector": {HOST: node}} if node else {}
-    return await here.kube.create(PODS, pod(name, gpus, ASKING, **at, **spec), here.namespace)
+    content = pod(name, gpus, ASKING, terminationGracePeriodSeconds=1, **at, **spec)
+    return await here.kube.create(PODS, content, here.namespace)
 
 
 async def bind(here: Harness, name: str, node: str, **options: str) -> ApiError | None:
@@ -237,7 +238,8 @@ async def test_tenant_cannot_change_what_the_binding_has_written(harness: Harnes
     """A restarted container would read the changed annotation."""
     async with tenant_of(cluster, harness.kube, OPT_IN) as (tenant, namespace):
         await wait_until(partial(is_reviewed, harness.kube, namespace))
-        made = await tenant.create(PODS, pod("mine", 1, ASKING), namespace)
+        mine = pod("mine", 1, ASKING, terminationGracePeriodSeconds=1)
+        made = await tenant.create(PODS, mine, namespace)
         (bound,) = await pods_in_phase(harness.kube, namespace, 1, "Running")
         own = bound["metadata"]["annotations"][UUID]
         other = next(gpu for gpu in harness.site.gpus if gpu != own)
@@ -267,8 +269,10 @@ async def test_restarted_stateful_set_and_job_get_gpus_again(harness: Harness) -
         raw = await wait_until(again)
         assert raw is not None
         assert await agrees(harness, raw)
+        await wait_until(harness.site.held, lambda held: len(held) == 1, LOST)
         await kube.create(JOBS, job("run", 2, 1, ASKING), namespace)
-        pods = await pods_in_phase(kube, namespace, 2, "Running", labelSelector="job-name=run")
+        of_job = partial(kube.list, PODS, namespace, labelSelector="job-name=run")
+        pods = await wait_until(of_job, lambda pods: sum("nodeName" in one["spec"] for one in pods) == 2, RETRIED)
         assert all([await agrees(harness, one) for one in pods])
     finally:
         await kube.delete(STATEFUL_SETS, "kept", namespace)

@@ -38,6 +38,9 @@ from webhook.runtime.tls.certificates import certificate_in
 CA, OTHER_CA = Authority(TRUST_DOMAIN), Authority(TRUST_DOMAIN)
 NODE_ID = evidence_id("node-a", HASH)
 NODE = CA.issue(NODE_ID)
+# The certificate with the number of another curve.
+P_256 = bytes.fromhex("06082a8648ce3d030107")
+ODD_CURVE = NODE.chain.replace(P_256, P_256[:-1] + b"\x7f")
 NOW = utc_now().replace(microsecond=0)
 CLAIM = RecordedClaim("ml", "gpuwarden-1", "uid-1")
 RECORD = EvidenceRecord("node-a", NODE_ID, HASH, NOW, CLAIM, ["uid-train"], ["GPU-1"], NOW + HOUR)
@@ -73,7 +76,7 @@ def test_record_of_a_node_is_verified_with_the_bundle_alone() -> None:
 
 
 def test_record_outlives_the_certificate_that_has_signed_it() -> None:
-    old = CA.issue(NODE_ID, not_after=utc_now() - timedelta(minutes=1))
+    old = CA.issue(NODE_ID, not_after=NOW - timedelta(minutes=1))
     before = changed(issued=NOW - HOUR)
     assert check(signed(before, svid_of(old))) == before
     with pytest.raises(BadRecordError, match="not valid at"):
@@ -90,7 +93,8 @@ def test_record_outlives_the_certificate_that_has_signed_it() -> None:
         (signed(RECORD, svid_of(CA.issue(f"spiffe://{TRUST_DOMAIN}/workload"))), "is not that of a node"),
         (signed(RECORD, svid_of(OTHER_CA.issue(NODE_ID))), "is not of the trust bundle"),
         (forged(RECORD, OTHER_CA.issue(NODE_ID), x5c=[base64.b64encode(NODE.chain).decode()]), "signature is wrong"),
-        (forged(b"{}", NODE), "content cannot be read"),
+        (forged(RECORD, NODE, x5c=[base64.b64encode(ODD_CURVE).decode()]), "its key cannot be read"),
+        (forged(b"{}", NODE), "content or its key cannot be read"),
         (forged(RECORD, NODE, typ="JWT"), "header is not that of a record"),
         (forged(RECORD, NODE, jku="https://a"), "header is not that of a record"),
         (forged(RECORD, NODE, x5c="AA=="), "header is not that of a record"),
@@ -112,6 +116,7 @@ def test_record_outlives_the_certificate_that_has_signed_it() -> None:
         "signed by a workload that is no node",
         "another authority",
         "the chain of another key",
+        "a key on an unknown curve",
         "no content",
         "a token",
         "a key by reference",

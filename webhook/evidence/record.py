@@ -12,6 +12,7 @@ from typing import Annotated, Any, Final
 import jwt
 import msgspec
 from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.hazmat.primitives.serialization import Encoding, load_pem_private_key
 from cryptography.x509 import verification
@@ -107,7 +108,7 @@ def chain_in(text: str) -> list[x509.Certificate]:
         raise BadRecordError(f"it is longer than {MAX_RECORD} bytes")
     try:
         header = jwt.get_unverified_header(text)
-    except (jwt.InvalidTokenError, RecursionError) as exc:
+    except (jwt.PyJWTError, RecursionError) as exc:
         raise BadRecordError(f"it is not a JWS: {exc}") from exc
     x5c = header.get("x5c")
     if not set(header) <= HEADER or header.get("typ") != TYPE or not isinstance(x5c, list):
@@ -126,10 +127,10 @@ def content_of(text: str, leaf: x509.Certificate) -> EvidenceRecord:
         key: Any = leaf.public_key()
         content = jwt.PyJWS().decode(text, key, algorithms=[algorithm_of(key)])
         return msgspec.json.decode(content, type=EvidenceRecord)
-    except jwt.InvalidTokenError as exc:
+    except jwt.PyJWTError as exc:
         raise BadRecordError(f"its signature is wrong: {exc}") from exc
-    except (ValueError, RecursionError, UnicodeDecodeError) as exc:
-        raise BadRecordError(f"its content cannot be read: {exc}") from exc
+    except (ValueError, RecursionError, UnsupportedAlgorithm) as exc:
+        raise BadRecordError(f"its content or its key cannot be read: {exc}") from exc
 
 
 def claim_of(text: str) -> RecordedClaim:
