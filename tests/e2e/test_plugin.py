@@ -22,7 +22,7 @@ IN_USE: Final = "a GPU in use that its device plugin takes for free"
 
 @pytest.fixture
 async def plugged(cluster: Cluster, kube: Kube, tmp_path: Path) -> AsyncIterator[Site]:
-    flags = ("--injection", "plugin", "--max-grace", "1m", "--orphan-margin", "6s")
+    flags = ("--injection", "plugin", "--max-grace", "1m", "--orphan-margin", "10s")
     async with (
         site(cluster, kube, tmp_path, nodes=1, gpus=4, name="plugged", replicas=1, flags=flags) as here,
         with_policies(here),
