@@ -85,7 +85,7 @@ def no_bypass_fields(pod: Pod, rules: DressRules) -> Deny | None:
 
 
 def gets_other_gpus(pod: Pod, claim: Claim, rules: DressRules) -> Deny | None:
-    """A pod with a claim still gets its GPUs from its claim only."""
+    """Why the pod would get other GPUs than those of its claim."""
     return no_bypass_fields(pod, rules) or not_for_device_plugin(pod, claim, rules)
 
 

@@ -456,8 +456,8 @@ class Reconciler:
 
 
 def is_delivery_news(one: ReservedPod, held: Reservation) -> bool:
-    """Whether the pod shows devices that are not recorded, or does not name those that are. Its annotations matter to
-    a pod that is leaving no more."""
+    """Whether the pod shows devices that are not recorded, or lacks the annotation with those that are. A pod that is
+    leaving needs no annotation."""
     if held.delivery is None or one.is_final:
         return False
     if held.delivery is GpuDelivery.AWAITED:
