@@ -60,6 +60,8 @@ OTHERS = {
         "--serviceaccount",
         "--selector",
         "--all-namespaces",
+        "--overwrite",
+        "--wait",
     ),
 }
 

@@ -5,9 +5,10 @@ import itertools
 import random
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from datetime import datetime, timedelta
+from typing import TypeVar
 
 import httpx
 from attrs import define, field
@@ -19,6 +20,7 @@ from tests.e2e.processes import running_tasks
 from webhook.core.proof_devices import hash_attribute
 from webhook.runtime.clock import utc_now
 
+Answer = TypeVar("Answer")
 TICK = 0.1
 CLIENTS = 16
 # For pods whose evidence ends just before the churn does.
@@ -120,7 +122,8 @@ class ProofChurn:
     async def _withdraw(self, node: str, hash: str) -> None:
         await self._prove(node, hash, self.pace * 2)
         await self._wait(0.3, 1)
-        await self.proofs.withdraws(node)
+        with suppress(ApiError):  # the answer to the first request was lost
+            await insisted(lambda: self.proofs.withdraws(node))
         self._has_lost(node)
 
     async def _change_hash(self, node: str, hash: str) -> None:
@@ -130,7 +133,7 @@ class ProofChurn:
 
     async def _prove(self, node: str, hash: str, seconds: float) -> datetime:
         start = utc_now()
-        end = await self.proofs.proves(node, hash, timedelta(seconds=seconds))
+        end = await insisted(lambda: self.proofs.proves(node, hash, timedelta(seconds=seconds)))
         self._has_lost(node)
         self.periods[node].append(Period(hash, start, end))
         return end
@@ -160,7 +163,8 @@ class ProofChurn:
         runs = self._rng.uniform(0.5, 2) * self.pace
         notes = {"kubelet.test/ends": "Succeeded", "kubelet.test/runs-for": f"{runs * 1000:.0f}ms"}
         content["metadata"]["annotations"] |= notes
-        await self.proofs.kube.create(PODS, content, self.proofs.namespace)
+        with suppress(ApiError):  # the answer to the first request was lost
+            await insisted(lambda: self.proofs.kube.create(PODS, content, self.proofs.namespace))
 
     async def _remove_ended(self) -> None:
         asked: set[str] = set()
@@ -168,9 +172,12 @@ class ProofChurn:
             for name in [one.name for one in self.seen.pods.values() if one.ended and not one.marked]:
                 if name not in asked:
                     asked.add(name)
-                    with suppress(ApiError):
-                        await self.proofs.kube.delete(PODS, name, self.proofs.namespace)
+                    await self._delete(name)
             await asyncio.sleep(TICK)
+
+    async def _delete(self, name: str) -> None:
+        with suppress(ApiError):  # it is gone
+            await insisted(lambda: self.proofs.kube.delete(PODS, name, self.proofs.namespace))
 
     # What was seen.
 
@@ -228,3 +235,12 @@ class ProofChurn:
             if due < stops and (stays_ended or due + timedelta(seconds=1) < changed):
                 return due
         return None
+
+
+async def insisted(request: Callable[[], Awaitable[Answer]]) -> Answer:
+    """Repeats a request until it is answered."""
+    while True:
+        try:
+            return await request()
+        except httpx.HTTPError:
+            await asyncio.sleep(TICK)
