@@ -768,6 +768,15 @@ async def test_pod_that_cannot_run_is_deleted_by_force(users: Tenants) -> None:
     await users.tenant.delete(PODS, "over", users.guarded, grace=0)
 
 
+@pytest.mark.long
+async def test_pod_of_a_node_that_is_gone_is_removed(users: Tenants) -> None:
+    """By pod GC, which deletes by force."""
+    content = claiming_pod("orphan", resourceClaimTemplateName=TEMPLATE)
+    content["spec"]["nodeName"] = "guarded-gone"
+    await users.admin.create(PODS, content, users.guarded)
+    await gone(users.admin, PODS, "orphan", users.guarded, seconds=180)
+
+
 CLAIM_OF_A_CONTAINER: Raw = {"name": CLAIM}
 EPHEMERAL: Raw = {"name": "debug", "image": "example.test/debug:1", "resources": {"claims": [CLAIM_OF_A_CONTAINER]}}
 
