@@ -868,6 +868,51 @@ async def test_older_template_gives_no_claim_and_the_pod_is_told(users: Tenants)
     await users.tenant.delete(PODS, "late", users.guarded)
 
 
+async def test_claim_that_a_policy_of_the_cluster_changes_is_not_made_and_the_pod_is_told(users: Tenants) -> None:
+    await labelled_template(users, users.guarded)
+    expression = "[JSONPatch{op: 'remove', path: '/spec/devices/constraints'}]"
+    changing = {
+        "failurePolicy": "Fail",
+        "reinvocationPolicy": "Never",
+        "matchConstraints": {
+            "objectSelector": {"matchLabels": CLAIM_LABELS},
+            "resourceRules": [
+                {
+                    "apiGroups": ["resource.k8s.io"],
+                    "apiVersions": ["v1"],
+                    "operations": ["CREATE"],
+                    "resources": ["resourceclaims"],
+                }
+            ],
+        },
+        "mutations": [{"patchType": "JSONPatch", "jsonPatch": {"expression": expression}}],
+    }
+    made: list[Raw] = [
+        {"kind": "MutatingAdmissionPolicy", "metadata": {"name": "changing"}, "spec": changing},
+        {
+            "kind": "MutatingAdmissionPolicyBinding",
+            "metadata": {"name": "changing"},
+            "spec": {"policyName": "changing"},
+        },
+    ]
+    async with AsyncExitStack() as stack:
+        for one in made:
+            one["apiVersion"] = "admissionregistration.k8s.io/v1"
+            await users.admin.create(resource_of(one), one)
+            stack.push_async_callback(users.admin.delete, resource_of(one), "changing")
+        await wait_until(lambda: is_denied(controller_copies(PAIR)(users)))
+        await users.tenant.create(PODS, claiming_pod("told", resourceClaimTemplateName=TEMPLATE), users.guarded)
+
+        async def told() -> list[str]:
+            events = await users.admin.list(EVENTS, users.guarded, fieldSelector="involvedObject.name=told")
+            return [one["message"] for one in events if one["reason"] == "FailedResourceClaimCreation"]
+
+        (message, *_) = await wait_until(told)
+        assert f"has the label gpuwarden.io/gpu-claim=true and {SHAPE}" in message
+    await bound(users.admin, users.guarded, "told")
+    await ended(users.admin, users.guarded, "told")
+
+
 async def test_extended_resource_gives_no_claim(users: Tenants) -> None:
     """Without the guards the scheduler itself makes the claim."""
     name = "gpus-by-resource"
