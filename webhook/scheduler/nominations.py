@@ -110,13 +110,17 @@ class Nominations:
         """The pods to nominate a node for. Checked pods move to the end, so that all get their turn."""
         for uid in list(self._pods)[:AT_A_TIME]:
             one = self._pods[uid] = self._pods.pop(uid)
-            if one.not_before is not None and now < one.not_before:
+            if (one.not_before is not None and now < one.not_before) or self._fits(one):
                 continue
             places = decide(one.claim, self._fleet, self._policy)
-            names = [] if isinstance(places, Deny) else [place.node for place in places]
-            if names and one.nominated not in names:
+            if not isinstance(places, Deny):
                 # Several pods should not all try the best node.
-                yield one, random.choice(names)  # noqa: S311 - only to spread them
+                yield one, random.choice(places).node  # noqa: S311 - only to spread them
+
+    def _fits(self, one: RefusedPod) -> bool:
+        """Whether the node that is nominated already can still serve the pod."""
+        refused = check.serves_on(one.claim, one.nominated, self._fleet, self._policy, has_reservation=False)
+        return refused is None
 
 
 def refused_pod(raw: Raw) -> RefusedPod | None:

@@ -86,6 +86,16 @@ async def test_reconciler_account_removes_only_its_own_gate_and_sets_a_node(user
     await users.reconciler.patch(PODS, "a", forged("gpuwarden.io/woken-at", "now"), enabled)
 
 
+async def test_reconciler_account_nominates_a_node_and_changes_nothing_else_in_the_status(
+    users: ClusterUsers, enabled: str
+) -> None:
+    await users.user.create(PODS, pod("a", schedulerName="nobody"), enabled)
+    await users.reconciler.patch(PODS, "a", {"status": {"nominatedNodeName": "node-0"}}, enabled, "status")
+    ready = {"conditions": [{"type": "Ready", "status": "True"}]}
+    for change, what in (({"phase": "Failed"}, "status.phase"), (ready, "status.conditions")):
+        await refused(users.reconciler.patch(PODS, "a", {"status": change}, enabled, "status"), what)
+
+
 async def test_reconciler_account_changes_only_its_own_taint(users: ClusterUsers) -> None:
     node = NODES.path(None, "node-0")
     before = (await users.admin.get(NODES, "node-0"))["spec"].get("taints", [])
