@@ -54,7 +54,7 @@ async def test_pod_finds_the_only_free_node(
             for number in range(5):
                 at = {"kubernetes.io/hostname": full[0]["spec"]["nodeName"]}
                 await kube.create(PODS, pod(f"other-work-{number}", nodeSelector=at), here.namespace)
-            await pods_in_phase(kube, here.namespace, nodes - 1 + 5, "Running")
+                await until_bound(kube, here.namespace, f"other-work-{number}", time.monotonic())
             began = time.monotonic()
             await kube.patch(PODS, "late", [{"op": "remove", "path": "/spec/schedulingGates/0"}], here.namespace)
             late = await until_bound(kube, here.namespace, "late", began)
