@@ -236,6 +236,7 @@ EVERY_USE: Raw = {
     "settings.onEvidenceLost": "evict",
     "settings.proofDevices": True,
     "settings.challengeAtBind": True,
+    "settings.reserve": "bind",
     "nonceKey.existingSecret": "nonce",
     "native": True,
 }
