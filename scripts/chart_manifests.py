@@ -303,7 +303,7 @@ SOMETIMES: Final[Mapping[tuple[str, str, str], str]] = {
     ("reconcile", "resourceclaims", "list"): PROOFS,
     ("reconcile", "resourceclaims/status", "patch"): AT_BIND,
     ("reconcile", "resourceclaims/driver", "arbitrary-node:patch"): AT_BIND,
-    ("reconcile", "resourceclaimtemplates", "list"): ".Values.native",
+    ("reconcile", "resourceclaimtemplates", "list"): '(include "gpuwarden.templates" .)',
     ("reconcile", "pods/status", "patch"): '(eq (default "create" .Values.settings.reserve) "bind")',
     ("reconcile", "pods/eviction", "create"): (
         '(or (eq (default "report" .Values.settings.onEvidenceLost) "evict") '

@@ -35,7 +35,7 @@
   {{- end }}
 {{- end }}
 {{- /* The reservations do not show the GPUs of native pods: another pod would get the same ones. */ -}}
-{{- if and (include "gpuwarden.reviews" .) (.Capabilities.APIVersions.Has "resource.k8s.io/v1/ResourceClaim") }}
+{{- if and (include "gpuwarden.reviews" .) (not (include "gpuwarden.templates" .)) (.Capabilities.APIVersions.Has "resource.k8s.io/v1/ResourceClaim") }}
   {{- range (lookup "resource.k8s.io/v1" "ResourceClaim" "" "").items }}
     {{- $annotations := default dict .metadata.annotations }}
     {{- $labels := default dict .metadata.labels }}
@@ -122,6 +122,14 @@
 {{- end }}
 {{- if and (eq (default "create" $settings.reserve) "bind") (eq (default "cluster" $settings.ledger) "memory") }}
   {{- fail "\n\nsettings.reserve is bind, but only reservations in the cluster can be made for a pod that exists: set settings.ledger=cluster or settings.reserve=create." }}
+{{- end }}
+{{- if eq (default "create" $settings.reserve) "bind" }}
+  {{- if and (kindIs "bool" $settings.proofDevices) (not $settings.proofDevices) }}
+    {{- fail "\n\nsettings.reserve is bind and settings.proofDevices is false: kube-scheduler chooses GPUs by their proof devices. Remove settings.proofDevices." }}
+  {{- end }}
+  {{- if semverCompare "<1.34.0-0" .Capabilities.KubeVersion.Version }}
+    {{- fail (printf "\n\nsettings.reserve is bind and requires resource.k8s.io/v1 of Kubernetes 1.34; this is %s. Set settings.reserve=create." .Capabilities.KubeVersion.Version) }}
+  {{- end }}
 {{- end }}
 {{- if and (eq (default "uuid" $settings.mapVisible) "index") (ne (default "nvidia" $settings.injection) "cuda") }}
   {{- fail "\n\nsettings.mapVisible is index, but a container that sees some of its node's GPUs counts them from 0: set settings.injection=cuda or settings.mapVisible=uuid." }}

@@ -102,9 +102,14 @@ http://{{ include "gpuwarden.component" (list . "score") }}.{{ .Release.Namespac
 {{- if and .Values.webhooks.enabled (not .Values.native) }}true{{ end -}}
 {{- end }}
 
-{{- /* Whether there are proof devices, by which native pods get their GPUs. */ -}}
+{{- /* Whether kube-scheduler chooses the GPUs of pods, by claims from templates. */ -}}
+{{- define "gpuwarden.templates" -}}
+{{- if or .Values.native (and (eq (default "nvidia" .Values.settings.injection) "dra") (eq (default "create" .Values.settings.reserve) "bind")) }}true{{ end -}}
+{{- end }}
+
+{{- /* Whether there are proof devices, by which these claims take GPUs. */ -}}
 {{- define "gpuwarden.proofs" -}}
-{{- if or .Values.native .Values.settings.proofDevices }}true{{ end -}}
+{{- if or (include "gpuwarden.templates" .) .Values.settings.proofDevices }}true{{ end -}}
 {{- end }}
 
 {{- define "gpuwarden.strips" -}}

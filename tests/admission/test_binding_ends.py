@@ -630,3 +630,33 @@ async def test_without_proof_devices_a_template_proves_nothing() -> None:
     scene = Scene()
     scene.ends.changed(native("gpuwarden-1-aa11"))
     assert (await scene.after())["uid-native"] == LATE
+
+
+def left_to_scheduler(template: str | None = "gpuwarden-1-aa11", *hashes: str) -> Raw:
+    """A pod whose GPUs kube-scheduler chooses."""
+    record = ClaimRecord(gpus=1, hashes=hashes or (HASH,), asked={"main": 1}, injection="dra", reserve="bind")
+    claims = [{"name": "gpuwarden", "resourceClaimTemplateName": template}] if template else []
+    notes = {"gpuwarden.io/claim": record.text(), "gpuwarden.io/required-hash": ",".join(record.hashes)}
+    return unrecorded_pod("left", notes, resourceClaims=claims)
+
+
+async def test_pod_whose_gpus_kube_scheduler_chooses_ends_with_its_node_only() -> None:
+    scene = Scene(has_proofs=True)
+    scene.ends.changed(left_to_scheduler())
+    assert (await scene.after()).keys() == {A, B}
+
+
+@pytest.mark.parametrize(
+    ("raw", "has_proofs"),
+    [
+        (left_to_scheduler(None), True),
+        (left_to_scheduler("gpuwarden-8-aa11"), True),
+        (left_to_scheduler("gpuwarden-1-aa11", "sha256:bb22"), True),
+        (left_to_scheduler(), False),
+    ],
+    ids=["no claim", "a larger claim", "another hash", "no proof devices"],
+)
+async def test_pod_without_the_claim_of_its_record_may_not_be_bound(raw: Raw, *, has_proofs: bool) -> None:
+    scene = Scene(has_proofs=has_proofs)
+    scene.ends.changed(raw)
+    assert (await scene.after())["uid-left"] == LATE

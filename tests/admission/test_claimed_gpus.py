@@ -157,3 +157,9 @@ def test_marks_of_both_sources_are_combined(scene: Scene) -> None:
     assert set(both.take_changes()) == {A, "node-b"}
     assert both.marks_on(A) == {ONE: CLAIMED, TWO: "given"}
     assert CombinedMarks(Deliveries(None), scene.marks).marks_on(A) is None
+
+
+def test_claim_on_a_node_without_reservations_is_marked_at_once(scene: Scene) -> None:
+    scene.fleet.put(Node(A, {"gpuwarden.io/injection": "native"}, (Device(ONE), Device(TWO))), scene.now)
+    scene.takes(OWN)
+    assert scene.seen() == {ONE: CLAIMED}

@@ -238,6 +238,7 @@ RULES: dict[str, str] = {
     "more than one listener at port": "one-port-twice",
     "counts them from 0": "an-index-of-some-gpus",
     "only --ledger cluster can hold": "bound-in-memory",
+    "kube-scheduler chooses GPUs by claims from templates": "the chart sets nativeTemplates",
     "claims of native pods are for proof devices": "the chart sets both by native",
     "native pods ask for challenges": "challenges-at-bind-without-answers",
     "plain HTTP authenticates no caller": "the chart says extenderPlainAnywhere with the port",

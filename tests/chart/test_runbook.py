@@ -46,8 +46,9 @@ def test_files_named_by_the_threat_model_exist() -> None:
     assert [name for name in named if not (DOCS.parent / name).exists()] == []
 
 
-def test_values_for_native_pods_render() -> None:
+def test_values_for_native_pods_and_for_webhooks_beside_a_dra_driver_render() -> None:
     blocks = [yaml.safe_load(block) for block in BLOCK.findall(DRA.read_text())]
-    (values,) = (block for block in blocks if "native" in block)
-    done = helm_template(values)
-    assert done.returncode == 0, done.stderr
+    native, reviewed = (block for block in blocks if "native" in block)
+    for values in (native, reviewed):
+        done = helm_template(values)
+        assert done.returncode == 0, done.stderr

@@ -121,7 +121,7 @@ def test_undressed_pod_has_no_claim_of_another_pod() -> None:
 
 def test_undressing_leaves_claims_of_other_forms() -> None:
     raw = raw_pod(raw_container("main", resources={"claims": [{"name": "gpuwarden"}]}))
-    raw["spec"]["resourceClaims"] = [{"name": "gpuwarden", "resourceClaimTemplateName": "gpuwarden-1-aa11"}]
+    raw["spec"]["resourceClaims"] = [{"name": "gpuwarden", "resourceClaimTemplateName": "another-1-aa11"}]
     assert undressed(raw)["spec"] == raw["spec"]
 
 

@@ -2,18 +2,20 @@
 
 import pytest
 
-from tests.builders import HASH, NOW, claim, device, fleet, node, raw_container, raw_pod
+from tests.builders import HASH, NOW, claim, device, evidence, fleet, node, raw_container, raw_pod
 from webhook.core.claim import ClaimRules, claim_of
 from webhook.core.decide import EvidencePolicy, decide, explain
 from webhook.core.errors import InvalidPodError
 from webhook.core.fleet import Fleet
 from webhook.core.hashes import NO_HASH_POLICY, HashPolicy
-from webhook.core.injection import Injection, injection_of, injection_of_node, recorded_injection
+from webhook.core.injection import Injection, default_of_nodes, injection_of, injection_of_node, recorded_injection
 from webhook.core.pod import Pod
 from webhook.core.reasons import Reason
+from webhook.core.reserve import Reserve
 from webhook.core.verdict import Deny
 
 NVIDIA, CUDA, PLUGIN, DRA = Injection
+CREATE, BIND = Reserve
 LABEL = "gpuwarden.io/injection"
 LAX = EvidencePolicy()
 
@@ -171,3 +173,28 @@ def test_relabelled_node_counts_at_once() -> None:
     assert isinstance(decide(asked, found, LAX), Deny)
     found.put(node("a", device("GPU-a"), labels={LABEL: "dra"}), NOW)
     assert not isinstance(decide(asked, found, LAX), Deny)
+
+
+@pytest.mark.parametrize(
+    ("injection", "reserve", "found"), [(DRA, BIND, None), (DRA, CREATE, DRA), (NVIDIA, BIND, NVIDIA)], ids=str
+)
+def test_nodes_without_the_label_are_those_of_kube_scheduler_with_dra_and_bind(
+    injection: Injection, reserve: Reserve, found: Injection | None
+) -> None:
+    assert default_of_nodes(injection, reserve) is found
+
+
+def test_claims_that_kube_scheduler_serves_get_nodes_without_reservations() -> None:
+    known = Fleet(injection=None)
+    for name, label in (("node-a", None), ("node-b", "native"), ("node-c", "dra"), ("node-d", "nvidia")):
+        labels = {} if label is None else {LABEL: label}
+        known.put(node(name, device(f"GPU-{name}"), labels=labels), NOW)
+        known.set_evidence(name, evidence(name, HASH), NOW)
+    asking = raw_pod(raw_container(gpus=1))
+    served = claim(asking, ClaimRules(default_injection=DRA, default_reserve=BIND))
+    assert [fit.name for fit in explain(served, known, LAX) if fit.fits] == ["node-a", "node-b"]
+    assert [fit.name for fit in explain(claim(asking, ClaimRules(default_injection=DRA)), known, LAX) if fit.fits] == [
+        "node-c"
+    ]
+    known.set_evidence("node-a", None, NOW)
+    assert [fit.name for fit in explain(served, known, LAX) if fit.fits] == ["node-b"]

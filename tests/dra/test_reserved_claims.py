@@ -1,5 +1,6 @@
 """The claims of pods whose GPUs are reserved: when they are made, for whom, and what they ask for."""
 
+import json
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -24,13 +25,14 @@ from tests.builders import reservation as built_reservation
 from tests.recorded_events import RecordedEvents
 from webhook.core.claim import ClaimRules
 from webhook.core.claim_keys import ClaimRecord
-from webhook.core.dress import Allocation, DressRules, dressed, waiting
+from webhook.core.dress import Allocation, DressRules, dressed, left_to_scheduler, waiting
 from webhook.core.fleet import Fleet
-from webhook.core.hashes import HashPolicy
+from webhook.core.hashes import NO_HASH_POLICY, HashPolicy
 from webhook.core.injection import Injection
 from webhook.core.proof_claims import reserved_claim_spec
 from webhook.core.reasons import Reason
 from webhook.core.reservation import Orphan, Phase, Reservation
+from webhook.core.reserve import Reserve
 from webhook.dra.reserved_claims import CHECKED_EVERY, ClaimForm, OnEveryChange, ReservedClaims
 from webhook.kube.requests import ApiUnavailableError
 
@@ -509,3 +511,78 @@ async def test_deleted_pod_is_forgotten(scene: Scene, is_listed: bool) -> None:
     else:
         scene.claims.deleted(raw)
     assert await scene.step() == []
+
+
+# Claims of pods whose GPUs kube-scheduler chooses.
+
+
+def demanding(hashes: str = f"{OTHER_HASH},{HASH}", **meta: Any) -> Raw:
+    wish = raw_pod(raw_container("main", gpus=1), annotations={"gpuwarden.io/required-hash": hashes})
+    rules = ClaimRules(default_injection=Injection.DRA, default_reserve=Reserve.BIND)
+    raw = created(left_to_scheduler(wish, claim(wish, rules), DressRules(), NAME))
+    raw["metadata"] |= meta
+    return raw
+
+
+def within(policy: HashPolicy | None) -> Scene:
+    scene = Scene()
+    scene.claims = ReservedClaims(
+        scene.objects,
+        scene.ledger.get,
+        scene.fleet,
+        scene.heard,
+        lambda: scene.now,
+        FORM,
+        lambda: scene.is_current,
+        lambda _: policy,
+    )
+    return scene
+
+
+async def test_claim_of_a_pod_without_a_reservation_takes_what_its_record_asks_for() -> None:
+    scene = within(NO_HASH_POLICY)
+    scene.claims.changed(demanding())
+    assert scene.claims.wakeup.is_set()
+    assert await scene.step() == [f"create {NAME}"]
+    found = scene.objects.claims[NAME]["spec"]["devices"]["requests"]
+    assert [one["name"] for one in found] == ["proof0", "gpu0"]
+    (selector,) = found[0]["exactly"]["selectors"]
+    assert selector["cel"]["expression"].startswith(f"{OWN}.hash in ['aa11', 'bb22'] && {OWN}.mode == 'native' && ")
+    assert "selectors" not in found[1]["exactly"]
+    assert await scene.step(CHECKED_EVERY) == [f"create {NAME}"]
+
+
+async def test_claim_takes_only_hashes_that_the_namespace_allows_now() -> None:
+    scene = within(HashPolicy("ml", (HASH,)))
+    scene.claims.changed(demanding())
+    assert await scene.step() == [f"create {NAME}"]
+    assert "bb22" not in str(scene.objects.claims[NAME])
+
+
+@pytest.mark.parametrize(
+    ("policy", "raw"),
+    [
+        (None, demanding()),
+        (HashPolicy("ml", ("sha256:cc33",)), demanding()),
+        (HashPolicy("ml", (), ("mistake",)), demanding()),
+        (NO_HASH_POLICY, demanding(HASH)),
+        (NO_HASH_POLICY, demanding(deletionTimestamp="2026-01-01T00:00:00Z")),
+    ],
+    ids=["not opted in", "another hash", "a mistake of the namespace", "a template", "deleted"],
+)
+async def test_no_claim_is_made(policy: HashPolicy | None, raw: Raw) -> None:
+    scene = within(policy)
+    scene.claims.changed(raw)
+    assert await scene.step() == []
+
+
+async def test_forged_record_makes_no_claim() -> None:
+    scene, raw = within(NO_HASH_POLICY), demanding()
+    for forged in (
+        {"gpus": 1, "injection": "dra", "reserve": "bind", "requirements": ["model=' || true || '"]},
+        {"gpus": 17, "injection": "dra", "reserve": "bind"},
+        {"gpus": 1, "injection": "dra"},
+    ):
+        raw["metadata"]["annotations"]["gpuwarden.io/claim"] = json.dumps(forged)
+        scene.claims.changed(raw)
+        assert await scene.step() == []

@@ -745,6 +745,18 @@ async def test_gpus_that_the_kubelet_chooses_have_no_devices(scene: Scene) -> No
     assert await scene.step() == []
 
 
+@pytest.mark.parametrize(("value", "found"), [(None, {"gpu-1-aa11": "native"}), ("nvidia", {}), ("cuda", {})])
+async def test_node_with_reservations_beside_nodes_of_kube_scheduler_has_no_devices(
+    scene: Scene, value: str | None, found: dict[str, str]
+) -> None:
+    scene.fleet.injection = None
+    labels = {} if value is None else {"gpuwarden.io/injection": value}
+    scene.fleet.put(Node(A, labels, (Device(DeviceUuid("GPU-1")),)), scene.now)
+    scene.proves()
+    await scene.step()
+    assert (modes(scene) if found else scene.objects.objects) == found
+
+
 async def test_devices_change_with_the_injection_of_their_node(scene: Scene) -> None:
     scene.proven(A, "GPU-1")
     await scene.step()

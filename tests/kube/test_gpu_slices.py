@@ -13,6 +13,8 @@ from webhook.kube.resource_slices import UnreadableSliceError
 
 MODEL, MIG = "NVIDIA H100 80GB HBM3", "MIG-11111111-0000-4000-8000-000000000001"
 
+LABELS = frozenset({"model=NVIDIA-H100-80GB-HBM3", "architecture=Hopper", "brand=Nvidia"})
+
 
 def devices(*raws: Raw) -> tuple[Device, ...]:
     return gpu_slice(slice_of("node-a", raws)).devices
@@ -24,8 +26,14 @@ def with_attribute(raw: Raw, name: str, value: Any) -> Raw:
 
 def test_gpus_and_mig_devices_are_read_with_model_memory_and_pci_address() -> None:
     assert devices(gpu_device("GPU-1", 0), mig_device(MIG, "GPU-2", 0)) == (
-        Device(DeviceUuid("GPU-1"), model=MODEL, memory="81559Mi", pci="0000:01:00.0"),
-        Device(DeviceUuid(MIG), model=f"{MODEL} 1g.10gb", memory="9856Mi", pci="0000:01:00.0"),
+        Device(DeviceUuid("GPU-1"), model=MODEL, memory="81559Mi", pci="0000:01:00.0", labels=LABELS),
+        Device(
+            DeviceUuid(MIG),
+            model=f"{MODEL} 1g.10gb",
+            memory="9856Mi",
+            pci="0000:01:00.0",
+            labels=frozenset({"model=NVIDIA-H100-80GB-HBM3"}),
+        ),
     )
 
 
@@ -55,7 +63,9 @@ def test_device_without_a_uuid_of_its_own_is_left_out(raw: Raw) -> None:
 def test_texts_that_cannot_be_shown_are_left_out() -> None:
     raw = gpu_device("GPU-1", 0, model="H100\x1b[31m")
     raw = with_attribute(raw, "resource.kubernetes.io/pciBusID", {"string": "0000:01:00.0\n"})
-    assert devices({**raw, "capacity": {"memory": {"value": "8" * 33}}}) == (Device(DeviceUuid("GPU-1")),)
+    assert devices({**raw, "capacity": {"memory": {"value": "8" * 33}}}) == (
+        Device(DeviceUuid("GPU-1"), labels=LABELS - {"model=NVIDIA-H100-80GB-HBM3"}),
+    )
 
 
 @pytest.mark.parametrize(

@@ -137,9 +137,6 @@ def test_files_contain_the_expected_objects() -> None:
         ("ValidatingAdmissionPolicyBinding", "gpuwarden-native-pods-alias"),
         ("ValidatingAdmissionPolicy", "gpuwarden-native-updates"),
         ("ValidatingAdmissionPolicyBinding", "gpuwarden-native-updates"),
-        ("ValidatingAdmissionPolicy", "gpuwarden-native-evictions"),
-        ("ValidatingAdmissionPolicyBinding", "gpuwarden-native-evictions"),
-        ("ValidatingAdmissionPolicyBinding", "gpuwarden-native-evictions-alias"),
         ("ValidatingAdmissionPolicy", "gpuwarden-binding-ends"),
         ("ValidatingAdmissionPolicyBinding", "gpuwarden-binding-ends"),
         ("ValidatingAdmissionPolicyBinding", "gpuwarden-binding-ends-alias"),
@@ -169,6 +166,9 @@ def test_files_contain_the_expected_objects() -> None:
         ("ValidatingAdmissionPolicyBinding", "gpuwarden-claiming-pods-alias"),
         ("ValidatingAdmissionPolicy", "gpuwarden-forced-deletions"),
         ("ValidatingAdmissionPolicyBinding", "gpuwarden-forced-deletions"),
+        ("ValidatingAdmissionPolicy", "gpuwarden-claim-evictions"),
+        ("ValidatingAdmissionPolicyBinding", "gpuwarden-claim-evictions"),
+        ("ValidatingAdmissionPolicyBinding", "gpuwarden-claim-evictions-alias"),
     ]
 
 

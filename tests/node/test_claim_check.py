@@ -26,9 +26,17 @@ ATTRIBUTE = hash_attribute(HASH)
 pytestmark = pytest.mark.simulated_time
 
 
-def claim(hash: str = ATTRIBUTE, pool: str = "node-a", uid: str = "u", *, is_allocated: bool = True) -> Raw:
+def claim(
+    hash: str = ATTRIBUTE,
+    pool: str = "node-a",
+    uid: str = "u",
+    *,
+    is_allocated: bool = True,
+    hashes: list[str] | None = None,
+) -> Raw:
     results = [{"request": "proof0", "driver": DRIVER, "pool": pool, "device": device_name("GPU-0", hash)}]
-    config = [{"source": "FromClaim", "opaque": {"driver": DRIVER, "parameters": {"hash": hash}}}]
+    parameters = {"hash": hash} if hashes is None else {"hashes": hashes}
+    config = [{"source": "FromClaim", "opaque": {"driver": DRIVER, "parameters": parameters}}]
     allocation = {"devices": {"results": results, "config": config}}
     return {"metadata": {"name": "train", "uid": uid}, "status": {"allocation": allocation} if is_allocated else {}}
 
@@ -126,8 +134,16 @@ async def test_allocation_that_is_not_seen_yet_is_waited_for() -> None:
     assert seconds < 3
 
 
+@pytest.mark.parametrize("hashes", [["bb22", ATTRIBUTE], []], ids=["one of several", "any"])
+async def test_claim_may_accept_several_hashes_or_any(hashes: list[str]) -> None:
+    assert await Node(claim=claim(hashes=hashes)).answer() == ("", 0)
+
+
 FINAL: dict[str, tuple[Callable[[], Node], str]] = {
     "another hash": (lambda: Node(hash=OTHER_HASH), "is proven for the hash"),
+    "none of several hashes": (lambda: Node(claim=claim(hashes=["bb22", "cc33"])), "requires bb22 or cc33"),
+    "a device of another hash": (lambda: Node(hash=OTHER_HASH, claim=claim(hashes=[])), "is not for the hash"),
+    "hashes of another form": (lambda: Node(claim=claim(hashes=[1])), "does not say which hash"),  # type: ignore[list-item]
     "another node": (lambda: Node(claim=claim(pool="node-b")), "is of node node-b"),
     "another uid": (lambda: Node(claim=claim(uid="new")), "another one of the same name"),
     "no claim": (lambda: Node(claim=None), "does not exist"),

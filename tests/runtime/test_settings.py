@@ -129,6 +129,8 @@ EXAMPLES: dict[str, tuple[str, object, object]] = {
     "clock_skew": ("1.5", 1.5, timedelta(seconds=1.5)),
     "reload_interval": ("500ms", "500ms", timedelta(milliseconds=500)),
     "injection": ("dra", "dra", "dra"),
+    "native_templates": ("true", True, True),
+    "proof_devices": ("true", True, True),
     "reserve": ("bind", "bind", "bind"),
     "runtime_class": ("nvidia", "nvidia", "nvidia"),
     "gpu_resource": ("amd.com/gpu", "amd.com/gpu", "amd.com/gpu"),
@@ -159,6 +161,7 @@ COMPANIONS: dict[str, dict[str, str]] = {
     "access_token": TRIO,
     "ca_certificate": TRIO,
     "review_token_audience": {"kubeconfig": "FILE"},
+    "native_templates": {"proof_devices": "true"},
     "reserve": {"kubeconfig": "FILE"},
     "scheduler_certs": {"kubeconfig": "FILE"},
     "kubelet_plugins": {"kubeconfig": "FILE"},
@@ -512,6 +515,9 @@ def test_only_a_ledger_in_a_cluster_reserves_at_bindings() -> None:
     assert mistakes({"reserve": "bind"}) == ("flag --reserve: no cluster is named; name one by --kubeconfig",)
     assert "flag --reserve: only --ledger cluster can hold GPUs for a pod that exists" in mistakes(
         {"reserve": "bind", "ledger": "memory", "kubeconfig": "x"}
+    )
+    assert mistakes({"reserve": "bind", "injection": "dra", "kubeconfig": "x"}) == (
+        "flag --reserve: kube-scheduler chooses GPUs by claims from templates; allowed: with --native-templates true",
     )
 
 

@@ -16,6 +16,7 @@ from webhook.core.device import DeviceUuid
 from webhook.core.dress import DressRules
 from webhook.core.errors import InvalidPodError
 from webhook.core.evidence import Evidence, EvidenceState, state_of
+from webhook.core.gpu_demand import has_claim_of
 from webhook.core.gpu_visibility import exposes_all_gpus
 from webhook.core.isolation import ClaimName, refusals
 from webhook.core.native import NativeClaim
@@ -114,7 +115,7 @@ class AuditRules:
             node=pod.body.node_name or "",
             reserved_pod=reserved_pod,
             hashes=recorded.record.hashes if recorded else (),
-            asks=self._beside_claim(pod) if is_native(pod) else self._asks(pod, recorded, reserved_pod),
+            asks=self._beside_claim(pod) if is_allocated(pod, recorded) else self._asks(pod, recorded, reserved_pod),
             unblinded=tuple(path for path, container in pod.containers() if exposes_all_gpus(container)),
             exposed=tuple(exposed[:MOST_FIELDS]),
             slow=self._slow(pod, recorded, reserved_pod),
@@ -129,7 +130,7 @@ class AuditRules:
         return refused.message if refused else ""
 
     def _beside_claim(self, pod: Pod) -> str:
-        """What would show a native pod a GPU besides its claim."""
+        """What would show a pod a GPU besides its ResourceClaim."""
         fields = sorted(set(gpu_fields(pod, self.dress)) - {RESOURCE_CLAIMS})
         return f"{', '.join(fields[:MOST_FIELDS])} would show it a GPU besides its claim" if fields else ""
 
@@ -154,8 +155,10 @@ def waits_for_binding(pod: Pod, recorded: Claim) -> bool:
     return recorded.is_reserved_at_binding and not pod.body.node_name
 
 
-def is_native(pod: Pod) -> bool:
-    """Whether the API server gave the pod a claim for proven GPUs."""
+def is_allocated(pod: Pod, recorded: Claim | None) -> bool:
+    """Whether kube-scheduler allocates the GPUs of the pod: a native pod, or one with such a record."""
+    if recorded is not None and recorded.is_left_to_scheduler:
+        return has_claim_of(pod.body.resource_claims, recorded.record)
     return pod.annotations.get(keys.NATIVE) == "true" and NativeClaim.of(pod.body.resource_claims) is not None
 
 

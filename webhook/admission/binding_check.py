@@ -55,7 +55,7 @@ class BindingCheck:
             self._reserver.fleet.advance(self._clock())
             fleet, policy = self._reserver.fleet, self._reserver.policy
             return check.serves_on(claim, binding.node, fleet, policy, has_reservation=held is not None)
-        if claim is not None and claim.count:
+        if claim is not None and claim.count and not claim.is_left_to_scheduler:
             return await self._check_reserved(binding, living, claim, is_dry_run=is_dry_run)
         known = self._ledger.of_pod(living.meta.uid) if living.meta.uid else None
         refused = check.binds_as_reserved(binding, known)
@@ -102,7 +102,7 @@ class BindingCheck:
         return refused
 
     async def _check_without_gpus(self, binding: Binding, living: Pod, recorded: Claim) -> Deny | None:
-        """Checks a pod without GPUs for evidence, by its record and by its own request."""
+        """Checks a pod without a reservation for evidence, by its record and by its own request."""
         claim = strictest_claim(recorded, claim_of(living, await self._claims.within(binding.pod.namespace)))
         if claim is None:
             return Deny(

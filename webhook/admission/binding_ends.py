@@ -30,6 +30,7 @@ from webhook.core.dress import nodes_pinned_to
 from webhook.core.errors import InvalidPodError, LedgerError
 from webhook.core.evidence import EvidenceState
 from webhook.core.fleet import Fleet
+from webhook.core.gpu_demand import has_claim_of
 from webhook.core.pod import Pod
 from webhook.core.proof_claims import hash_of_template
 from webhook.core.proof_devices import digits_of_hash, hash_attribute, whole
@@ -362,7 +363,7 @@ class BindingEnds:
         """None if only the node decides: for a pod without a claim, or pinned to proven nodes."""
         recorded = one.recorded
         try:
-            if recorded is not None and recorded.count:
+            if recorded is not None and recorded.count and not recorded.is_left_to_scheduler:
                 return self._end_of_reserved(one, recorded)
             asked = self._asked(one)
         except InvalidPodError:
@@ -372,6 +373,8 @@ class BindingEnds:
             return None if recorded is None else LONG_AGO
         if self._has_proofs and recorded is None and is_proven_by_claims(one.pod, claim):
             return None
+        if self._has_proofs and recorded is not None and recorded.is_left_to_scheduler:
+            return None if has_claim_of(one.pod.body.resource_claims, recorded.record) else LONG_AGO
         if recorded is None and not claim.count and not claim.hashes and not self._policy.is_always_required:
             return None
         nodes = [node for node in one.nodes if node is not None]

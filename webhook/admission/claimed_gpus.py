@@ -8,6 +8,7 @@ from attrs import define, field
 
 from webhook.core.device import CLAIMED, DeviceUuid
 from webhook.core.fleet import Fleet
+from webhook.core.injection import injection_of_node
 from webhook.core.pod_claims import CLAIM_NAME
 from webhook.dra.claims import AllocatedClaims
 from webhook.inventory.discovery import DeviceMarks
@@ -69,13 +70,20 @@ class ClaimedGpus:
             claims = self._claims_of(device)
             if not claims or self._fleet.holders(uuid):
                 self._left_over.pop(uuid, None)
-            elif all(CLAIM_NAME.fullmatch(one.name) for one in claims) and (
-                now < self._left_over.setdefault(uuid, now) + LEFT_OVER
+            elif (
+                self._may_be_reserved(node)
+                and all(CLAIM_NAME.fullmatch(one.name) for one in claims)
+                and now < self._left_over.setdefault(uuid, now) + LEFT_OVER
             ):
                 self._waiting.add(node)
             else:
                 marks[uuid] = CLAIMED
         return marks
+
+    def _may_be_reserved(self, node: str) -> bool:
+        """Whether the claims of the node are those of reservations."""
+        indexed = self._fleet.indexed_nodes.get(node)
+        return indexed is None or injection_of_node(indexed.labels, self._fleet.injection) is not None
 
     def _claims_of(self, device: PoolDevice) -> list[AllocatedClaim]:
         """The claims that take the device from others."""

@@ -132,6 +132,8 @@ def message(done: DryRunResult, claim: Claim | None) -> str:
         return next(iter(done.warnings), "the pod waits")
     if claim.is_reserved_at_binding:
         return f"{claim.sentence}: GPUs are reserved when a scheduler binds the pod"
+    if claim.is_left_to_scheduler:
+        return f"{claim.sentence}: kube-scheduler chooses the node and the GPUs"
     node = done.verdict.audit.get("node", "").partition(",")[0]
     gpus = str(mapping(done.pod, "metadata", "annotations").get(keys.GPU_UUID.name) or "").replace(",", ", ")
     return f"{claim.sentence}: {gpus + ' on ' if gpus else ''}node {node}"

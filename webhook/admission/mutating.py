@@ -22,6 +22,7 @@ from webhook.core.dress import (
     dressed,
     hide_gpus,
     hide_gpus_from_debug_containers,
+    left_to_scheduler,
     replaced_env_warnings,
     runtime_class_warnings,
     undressed,
@@ -178,11 +179,14 @@ class PodMutator:
             return Admit(changes(raw, clean), warnings=(*copied, *notes), reason=Reason.NOT_ASKED)
         own = pod if clean is raw else Pod.parse(clean)
         refused = self._asks_for_more_than_recorded(pod) or check.precheck(own, claim, self._rules.dress)
-        if refused is None and self._rules.waits(claim):
+        if refused is None and (self._rules.waits(claim) or claim.is_left_to_scheduler):
             refused = self._reserver.exceeds_every_node(claim)
         if refused is not None:
             return refused
         hinted = await self._get_hints(pod, claim, review, answer_by)
+        if claim.is_left_to_scheduler:
+            clean, notes = self._apply_hints(clean, hinted.for_queued_pod(), ())
+            return self._leave_to_scheduler(raw, clean, claim, notes)
         claim = claim if hinted.hints is None else hinted.hints.applied_to(claim)
         outfit = await self._allocate(claim, pod, review, answer_by)
         if isinstance(outfit, Deny):
@@ -268,6 +272,11 @@ class PodMutator:
             audit={"reason": Reason.QUEUED.value, "waits-for": refused.reason.value},
             reason=Reason.QUEUED,
         )
+
+    def _leave_to_scheduler(self, raw: RawPod, clean: RawPod, claim: Claim, notes: tuple[str, ...]) -> Admit:
+        """Reserves nothing. A ResourceClaim of an earlier review or a copied manifest may be another pod's."""
+        made = left_to_scheduler(clean, claim, self._rules.dress, new_claim_name())
+        return Admit(changes(raw, made), warnings=(*claim.warnings, *notes), audit={"reason": Reason.ADMITTED.value})
 
     def _dress(
         self, raw: RawPod, pod: Pod, outfit: Allocation, clean: RawPod | None = None, warnings: tuple[str, ...] = ()

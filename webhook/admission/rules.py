@@ -25,4 +25,5 @@ class Rules:
     queues_mapped: bool = False
 
     def waits(self, claim: Claim) -> bool:
-        return self.queues or (self.queues_mapped and claim.is_mapped)
+        """A pod whose GPUs kube-scheduler chooses is created without our gate: kube-scheduler lets it wait."""
+        return not claim.is_left_to_scheduler and (self.queues or (self.queues_mapped and claim.is_mapped))

@@ -126,6 +126,13 @@ class PodValidator:
             return refused
         if is_reserved_at_binding(claim, pod):
             return await self._validate_unreserved(raw, pod, claim, review)
+        if claim.is_left_to_scheduler:
+            claims = await self._rules.claims.within(review.namespace)
+            return (
+                check.has_modes_of_namespace(claim, claims)
+                or check.matches_claim(raw, pod, claim, self._rules.dress, claims)
+                or Admit(audit={"reason": Reason.ADMITTED.value})
+            )
         if review.is_dry_run:
             return Admit()  # a dry run has no reservation
         return await self._validate_reserved(raw, pod, claim, review, answer_by)

@@ -15,7 +15,7 @@ from webhook.admission.namespaces import WatchedNamespaces
 from webhook.admission.parts import Parts
 from webhook.admission.placement_maps import MapNamespaceListener, MappedStatefulSets
 from webhook.admission.queue.waiting_pods import WaitingPods
-from webhook.assembly.parts import FleetParts, assembled, hinting_of, limits_of, times_of
+from webhook.assembly.parts import FleetParts, assembled, hinting_of, injection_of_nodes, limits_of, times_of
 from webhook.core import keys
 from webhook.core.evidence import Evidence
 from webhook.core.fleet import SPREAD, Fleet
@@ -79,7 +79,7 @@ class ClusterParts(FleetParts):
         clock: Clock,
         api: ApiClient,
         pods: ApiPods,
-        injection: Injection = Injection.NVIDIA,
+        injection: Injection | None = Injection.NVIDIA,
     ) -> "ClusterParts":
         """`injection` is the one of nodes without the label. It matters only for decisions."""
         offset = random.randrange(SPREAD)  # noqa: S311 - only to keep out of step
@@ -109,7 +109,7 @@ def clustered(settings: Settings, clock: Clock, api: ApiClient, pods: ApiPods) -
         log.warning(
             "the inventory file is not read: nodes and devices come from the cluster, where reconcile writes them"
         )
-    found = ClusterParts.of(settings, clock, api, pods, Injection(settings.injection))
+    found = ClusterParts.of(settings, clock, api, pods, injection_of_nodes(settings))
     parts = assembled(settings, clock, found, pods, found.namespaces, limits_of(settings))
     waiting = WaitingPods(parts.rules.claims, parts.rules.dress, queue_order=parts.reserver.queue_order)
     found.fleet_source.also(Watch(api, PODS_PATH, waiting, only={"labelSelector": keys.QUEUED_LABEL}))

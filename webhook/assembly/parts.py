@@ -24,7 +24,7 @@ from webhook.core.errors import GpuwardenError
 from webhook.core.evidence import EvidenceState
 from webhook.core.fleet import Fleet
 from webhook.core.hints import Bucket
-from webhook.core.injection import Injection
+from webhook.core.injection import Injection, default_of_nodes
 from webhook.core.keys import REQUIRED_HASH
 from webhook.core.offer import count_devices
 from webhook.core.reserve import Reserve
@@ -66,7 +66,7 @@ class LocalFleet(FleetParts):
     proofs: MemoryProofs
 
     @classmethod
-    def of(cls, settings: Settings, clock: Clock, injection: Injection = Injection.NVIDIA) -> "LocalFleet":
+    def of(cls, settings: Settings, clock: Clock, injection: Injection | None = Injection.NVIDIA) -> "LocalFleet":
         """`injection` is the one of nodes without the label. It matters only for decisions."""
         fleet, metrics = Fleet(injection=injection), Metrics()
         proofs = MemoryProofs(fleet.indexed_nodes.keys, clock, settings.clock_skew)
@@ -78,7 +78,7 @@ class LocalFleet(FleetParts):
 
 def embedded(settings: Settings, clock: Clock) -> Parts:
     """A server without a cluster."""
-    local = LocalFleet.of(settings, clock, Injection(settings.injection))
+    local = LocalFleet.of(settings, clock, injection_of_nodes(settings))
     parts = assembled(settings, clock, local, ReviewedPods(), NoDemands(), limits_of(settings))
     return evolve(
         parts,
@@ -90,7 +90,7 @@ def embedded(settings: Settings, clock: Clock) -> Parts:
 
 def embedded_dry_run(settings: Settings, clock: Clock) -> Parts:
     """For dry runs on an inventory file. They reserve nothing, so no limit applies, and no node attests itself."""
-    local = LocalFleet.of(settings, clock, Injection(settings.injection))
+    local = LocalFleet.of(settings, clock, injection_of_nodes(settings))
     parts = assembled(settings, clock, local, ReviewedPods(), NoDemands(), PendingLimits())
     return evolve(parts, hinting=hinting_of(settings, parts))
 
@@ -190,6 +190,11 @@ def inventory_path(settings: Settings) -> Path:
 def hash_aliases(settings: Settings) -> tuple[str, ...]:
     """The configured alias, and the built-in one: a pod's required hash must never be ignored."""
     return tuple(dict.fromkeys((settings.required_hash_alias, *REQUIRED_HASH.aliases)))
+
+
+def injection_of_nodes(settings: Settings) -> Injection | None:
+    """The injection of nodes without the label."""
+    return default_of_nodes(Injection(settings.injection), Reserve(settings.reserve))
 
 
 def rules_of(settings: Settings, namespaces: NamespaceDemands) -> Rules:

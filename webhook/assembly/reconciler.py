@@ -34,11 +34,11 @@ from webhook.admission.queue.queue import Queue
 from webhook.admission.queue.waiting_pods import DemandsListener, WaitingPods
 from webhook.assembly.cluster import ClusterWriters
 from webhook.assembly.dra import claimed_parts, native_parts, proof_parts, rate_limited, tell_loss
-from webhook.assembly.parts import policy_of, rules_of, times_of
+from webhook.assembly.parts import injection_of_nodes, policy_of, rules_of, times_of
 from webhook.core import keys
 from webhook.core.fleet import Fleet
-from webhook.core.injection import Injection
 from webhook.dra.reserved_claims import ClaimForm, OnEveryChange, ReservedClaims
+from webhook.dra.unplaced_pods import UnplacedPods
 from webhook.evidence.cluster import EvidenceView
 from webhook.inventory.offers import Offers
 from webhook.kube.api_gpu_nodes import ApiGpuNodes
@@ -112,7 +112,7 @@ class ReconcilerParts:
 
 
 def reconciler_parts(settings: Settings, api: ApiClient, metrics: Metrics) -> ReconcilerParts:
-    fleet, pods, watches = Fleet(injection=Injection(settings.injection)), ApiPods(api), WatchGroup()
+    fleet, pods, watches = Fleet(injection=injection_of_nodes(settings)), ApiPods(api), WatchGroup()
     ledger = ClusterLedger(fleet, ApiGpuNodes(api), pods, utc_now, times_of(settings))
     events = ApiEvents(api, utc_now, metrics.count_event)
     policy, namespaces = policy_of(settings), WatchedNamespaces(ApiNamespaces(api))
@@ -151,7 +151,9 @@ def reconciler_parts(settings: Settings, api: ApiClient, metrics: Metrics) -> Re
             needs_evidence=policy.is_always_required,
         ),
         is_current=watches.are_current,
+        policy_of=lambda name: rules.claims.known_within(name).hash_policy if ends.namespaces.get(name) else None,
     )
+    unplaced = UnplacedPods(fleet, policy, events, utc_now)
     claimed = claimed_parts(settings, api, fleet, watches)
     writers = ClusterWriters(
         settings,
@@ -243,13 +245,13 @@ def reconciler_parts(settings: Settings, api: ApiClient, metrics: Metrics) -> Re
         ends.namespaces,
     ]
     of_pods: list[WatchListener] = [
-        *(reconciler, claims, wakeups, nominations, evidence_loss, waiting_pods, audit.pods, ends, deliveries)
+        *(reconciler, claims, unplaced, wakeups, nominations, evidence_loss, waiting_pods, audit.pods, ends, deliveries)
     ]
     begin = [
         *(claims.begin, queue.begin, evidence_loss.begin, offers.begin, writers.begin, ends.begin, deliveries.begin)
     ]
     first: list[Elected] = [reconciler, queue, deliveries]
-    then: list[Elected] = [writers, wakeups, nominations, evidence_loss, node_names, plugins, offers]
+    then: list[Elected] = [writers, wakeups, nominations, evidence_loss, node_names, plugins, offers, unplaced]
     passes = [Passes((claims,), claims.wakeup, SHORT_BREATH)]
 
     if settings.kueue:

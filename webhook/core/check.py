@@ -9,7 +9,7 @@ from attrs import evolve
 from webhook.core import claim_keys, gpu_order, keys
 from webhook.core.binding import Binding
 from webhook.core.claim import Claim, ClaimRules, claim_of
-from webhook.core.decide import HINTS, REASONS, ClaimSearch, EvidencePolicy, Objection
+from webhook.core.decide import HINTS, REASONS, ClaimSearch, EvidencePolicy, Objection, ordinal_not_in_map
 from webhook.core.dress import (
     Allocation,
     DressRules,
@@ -17,15 +17,18 @@ from webhook.core.dress import (
     RawPod,
     changes,
     dressed,
+    left_to_scheduler,
     nodes_pinned_to,
     reservation_values,
     waiting,
 )
+from webhook.core.errors import InvalidPodError
 from webhook.core.fleet import Fleet
+from webhook.core.gpu_demand import demand_of
 from webhook.core.gpu_visibility import exposes_all_gpus, is_harmless, visible_env
 from webhook.core.injection import Injection
 from webhook.core.pod import Container, EnvVar, Pod
-from webhook.core.pod_claims import own_claim_of
+from webhook.core.pod_claims import own_claim_of, own_template_of
 from webhook.core.proof_claims import MAX_PAIRS
 from webhook.core.reasons import Reason
 from webhook.core.reservation import Phase, PodIdentity, Reservation
@@ -90,9 +93,10 @@ def gets_other_gpus(pod: Pod, claim: Claim, rules: DressRules) -> Deny | None:
 
 
 def has_only_own_claim(pod: Pod) -> bool:
-    """Whether its only ResourceClaim has the form of the one that gpuwarden writes."""
+    """Whether its only ResourceClaim has a form that gpuwarden writes."""
     claims = pod.body.resource_claims or ()
-    return len(claims) == 1 and bool(own_claim_of({"resourceClaims": claims}))
+    spec = {"resourceClaims": claims}
+    return len(claims) == 1 and bool(own_claim_of(spec) or own_template_of(spec))
 
 
 def no_exposed_containers(pod: Pod, rules: DressRules) -> Deny | None:
@@ -144,6 +148,8 @@ def no_unclaimable(claim: Claim, rules: DressRules) -> Deny | None:
     """Why no ResourceClaim can take the GPUs, if they come from one."""
     if not rules.uses_resource_claims:
         return None
+    if rules.leaves_to_scheduler:
+        return ordinal_not_in_map(claim) or no_undemandable(claim)
     if claim.is_shared:
         return Deny(
             Reason.INJECTION_CONFLICT,
@@ -197,6 +203,20 @@ def fields_against_device_plugin(pod: Pod, rules: DressRules) -> Iterator[str]:
         if container.env_from:
             yield f"{path}.envFrom"
         yield from (f"{path}.env[{one.name}]" for one in gpu_env(container))
+
+
+def no_undemandable(claim: Claim) -> Deny | None:
+    """What a ResourceClaim cannot say to kube-scheduler."""
+    try:
+        demand_of(claim.record)
+    except InvalidPodError as exc:
+        return Deny(
+            Reason.INJECTION_CONFLICT,
+            f"kube-scheduler chooses the pod's GPUs by a ResourceClaim: {'; '.join(exc.mistakes)}",
+            hint="ask in another way, or use a namespace with another injection",
+            causes=exc.mistakes,
+        )
+    return None
 
 
 def grace_within_limit(pod: Pod, rules: DressRules) -> Deny | None:
@@ -374,6 +394,27 @@ def is_as_asked(pod: Pod, claim: Claim, claims: ClaimRules) -> Deny | None:
     if asked is None or not is_at_least_as_strict(claim, asked):
         return Deny(Reason.FORGED, f"metadata.annotations[{keys.CLAIM.name}]: not what the pod asks for")
     return None
+
+
+def matches_claim(raw: RawPod, pod: Pod, claim: Claim, rules: DressRules, claims: ClaimRules) -> Deny | None:
+    """A pod whose GPUs kube-scheduler chooses is as gpuwarden dressed it, and its ResourceClaim is what it asks for."""
+    unexpected = reservation_annotations(pod)
+    if unexpected:
+        return Deny(Reason.FORGED, f"metadata.annotations[{unexpected[0]}]: kube-scheduler chooses the pod's GPUs")
+    denied = no_unclaimable(claim, rules.of(claim)) or is_as_asked(pod, claim, claims)
+    if denied is not None:
+        return denied
+    name = own_claim_of(raw.get("spec") or {})
+    fields = changed_fields(raw, [left_to_scheduler(raw, claim, rules, name)])
+    fields += sorted(set(debug_env(raw, "")))
+    if fields:
+        return Deny(
+            Reason.FORGED,
+            f"{', '.join(fields[:5])}: not as gpuwarden dressed the pod",
+            hint="another webhook or the user changed what gpuwarden wrote",
+            causes=tuple(fields[:20]),
+        )
+    return preset_node(pod, ())
 
 
 def has_modes_of_namespace(claim: Claim, rules: ClaimRules) -> Deny | None:

@@ -99,7 +99,19 @@ class Claim:
     def is_reserved_at_binding(self) -> bool:
         """Whether its GPUs are reserved in the review of the pod's Binding. Those of ResourceClaims are allocated by
         kube-scheduler."""
-        return bool(self.count) and self.record.reserve == Reserve.BIND and self.record.injection != Injection.DRA
+        return (
+            bool(self.count)
+            and self.record.reserve == Reserve.BIND
+            and self.record.injection not in (Injection.PLUGIN, Injection.DRA)
+        )
+
+    @property
+    def is_left_to_scheduler(self) -> bool:
+        return self.record.is_left_to_scheduler
+
+    def without_gpus(self) -> "Claim":
+        """What the claim asks of nodes."""
+        return Claim(ClaimRecord(hashes=self.record.hashes), self.nodes)
 
     @property
     def map_entry(self) -> MapEntry | None:

@@ -28,6 +28,7 @@ from webhook.core.keys import (
     Key,
 )
 from webhook.core.reservation import GpuDelivery
+from webhook.core.reserve import Reserve
 
 
 @frozen
@@ -132,6 +133,11 @@ class ClaimRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     def delivery(self) -> GpuDelivery | None:
         """AWAITED if the kubelet chooses the GPUs, by a device plugin."""
         return GpuDelivery.AWAITED if self.injection == Injection.PLUGIN else None
+
+    @property
+    def is_left_to_scheduler(self) -> bool:
+        """Whether kube-scheduler chooses the GPUs, by a ResourceClaim. No ledger holds them."""
+        return (self.injection, self.reserve) == (Injection.DRA, Reserve.BIND)
 
     @property
     def selects_devices(self) -> bool:

@@ -234,10 +234,12 @@ class ClaimSearch:
     def __init__(self, claim: Claim, fleet: Fleet, policy: EvidencePolicy) -> None:
         self.claim = claim
         self.fleet = fleet
-        self.needs_evidence = bool(claim.hashes) or policy.is_always_required
+        always = policy.is_always_required or claim.record.is_left_to_scheduler
+        self.needs_evidence = bool(claim.hashes) or always
         self.directory_keys = fleet.index_labels(claim.nodes)  # may renumber kinds, so it comes first
         self.kinds = fleet.kinds_serving(claim.requirements, is_shared=claim.is_shared)
-        self._injection = injection_asked(claim.record.injection, fleet.injection) if claim.count else None
+        is_left = claim.record.is_left_to_scheduler
+        self._injection = None if is_left else injection_asked(claim.record.injection, fleet.injection)
         self._class_objections: dict[int, Objection | None] = {}
         self._unavailable = 0  # nodes that have the devices, and on which no pod can run now
         self.spare = fleet.spare_by_shape(self.kinds, claim.count)
@@ -442,8 +444,8 @@ class ClaimSearch:
         return self._class_injection_objection(indexed.node_group.node_class)
 
     def _class_injection_objection(self, number: int) -> Objection | None:
-        """A claim without GPUs fits nodes of any injection."""
-        if self._injection is None or self._injection == self.fleet.node_class(number).injection:
+        """A claim without GPUs fits nodes of any injection. Where kube-scheduler chooses, nodes have none."""
+        if not self.claim.count or self._injection == self.fleet.node_class(number).injection:
             return None
         return Objection.OTHER_INJECTION
 

@@ -10,6 +10,7 @@ from attrs import evolve, frozen
 from webhook.core import keys
 from webhook.core.claim import Claim, ClaimRules, claim_of, recorded_claim_or_none
 from webhook.core.difference import Change, difference
+from webhook.core.gpu_demand import pod_claim_of
 from webhook.core.gpu_visibility import env_hiding_gpus, hidden_unless_set, hides_all, is_harmless, with_gpus_hidden
 from webhook.core.injection import Injection, injection_of
 from webhook.core.keys import Key
@@ -75,9 +76,14 @@ class DressRules:
         )
 
     @property
+    def leaves_to_scheduler(self) -> bool:
+        """Whether kube-scheduler allocates the pod's GPUs, after its containers were fixed."""
+        return self.injection is Injection.DRA and self.reserve is Reserve.BIND
+
+    @property
     def env_names(self) -> tuple[str, ...]:
         """The variables that gpuwarden sets to the pod's GPUs. A device plugin sets its own."""
-        if self.injection is Injection.PLUGIN:
+        if self.injection is Injection.PLUGIN or self.leaves_to_scheduler:
             return ()
         return keys.GPU_ENV if self.injection is Injection.NVIDIA else (keys.CUDA_ENV,)
 
@@ -146,6 +152,12 @@ def dressed(raw: RawPod, outfit: Allocation, rules: DressRules) -> dict[str, Jso
     return dict(hide_gpus(made, rules)) if outfit.hides_gpus_everywhere and not outfit.claim.count else made
 
 
+def left_to_scheduler(raw: RawPod, claim: Claim, rules: DressRules, claim_name: str) -> dict[str, Json]:
+    """The dressed pod whose GPUs kube-scheduler chooses. Only a placement map names the node."""
+    nodes = () if claim.map_entry is None else (claim.map_entry.node,)
+    return dressed(raw, Allocation(claim, nodes, claim_name=claim_name), rules)
+
+
 def waiting(
     raw: RawPod,
     claim: Claim,
@@ -195,7 +207,8 @@ def dressed_containers(spec: Mapping[str, Json], outfit: Allocation, rules: Dres
         if spec.get(group)
     }
     if rules.uses_resource_claims:
-        made["resourceClaims"] = with_entry(spec.get("resourceClaims") or (), pod_claim(outfit.claim_name))
+        entry = pod_claim_of(outfit.claim.record, outfit.claim_name) if rules.leaves_to_scheduler else None
+        made["resourceClaims"] = with_entry(spec.get("resourceClaims") or (), entry or pod_claim(outfit.claim_name))
     return made
 
 

@@ -54,7 +54,7 @@ Item = TypeVar("Item")
 class Fleet:
     """All input of a decision except the claim. Callers keep it current."""
 
-    def __init__(self, offset: int = 0, injection: Injection = Injection.NVIDIA) -> None:
+    def __init__(self, offset: int = 0, injection: Injection | None = Injection.NVIDIA) -> None:
         """Fleets with different offsets prefer different nodes among equal ones, so that replicas rarely choose the
         same. `injection` is the one of nodes without the label."""
         self._offset = offset

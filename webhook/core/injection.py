@@ -10,6 +10,7 @@ from typing import Final
 
 from webhook.core.errors import InvalidPodError
 from webhook.core.keys import INJECTION
+from webhook.core.reserve import Reserve
 
 
 class Injection(StrEnum):
@@ -27,16 +28,22 @@ ALLOWED: Final = ", ".join(Injection)
 ALWAYS_RECORDED: Final = frozenset({Injection.PLUGIN, Injection.DRA})
 
 
+def default_of_nodes(injection: Injection, reserve: Reserve) -> Injection | None:
+    """The injection of nodes without the label. None if kube-scheduler allocates their GPUs: nothing is reserved
+    there."""
+    return None if injection is Injection.DRA and reserve is Reserve.BIND else injection
+
+
 def recorded_injection(own: Injection | None, default: Injection) -> str | None:
     """For the record of a claim. The default is not recorded, unless older versions do not know it."""
     injection = default if own is None else own
     return None if injection is default and injection not in ALWAYS_RECORDED else injection.value
 
 
-def injection_asked(recorded: str | None, default: Injection) -> str:
+def injection_asked(recorded: str | None, default: Injection | None) -> str:
     """The injection of a pod by the record of its claim. A newer version may have recorded one that is not known."""
     if recorded is None:
-        return Injection.NVIDIA if default in ALWAYS_RECORDED else default
+        return Injection.NVIDIA if default is None or default in ALWAYS_RECORDED else default
     return recorded
 
 
@@ -49,8 +56,8 @@ def injection_of(recorded: str | None, default: Injection) -> Injection:
     return found
 
 
-def injection_of_node(labels: Mapping[str, str], default: Injection) -> Injection | None:
-    """None if the label has another value: no pod with GPUs goes to the node."""
+def injection_of_node(labels: Mapping[str, str], default: Injection | None) -> Injection | None:
+    """None if the label has another value, such as `native`: nothing is reserved on the node."""
     value = labels.get(INJECTION)
     return default if value is None else known_injection(value)
 

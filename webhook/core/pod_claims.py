@@ -1,11 +1,14 @@
-"""The ResourceClaim of a pod whose GPUs are reserved: its entry in the pod, and in the containers that get GPUs.
+"""The ResourceClaim by which a pod gets its GPUs: its entry in the pod, and in the containers that get GPUs.
 
-`serve` names the claim when the pod is created, because the entry cannot be added later. `reconcile` creates it.
+`serve` names the claim or its template when the pod is created, because the entry cannot be added later. `reconcile`
+creates it.
 """
 
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
+
+from webhook.core.proof_claims import hash_of_template
 
 Json = Any
 
@@ -24,11 +27,24 @@ def pod_claim(name: str) -> dict[str, Json]:
     return {"name": POD_CLAIM, "resourceClaimName": name}
 
 
+def pod_claim_from(template: str) -> dict[str, Json]:
+    return {"name": POD_CLAIM, "resourceClaimTemplateName": template}
+
+
 def own_claim_of(spec: Mapping[str, Json]) -> str:
     """The name of the claim in the pod's entry of our form; empty if there is none."""
     for one in spec.get("resourceClaims") or ():
         name = one.get("resourceClaimName")
         if isinstance(name, str) and CLAIM_NAME.fullmatch(name) and one == pod_claim(name):
+            return name
+    return ""
+
+
+def own_template_of(spec: Mapping[str, Json]) -> str:
+    """The same for the name of a template."""
+    for one in spec.get("resourceClaims") or ():
+        name = one.get("resourceClaimTemplateName")
+        if isinstance(name, str) and hash_of_template(name) is not None and one == pod_claim_from(name):
             return name
     return ""
 
@@ -58,7 +74,7 @@ def without_container_claim(container: Mapping[str, Json]) -> dict[str, Json]:
 
 def without_own_claim(spec: Mapping[str, Json]) -> dict[str, Json]:
     """The pod's spec without an entry of our form and its uses."""
-    if not own_claim_of(spec):
+    if not (own_claim_of(spec) or own_template_of(spec)):
         return dict(spec)
     left = [one for one in spec["resourceClaims"] if one.get("name") != POD_CLAIM]
     made = {name: value for name, value in spec.items() if name != "resourceClaims"}

@@ -1,8 +1,10 @@
 """ResourceClaims that take GPUs together with their proof devices."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Final
+
+from attrs import frozen
 
 from webhook.core.device import is_mig
 from webhook.core.proof_devices import AT_BIND, DRIVER, ProofMode
@@ -33,55 +35,93 @@ def hash_of_template(name: str) -> str | None:
     return None if found is None else found[1]
 
 
+@frozen
+class GpuDemand:
+    """So many proven GPUs of one node, of which the scheduler chooses any that match."""
+
+    count: int
+    # The attributes of the hashes, one of which the node has proven; empty: any.
+    hashes: tuple[str, ...] = ()
+    # Attributes of the GPUs, with their values. Dashes stand for spaces.
+    attributes: tuple[tuple[str, str], ...] = ()
+    # One for each GPU; empty: any.
+    uuids: tuple[str, ...] = ()
+
+
 def claim_spec(
     count: int, hash: str, *, gpu_driver: str, gpu_class: str, evicts: bool, is_challenged: bool = False
 ) -> Raw:
     """The spec of a claim for `count` GPUs that are proven for the attribute `hash`. With `evicts`, the pod is evicted
     when the evidence ends."""
     mode = ProofMode.CHALLENGED if is_challenged else ProofMode.NATIVE
-    return {
-        "devices": {
-            "requests": [one for k in range(count) for one in pair(k, count, hash, gpu_class, mode, evicts=evicts)],
-            **tied(count, hash, gpu_driver),
-        }
-    }
+    demand = GpuDemand(count, (hash,))
+    return demanded_spec(demand, mode, gpu_driver=gpu_driver, gpu_class=gpu_class, evicts=evicts)
 
 
-def tied(count: int, hash: str, gpu_driver: str) -> Raw:
-    """The constraints that both devices of a pair are for one GPU, and the hash for the plugin on the node."""
+def demanded_spec(
+    demand: GpuDemand, mode: ProofMode = ProofMode.NATIVE, *, gpu_driver: str, gpu_class: str, evicts: bool
+) -> Raw:
+    """The spec of a claim for GPUs that the scheduler chooses. Nothing in the demand needs escapes in CEL."""
+    requests: list[Raw] = []
+    for k in range(demand.count):
+        uuid = demand.uuids[k] if demand.uuids else None
+        # The proof first: the allocator then finds its GPU without a search.
+        selector = proof_selector(k, demand, uuid, gpu_driver, mode)
+        requests.append(request(f"proof{k}", DRIVER, selector, tolerations=[toleration(evicts=evicts)]))
+        requests.append(request(f"gpu{k}", gpu_class, gpu_selector(demand, uuid, gpu_driver)))
+    return {"devices": {"requests": requests, **tied(demand.count, demand.hashes, gpu_driver)}}
+
+
+def tied(count: int, hashes: Sequence[str], gpu_driver: str) -> Raw:
+    """The constraints that both devices of a pair are for one GPU, and the hashes for the plugin on the node."""
     attribute = f"{gpu_driver}/uuid"
+    parameters = {"hash": hashes[0]} if len(hashes) == 1 else {"hashes": list(hashes)}
     return {
         "constraints": [{"requests": [f"gpu{k}", f"proof{k}"], "matchAttribute": attribute} for k in range(count)],
         "config": [
             {
                 "requests": [f"proof{k}" for k in range(count)],
-                "opaque": {"driver": DRIVER, "parameters": {"hash": hash}},
+                "opaque": {"driver": DRIVER, "parameters": parameters},
             }
         ],
     }
 
 
-def pair(k: int, count: int, hash: str, gpu_class: str, mode: ProofMode, *, evicts: bool) -> Iterator[Raw]:
-    """The proof first: the allocator then finds its GPU without a search."""
-    yield request(f"proof{k}", DRIVER, proof_selector(k, count, hash, mode), tolerations=[toleration(evicts=evicts)])
-    yield {"name": f"gpu{k}", "exactly": {"deviceClassName": gpu_class}}
-
-
 def request(name: str, device_class: str, selector: str, **members: object) -> Raw:
-    exactly = {"deviceClassName": device_class, "selectors": [{"cel": {"expression": selector}}], **members}
-    return {"name": name, "exactly": exactly}
+    selectors = {"selectors": [{"cel": {"expression": selector}}]} if selector else {}
+    return {"name": name, "exactly": {"deviceClassName": device_class, **selectors, **members}}
 
 
-def proof_selector(k: int, count: int, hash: str, mode: ProofMode) -> str:
-    """Selects proofs of the hash and mode for the k-th pair.
+def gpu_selector(demand: GpuDemand, uuid: str | None, gpu_driver: str) -> str:
+    """Empty if any GPU with a proof will do. A device may lack an attribute, and an error would stop the scheduler."""
+    own = f"device.attributes['{gpu_driver}']"
+    terms = [f"has({own}.{name}) && {own}.{name}.matches('{pattern(value)}')" for name, value in demand.attributes]
+    return " && ".join([*terms, *([] if uuid is None else [f"{own}.uuid == '{uuid}'"])])
+
+
+def pattern(value: str) -> str:
+    """Matches the value of a label and what it stands for: labels have dashes for spaces."""
+    return f"^{value.replace('.', '[.]').replace('-', '[ -]')}$"
+
+
+def proof_selector(k: int, demand: GpuDemand, uuid: str | None, gpu_driver: str, mode: ProofMode) -> str:
+    """Selects proofs of the mode for the k-th pair.
 
     The allocator tries all permutations of requests that could have the same devices, before it gives up on a node. So
     the k-th of `count` pairs gets only devices that can be the k-th by index: every set of `count` devices, in the
     order of their indices, satisfies that.
     """
     own = f"device.attributes['{DRIVER}']"
-    places = f"{own}.index >= {k} && {own}.index <= {k - count} + {own}.count"
-    return f"{own}.hash == '{hash}' && {own}.mode == '{mode}' && {places}"
+    places = f"{own}.index >= {k} && {own}.index <= {k - demand.count} + {own}.count"
+    place = places if uuid is None else f"device.attributes['{gpu_driver}'].uuid == '{uuid}'"
+    return " && ".join([*hash_terms(demand.hashes), f"{own}.mode == '{mode}'", place])
+
+
+def hash_terms(hashes: Sequence[str]) -> list[str]:
+    own = f"device.attributes['{DRIVER}'].hash"
+    if len(hashes) <= 1:
+        return [f"{own} == '{hash}'" for hash in hashes]
+    return [f"{own} in [{', '.join(repr(hash) for hash in hashes)}]"]
 
 
 def reserved_claim_spec(
@@ -98,7 +138,7 @@ def reserved_claim_spec(
             requests.append(request(f"proof{k}", DRIVER, selector, tolerations=[toleration(evicts=evicts)]))
         requests.append(request(f"gpu{k}", mig_class if is_mig(uuid) else gpu_class, is_gpu))
     devices: Raw = {"requests": requests}
-    return {"devices": devices if hash is None else devices | tied(len(uuids), hash, gpu_driver)}
+    return {"devices": devices if hash is None else devices | tied(len(uuids), (hash,), gpu_driver)}
 
 
 def toleration(*, evicts: bool) -> Raw:

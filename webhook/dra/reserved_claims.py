@@ -1,27 +1,34 @@
-"""Creates the ResourceClaims of pods whose GPUs are reserved.
+"""Creates the ResourceClaims that pods name.
 
-The pod names its claim from its creation on. The claim takes exactly the GPUs of the pod's reservation, and its owner
-is the pod: Kubernetes deletes it with the pod. A claim is made for the pod that has the reservation by its uid, and for
-no other pod that names the same claim. The process may stop after any step: the name is in the pod, and a claim that
-exists is recognized.
+The pod names its claim from its creation on, and owns it: Kubernetes deletes it with the pod. The process may stop
+after any step: the name is in the pod, and a claim that exists is recognized.
+
+The claim of a pod with a reservation takes exactly the reserved GPUs. It is made for the pod that has the reservation
+by its uid, and for no other pod that names the same claim. The claim of a pod without one takes any GPUs that the pod's
+record asks for and its namespace allows.
 """
 
 import asyncio
 from collections.abc import Callable, Mapping
 from datetime import datetime, timedelta
+from functools import partial
+from operator import eq
 from typing import Final, Protocol
 
 import msgspec
 import structlog
 from attrs import define, field, frozen
+from msgspec import structs
 
 from webhook.core import keys
 from webhook.core.claim_keys import ClaimRecord
 from webhook.core.errors import InvalidPodError
 from webhook.core.fleet import Fleet
+from webhook.core.gpu_demand import demand_of
+from webhook.core.hashes import HashPolicy
 from webhook.core.pod import Metadata, Pod
 from webhook.core.pod_claims import own_claim_of
-from webhook.core.proof_claims import CLAIM_LABELS, reserved_claim_spec, without_defaults
+from webhook.core.proof_claims import CLAIM_LABELS, demanded_spec, reserved_claim_spec, without_defaults
 from webhook.core.proof_devices import hash_attribute
 from webhook.core.raw import Raw
 from webhook.core.reasons import Reason
@@ -75,6 +82,7 @@ class ClaimingPod:
 
     pod: PodIdentity
     claim_name: str
+    # Empty if kube-scheduler chooses the GPUs.
     reservation_id: str
     record: ClaimRecord
 
@@ -90,10 +98,10 @@ class ClaimingPod:
         except InvalidPodError:
             return None
         meta, name = pod.meta, own_claim_of({"resourceClaims": pod.body.resource_claims})
-        reservation_id = pod.annotations.get(keys.RESERVATION_ID.name)
+        reservation_id = pod.annotations.get(keys.RESERVATION_ID.name) or ""
         if not name or pod.body.node_name or pod.is_gated or raw["metadata"].get("deletionTimestamp"):
             return None
-        if not reservation_id or not meta.uid:
+        if record.is_left_to_scheduler == bool(reservation_id) or not meta.uid:
             return None
         return cls(PodIdentity(meta.namespace or "", meta.name or "", meta.uid), name, reservation_id, record)
 
@@ -110,7 +118,7 @@ class ClaimingPod:
 @define(eq=False, repr=False)
 class ReservedClaims:
     """Listener of the watch of pods. The elected leader writes in `step`. `find` gives the reservation of a pod by its
-    uid."""
+    uid, and `policy_of` what an opted-in namespace requires."""
 
     _objects: ClaimClient
     _find: Callable[[str], Reservation | None]
@@ -119,6 +127,7 @@ class ReservedClaims:
     _clock: Clock
     _form: ClaimForm
     _is_current: Callable[[], bool]
+    _policy_of: Callable[[str], HashPolicy | None] = lambda _: None
     wakeup: asyncio.Event = field(factory=asyncio.Event, init=False)
     _pods: dict[str, ClaimingPod] = field(factory=dict, init=False)
     # Pods that are not due yet, and the uids of the claims that were made or found for pods.
@@ -178,10 +187,13 @@ class ReservedClaims:
     async def _attempt(self, one: ClaimingPod) -> None:
         held = self._find(one.pod.uid)
         try:
-            if held is None or not is_live(held) or not one.has(held):
+            if one.record.is_left_to_scheduler:
+                spec = self._demanded(one)
+                await self._make(one, spec, partial(eq, spec))
+            elif held is None or not is_live(held) or not one.has(held):
                 await self._withdraw(one)
             else:
-                await self._make(one, held)
+                await self._make(one, self._reserved(one, held), partial(self._is_as_reserved, one, held))
         except (ApiUnavailableError, ApiRefusesError) as exc:
             self._tries.setdefault(one.pod.uid, Retry(self._clock())).postpone(self._clock(), BACKOFF)
             log.warning("claim not written", namespace=one.pod.namespace, claim=one.claim_name, problem=str(exc))
@@ -204,17 +216,17 @@ class ReservedClaims:
         found = await self._objects.get(one.pod.namespace, one.claim_name)
         return "" if found is None or not is_owned(found, one.pod) else str(found["metadata"].get("uid") or "")
 
-    async def _make(self, one: ClaimingPod, held: Reservation) -> None:
+    async def _make(self, one: ClaimingPod, spec: Raw | None, is_as_written: Callable[[Raw], bool]) -> None:
+        """Without a spec the claim cannot be made yet. A claim that exists has to be as written, too."""
         self._unreserved.pop(one.pod.uid, None)
-        is_ready, attribute = self._proof(one, held)
-        if not is_ready:
+        if spec is None:
             return
-        found = await self._objects.create(self._claim(one, held, attribute))
+        found = await self._objects.create(claim_of(one, spec))
         if found is None:
             return
         if not is_owned(found, one.pod):
             self._report(one, "exists and is not of this pod: the pod stays pending")
-        elif not self._is_as_written(found, one, held):
+        elif not is_as_written(without_defaults(found["spec"])):
             await self._objects.delete(one.pod.namespace, one.claim_name, str(found["metadata"].get("uid") or ""))
             self._report(one, "is deleted, because a webhook or a policy has changed what it asks for")
         else:
@@ -222,6 +234,27 @@ class ReservedClaims:
                 log.info("claim made", namespace=one.pod.namespace, claim=one.claim_name, pod=one.pod.name)
             self._made[one.pod.uid] = str(found["metadata"].get("uid") or "")
         self._tries[one.pod.uid] = Retry(self._clock() + CHECKED_EVERY)
+
+    def _demanded(self, one: ClaimingPod) -> Raw | None:
+        """The spec of the claim by the pod's record. None if the namespace has not opted in or allows none of the
+        hashes: the pod may be older than its rules."""
+        policy = self._policy_of(one.pod.namespace)
+        if policy is None or policy.mistakes:
+            return None
+        hashes = policy.restrict(one.record.hashes)
+        if one.record.hashes and not hashes:
+            return None
+        try:
+            demand = demand_of(structs.replace(one.record, hashes=hashes))
+        except InvalidPodError:
+            return None
+        form = self._form
+        return demanded_spec(demand, gpu_driver=form.gpu_driver, gpu_class=form.gpu_class, evicts=form.evicts)
+
+    def _reserved(self, one: ClaimingPod, held: Reservation) -> Raw | None:
+        """The spec of the claim for the reserved GPUs. None while their node is not proven."""
+        is_ready, attribute = self._proof(one, held)
+        return self._spec(held, attribute) if is_ready else None
 
     def _proof(self, one: ClaimingPod, held: Reservation) -> tuple[bool, str | None]:
         """Whether the claim can be made now, and the hash attribute of the proofs that it takes, if it takes any."""
@@ -232,36 +265,14 @@ class ReservedClaims:
             return True, hash_attribute(evidence.hash)
         return not hashes and not self._form.needs_evidence, None
 
-    def _is_as_written(self, found: Raw, one: ClaimingPod, held: Reservation) -> bool:
+    def _is_as_reserved(self, one: ClaimingPod, held: Reservation, spec: Raw) -> bool:
         """Whether the claim is for the GPUs of the reservation and for a hash that the pod accepts. The evidence may
         have changed since."""
-        attribute = hash_asked_for(found)
+        attribute = hash_asked_for(spec)
         accepted = {hash_attribute(hash) for hash in one.record.hashes}
         if accepted and self._form.has_proofs and attribute not in accepted:
             return False
-        return without_defaults(found["spec"]) == self._spec(held, attribute)
-
-    def _claim(self, one: ClaimingPod, held: Reservation, attribute: str | None) -> Raw:
-        pod = one.pod
-        owner = {
-            "apiVersion": "v1",
-            "kind": "Pod",
-            "name": pod.name,
-            "uid": pod.uid,
-            "controller": True,
-            "blockOwnerDeletion": True,
-        }
-        return {
-            "apiVersion": "resource.k8s.io/v1",
-            "kind": "ResourceClaim",
-            "metadata": {
-                "name": one.claim_name,
-                "namespace": pod.namespace,
-                "labels": {keys.MANAGED_BY: keys.OURS, **CLAIM_LABELS},
-                "ownerReferences": [owner],
-            },
-            "spec": self._spec(held, attribute),
-        }
+        return spec == self._spec(held, attribute)
 
     def _spec(self, held: Reservation, attribute: str | None) -> Raw:
         form = self._form
@@ -293,6 +304,28 @@ class OwnedClaimWire(msgspec.Struct, frozen=True):
     spec: ClaimSpecWire
 
 
+def claim_of(one: ClaimingPod, spec: Raw) -> Raw:
+    owner = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "name": one.pod.name,
+        "uid": one.pod.uid,
+        "controller": True,
+        "blockOwnerDeletion": True,
+    }
+    return {
+        "apiVersion": "resource.k8s.io/v1",
+        "kind": "ResourceClaim",
+        "metadata": {
+            "name": one.claim_name,
+            "namespace": one.pod.namespace,
+            "labels": {keys.MANAGED_BY: keys.OURS, **CLAIM_LABELS},
+            "ownerReferences": [owner],
+        },
+        "spec": spec,
+    }
+
+
 def is_live(held: Reservation) -> bool:
     return held.phase is not Phase.RELEASING and held.orphan is None
 
@@ -307,9 +340,9 @@ def is_owned(found: Raw, pod: PodIdentity) -> bool:
     return is_ours and any(one.uid == pod.uid and one.controller for one in meta.owner_references or ())
 
 
-def hash_asked_for(found: Raw) -> str | None:
+def hash_asked_for(spec: Raw) -> str | None:
     """The attribute that the claim asks for; None if it asks for no proofs, or does not say so."""
-    config = msgspec.convert(found, OwnedClaimWire).spec.devices.config or ()
+    config = msgspec.convert(spec, ClaimSpecWire).devices.config or ()
     match [one.opaque.parameters for one in config if one.opaque is not None]:
         case [{"hash": str() as hash}]:
             return hash

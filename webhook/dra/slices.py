@@ -276,12 +276,14 @@ class ProofSlices:
 
     def _is_offered(self, node: str, device: Device) -> bool:
         """Healthy, on this node only, and not held by a reservation or set aside for one. On a node whose GPUs come
-        from the claims of reservations, those are offered too: such a claim names the UUIDs of its reservation."""
+        from the claims of reservations, those are offered too: such a claim names the UUIDs of its reservation. If
+        kube-scheduler and reservations share the cluster, the label of a node says whose its GPUs are."""
         injection = self._injection(node)
-        if injection is Injection.PLUGIN:  # a claim would take a GPU that the device plugin can give away
-            return False
         if injection is Injection.DRA:
             return self._fleet.may_be_proven(device.uuid)
+        # A claim would take a GPU that the device plugin can give away, or that is for reservations.
+        if injection is Injection.PLUGIN or (injection is not None and self._fleet.injection is None):
+            return False
         if device.is_mig:
             return False  # claims that the scheduler chooses for ask for whole GPUs, and would try its proof in vain
         is_set_aside = device.uuid in self._fleet.set_aside_devices

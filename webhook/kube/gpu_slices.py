@@ -6,6 +6,7 @@ from typing import Final
 import msgspec
 
 from webhook.core.device import Device, DeviceUuid, is_uuid, pci_address
+from webhook.core.gpu_demand import ATTRIBUTES, VALUE
 from webhook.core.raw import Raw
 from webhook.kube.resource_slices import AttributeWire, PoolWire, UnreadableSliceError
 
@@ -84,9 +85,18 @@ def gpus_of(spec: GpuSliceSpecWire) -> Iterator[tuple[str, Device]]:
                 model=" ".join(filter(None, (one.attribute("productName"), one.attribute("profile")))),
                 memory=memory_of(one),
                 pci=pci_address(one.attribute(PCI_ADDRESS)),
+                labels=frozenset(labels_of(one)),
                 is_healthy=not any(taint.effect in REPELS for taint in one.taints),
             )
             yield one.name, device
+
+
+def labels_of(one: GpuDeviceWire) -> Iterator[str]:
+    """The labels by which pods ask for attributes of the device."""
+    for key, attribute in ATTRIBUTES.items():
+        value = one.attribute(attribute).replace(" ", "-")
+        if VALUE.fullmatch(value):
+            yield f"{key}={value}"
 
 
 def memory_of(one: GpuDeviceWire) -> str:

@@ -110,10 +110,11 @@ class AllocatedClaim:
 
 @frozen
 class AllocatedProof:
-    """A proof device of a claim. `hash` is the attribute that the claim asks for; None if it does not say so."""
+    """A proof device of a claim. `hashes` are the attributes that the claim accepts, all if it is empty; None if the
+    claim does not say so."""
 
     device: AllocatedDevice
-    hash: str | None
+    hashes: tuple[str, ...] | None
 
 
 @frozen
@@ -161,7 +162,7 @@ def proof_allocation(raw: Raw) -> ProofAllocation:
         return ProofAllocation(wire.metadata.uid, None)
     config = msgspec.convert(allocation.devices and allocation.devices.config, list[ConfigWire] | None) or ()
     proofs = tuple(
-        AllocatedProof(one, hash_of(one.request, config)) for one in devices_of(allocation) if one.driver == DRIVER
+        AllocatedProof(one, hashes_for(one.request, config)) for one in devices_of(allocation) if one.driver == DRIVER
     )
     return ProofAllocation(wire.metadata.uid, proofs, pods_of(wire))
 
@@ -178,8 +179,9 @@ def awaited_challenge(raw: Raw) -> AwaitedChallenge | None:
     answered = {(one.pool, one.device) for one in statuses if one.driver == DRIVER and is_answer(one)}
     if all((one.pool, one.device) in answered for one in conditional):
         return None
-    hashes = {one.hash for one in proof_allocation(raw).proofs or ()}
-    hash = hashes.pop() if len(hashes) == 1 else None
+    accepted = {one.hashes for one in proof_allocation(raw).proofs or ()}
+    hashes = (accepted.pop() if len(accepted) == 1 else None) or ()
+    hash = hashes[0] if len(hashes) == 1 else None
     devices = tuple(one.device for one in conditional)
     return AwaitedChallenge(conditional[0].pool, hash, allocation.allocation_timestamp, devices)
 
@@ -200,23 +202,25 @@ def devices_of(allocation: AllocationWire | None) -> Iterator[AllocatedDevice]:
         yield AllocatedDevice(one.driver, one.pool, one.device, one.request, is_admin=bool(one.admin_access))
 
 
-def hash_of(request: str, config: Iterable[ConfigWire]) -> str | None:
-    """The hash in the parameters for our driver. They must be those of the claim: a class names no hash.
+def hashes_for(request: str, config: Iterable[ConfigWire]) -> tuple[str, ...] | None:
+    """The hashes in the parameters for our driver. They must be those of the claim: a class names no hash.
 
     kube-scheduler repeats the parameters of a claim for each of its requests.
     """
     found = {
-        parameter_hash(one)
+        parameter_hashes(one)
         for one in config
         if one.opaque is not None and one.opaque.driver == DRIVER and is_for(request, one.requests)
     }
     return found.pop() if len(found) == 1 else None
 
 
-def parameter_hash(one: ConfigWire) -> str | None:
+def parameter_hashes(one: ConfigWire) -> tuple[str, ...] | None:
     match one.source, one.opaque and one.opaque.parameters:
         case "FromClaim", {"hash": str() as hash}:
-            return hash
+            return (hash,)
+        case "FromClaim", {"hashes": list(hashes)} if all(isinstance(hash, str) for hash in hashes):
+            return tuple(hashes)
         case _:
             return None
 

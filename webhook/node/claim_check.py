@@ -178,10 +178,11 @@ def check_proof(proof: AllocatedProof, node: str, hash: str) -> None:
     device = proof.device
     if device.pool != node:
         raise NotPreparedError(f"the proof device {device.name} is of node {device.pool}, and this is node {node}")
-    if proof.hash is None:
+    if proof.hashes is None:
         raise NotPreparedError(f"the ResourceClaim does not say which hash the request {device.request} is for")
-    if proof.hash != hash:
-        raise NotPreparedError(f"node {node} is proven for the hash {hash}, and the pod requires {proof.hash}")
+    if proof.hashes and hash not in proof.hashes:
+        wanted = " or ".join(proof.hashes)
+        raise NotPreparedError(f"node {node} is proven for the hash {hash}, and the pod requires {wanted}")
     if digits_of_device(device.name) != hash[:HASH_DIGITS]:
         raise NotPreparedError(f"the proof device {device.name} is not for the hash {hash}")
 

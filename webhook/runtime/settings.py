@@ -510,7 +510,8 @@ class Settings:
         False,
         kinds.BOOLEAN,
         RECONCILE,
-        "keep the ResourceClaimTemplates of native pods in opted-in namespaces; requires --proof-devices",
+        "keep the ResourceClaimTemplates of native pods, and of pods with --reserve bind, in opted-in namespaces; "
+        "requires --proof-devices",
     )
     challenge_at_bind: bool = setting(
         False,
@@ -805,6 +806,7 @@ class SettingsReader(TableReader):
             self.mistakes.append(f"{where}: no token is required; allowed: with --review-token-audience")
         self._check_plain_extender(values)
         self._check_map_visible(values)
+        self._check_claims_for_scheduler(values)
         self._check_native(values)
         self._check_jwt_svid(values)
         self._check_certs(values)
@@ -822,6 +824,14 @@ class SettingsReader(TableReader):
             self.mistakes.append(
                 f"{self.where(['map_visible'])}: a container that sees some of its node's GPUs counts them from 0; "
                 "allowed: with --injection cuda"
+            )
+
+    def _check_claims_for_scheduler(self, values: Mapping[str, Any]) -> None:
+        is_chosen_by_scheduler = (values.get("reserve"), values.get("injection")) == ("bind", "dra")
+        if is_chosen_by_scheduler and self.reads("native_templates") and not values.get("native_templates"):
+            self.mistakes.append(
+                f"{self.where(['reserve'])}: kube-scheduler chooses GPUs by claims from templates; "
+                "allowed: with --native-templates true"
             )
 
     def _check_native(self, values: Mapping[str, Any]) -> None:

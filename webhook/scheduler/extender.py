@@ -98,14 +98,15 @@ class Extender:
         """What the pod requires of nodes; None if it has no claim."""
         try:
             recorded = recorded_claim(pod)
-            asked = await self._asked(pod) if recorded is None or not recorded.count else None
+            is_reserved = recorded is not None and recorded.count and not recorded.is_left_to_scheduler
+            asked = None if is_reserved else await self._asked(pod)
         except InvalidPodError as exc:
             log.info("claim refused", pod=f"{pod.meta.namespace}/{pod.display_name}", mistakes=exc.mistakes[:20])
             return Refused(node_filter.unreadable(exc.mistakes))
         if recorded is None:
             return None if asked is None else NodeQuery(asked)
-        if not recorded.count:
-            return evidence_query(recorded, asked)
+        if not is_reserved:
+            return evidence_query(recorded.without_gpus(), asked)
         if is_reserved_at_binding(recorded, pod):
             return NodeQuery(recorded)
         return await self._reserved_query(pod, recorded)
@@ -161,7 +162,7 @@ class Extender:
 
 
 def evidence_query(recorded: Claim, asked: Claim | None) -> NodeQuery | Refused:
-    """The query for a pod whose record has no GPUs."""
+    """The query for a pod without a reservation."""
     claim = strictest_claim(recorded, asked)
     if claim is None:
         return Refused(

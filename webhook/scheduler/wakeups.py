@@ -144,6 +144,8 @@ class Wakeups:
             return None  # its author must change it, and that wakes it
         if claim is None:
             return None
+        if recorded is not None and recorded.is_left_to_scheduler:
+            return UnschedulablePod(check.identity_of(pod), recorded.without_gpus(), None)
         is_held = recorded is not None and recorded.count
         return UnschedulablePod(
             check.identity_of(pod), claim, (pod.annotations.get(NODE.name) or None) if is_held else None

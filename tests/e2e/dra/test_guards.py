@@ -188,7 +188,7 @@ def stops_at_once(users: Tenants) -> Any:
 
 
 def warden_writes(spec: Raw) -> Attack:
-    """As such a webhook may leave the claim of a reservation."""
+    """The claim of a reservation."""
     return lambda users: users.warden.create(
         RESOURCE_CLAIMS, claim("reserved", spec, labels=CLAIM_LABELS), users.guarded, dryRun="All"
     )
@@ -449,31 +449,6 @@ ATTACKS: dict[str, tuple[Attack, str]] = {
         SHAPE,
     ),
     "copy for a hash that is none": (controller_copies(pairs_of_attribute("a' || 'b' == 'b")), SHAPE),
-    "reserved claim without the UUID": (
-        warden_writes(changed(reserved("GPU-1"), "requests/1/exactly/selectors")),
-        SHAPE,
-    ),
-    "reserved claim with the proof of another GPU": (
-        warden_writes(
-            changed(
-                reserved("GPU-1"),
-                "requests/0/exactly/selectors",
-                reserved("GPU-2")["devices"]["requests"][0]["exactly"]["selectors"],
-            )
-        ),
-        SHAPE,
-    ),
-    "reserved claim without the constraint": (warden_writes(changed(reserved("GPU-1"), "constraints")), SHAPE),
-    "reserved claim with a wider selector": (
-        warden_writes(
-            changed(
-                reserved("GPU-1", hash=None),
-                "requests/0/exactly/selectors/0/cel/expression",
-                f"device.attributes['{GPU_DRIVER}'].uuid == 'GPU-1' || 'a' == 'a'",
-            )
-        ),
-        SHAPE,
-    ),
     "proof without opt-in": (elsewhere(writes_claim(asking(exactly(DRIVER)))), f"{PROOFS} tom"),
     "pair without opt-in": (elsewhere(writes_claim(PAIR)), f"{PROOFS} tom"),
     "alternative with a proof without opt-in": (elsewhere(writes_claim(asking(first_proof()))), f"{PROOFS} tom"),

@@ -593,7 +593,7 @@ async def test_native_pod_is_not_deleted_by_force(native: Native) -> None:
     async with AsyncExitStack() as stack:
         rules: list[Raw] = [{"apiGroups": [""], "resources": ["pods/eviction"], "verbs": ["create"]}]
         await grant(native.admin, stack, "may-evict", rules, {"kind": "User", "name": "nat"})
-        with pytest.raises(ApiError, match="gracePeriodSeconds: 0 in an eviction would free the GPUs of native pods"):
+        with pytest.raises(ApiError, match="gracePeriodSeconds: 0 in an eviction would free the GPUs of pods"):
             await native.user.call("POST", place, eviction)
         await native.admin.call("POST", place, eviction)  # has all permissions
         await native.user.call("POST", place, {**eviction, "deleteOptions": {"dryRun": ["All"]}})

@@ -28,9 +28,9 @@ POLICIES = ("protect.yaml", "own.yaml", "grace.yaml", "strip.yaml", "blind.yaml"
 BLIND = "blind.yaml"
 NATIVE = "native.yaml"
 WHILE_DOWN = ("binding.yaml",)
-DRA = ("dra.yaml", "proofs.yaml", "claims.yaml")
+DRA = ("dra.yaml", "proofs.yaml", "claims.yaml", "evictions.yaml")
 # The policies of `DRA` that act in opted-in namespaces, or in all.
-GUARDS = frozenset(("gpuwarden-claims", "gpuwarden-consumers", "gpuwarden-claiming-pods"))
+GUARDS = frozenset(("gpuwarden-claims", "gpuwarden-consumers", "gpuwarden-claiming-pods", "gpuwarden-claim-evictions"))
 
 # The names that stand in a list for a placeholder in the files.
 CLAIM_NAMES: Mapping[str, tuple[str, ...]] = {
