@@ -130,7 +130,7 @@ FILES: Final[Mapping[str, tuple[str, ...]]] = {
 def render(flow: Flow) -> list[Manifest]:
     command = [str(Path(sys.executable).parent / "helm"), "template", flow.release, str(CHART), "-n", flow.namespace]
     done = subprocess.run(
-        [*command, "--kube-version", KUBERNETES, "-f", "-"],
+        [*command, "--kube-version", KUBERNETES, "--is-upgrade", "-f", "-"],  # for installations and upgrades
         input=json.dumps(flow.values),
         capture_output=True,
         text=True,

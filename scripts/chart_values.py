@@ -306,6 +306,13 @@ WEBHOOKS: Final = [
         PEM,
         "CA of the API server's client certificate, which /mutate, /mutate-binding and /validate then require (PEM).",
     ),
+    Value(
+        "webhooks.acceptUnverifiedCallers",
+        False,
+        BOOL,
+        "Install although settings.reserve is create and neither settings.reviewTokenAudience nor webhooks.clientCa is "
+        "set: any client that reaches the webhooks can then reserve GPUs for seconds.",
+    ),
     Value("policies.protect", True, BOOL, "Create ValidatingAdmissionPolicies that protect what gpuwarden writes."),
     Value(
         "policies.strip",

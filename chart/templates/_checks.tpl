@@ -243,4 +243,8 @@
     {{- fail "\n\nexport.settings.leaseDuration, leaseRenewDeadline and leaseRetryPeriod: each must be shorter than the previous one." }}
   {{- end }}
 {{- end }}
+{{- /* An upgrade keeps what was accepted by an older version. */ -}}
+{{- if and .Release.IsInstall (include "gpuwarden.reviews" .) (eq (default "create" $settings.reserve) "create") (not (or $settings.reviewTokenAudience $values.webhooks.clientCa $values.webhooks.acceptUnverifiedCallers)) }}
+  {{- fail "\n\nsettings.reserve is create and callers of the webhooks are not verified: any client that reaches them could reserve GPUs. Set settings.reviewTokenAudience or webhooks.clientCa (docs/how-to/access.md), settings.reserve=bind, or accept it by webhooks.acceptUnverifiedCallers=true." }}
+{{- end }}
 {{- end }}

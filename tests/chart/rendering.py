@@ -44,15 +44,18 @@ def helm_template(
     namespace: str = "gpuwarden",
     apis: Sequence[str] = APIS,
     kubernetes: str = KUBERNETES,
+    is_new: bool = False,
 ) -> subprocess.CompletedProcess[str]:
-    return known_template(json.dumps(unfolded(values)), release, namespace, tuple(apis), kubernetes)
+    """Of an upgrade, or of a new installation, which needs one value more."""
+    return known_template(json.dumps(unfolded(values)), release, namespace, tuple(apis), kubernetes, is_new=is_new)
 
 
 @cache
 def known_template(
-    values: str, release: str, namespace: str, apis: tuple[str, ...], kubernetes: str
+    values: str, release: str, namespace: str, apis: tuple[str, ...], kubernetes: str, *, is_new: bool
 ) -> subprocess.CompletedProcess[str]:
     known = [flag for api in apis for flag in ("--api-versions", api)]
+    known += [] if is_new else ["--is-upgrade"]
     command = [HELM, "template", release, str(CHART), "-n", namespace, "--kube-version", kubernetes, *known, "-f", "-"]
     return subprocess.run(command, input=values, capture_output=True, text=True, check=False, timeout=60)
 

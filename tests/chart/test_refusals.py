@@ -276,6 +276,31 @@ def test_every_rule_between_settings_has_a_check_in_the_chart() -> None:
     assert [name for name in RULES.values() if " " not in name and name not in REFUSED] == []
 
 
+UNVERIFIED = "accept it by webhooks.acceptUnverifiedCallers=true"
+
+
+def test_new_installation_with_unverified_callers_has_to_accept_them() -> None:
+    assert UNVERIFIED in refusal({}, is_new=True)
+    assert UNVERIFIED in refusal({"settings.injection": "dra"}, is_new=True)
+    assert rendered({})
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"webhooks.acceptUnverifiedCallers": True},
+        {"settings.reviewTokenAudience": "gpuwarden"},
+        {"webhooks.clientCa": PEM},
+        {"settings.injection": "dra", "settings.reserve": "bind"},
+        {"webhooks.enabled": False},
+        {"native": True},
+    ],
+    ids=str,
+)
+def test_new_installation_in_which_no_unknown_caller_reserves_is_allowed(values: Raw) -> None:
+    assert rendered(values, is_new=True)
+
+
 def test_installation_into_kube_system_is_refused() -> None:
     assert "Install into a namespace of its own" in refusal({}, namespace="kube-system")
 

@@ -50,5 +50,5 @@ def test_values_for_native_pods_and_for_webhooks_beside_a_dra_driver_render() ->
     blocks = [yaml.safe_load(block) for block in BLOCK.findall(DRA.read_text())]
     native, reviewed = (block for block in blocks if "native" in block)
     for values in (native, reviewed):
-        done = helm_template(values)
+        done = helm_template(values, is_new=True)
         assert done.returncode == 0, done.stderr

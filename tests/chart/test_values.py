@@ -190,9 +190,13 @@ def outcomes() -> dict[str, list[tuple[int, str]]]:
         return dict(zip((one.path for one in OWN), pool.map(both, OWN), strict=True))
 
 
+# It lets a new installation begin, and changes nothing (test_refusals.py).
+ONLY_ALLOWS = ("webhooks.acceptUnverifiedCallers",)
+
+
 @pytest.mark.defect("binder-18")
 @pytest.mark.defect("scoring-12")
-@pytest.mark.parametrize("path", [one.path for one in OWN])
+@pytest.mark.parametrize("path", [one.path for one in OWN if one.path not in ONLY_ALLOWS])
 def test_every_value_changes_what_is_rendered(outcomes: dict[str, list[tuple[int, str]]], path: str) -> None:
     without, with_it = outcomes[path]
     assert (without[0], with_it[0]) == (0, 0), (without[1][:500], with_it[1][:500])

@@ -63,5 +63,6 @@ def without_ids(lines: list[str]) -> list[str]:
 
 def test_chart_renders_with_the_values_of_the_readme() -> None:
     sets = dict(pair.split("=") for pair in re.findall(r"--set ([\w.]+=[\w/]+)", README))
-    assert sets.keys() == {"image.repository", "settings.requireEvidence"}
-    assert rendered(sets)
+    accepted = "webhooks.acceptUnverifiedCallers"
+    assert sets.keys() == {"image.repository", "settings.requireEvidence", accepted}
+    assert rendered({**sets, accepted: sets[accepted] == "true"}, is_new=True)

@@ -172,6 +172,13 @@ async def test_explanation_names_the_nodes_that_kube_scheduler_may_choose(harnes
     assert any(one["fits"] for one in answer["nodes"])
 
 
+async def test_copy_in_an_installation_with_another_injection_has_no_claim(build: Build, harness: Harness) -> None:
+    copy = await harness.create(asking(2))
+    copied = await (await build()).create(copy, uid="another", pod_uid="another")
+    assert "resourceClaims" not in copied["spec"]
+    assert "gpuwarden.io/gpu-uuid" in copied["metadata"]["annotations"]
+
+
 async def test_namespace_with_another_injection_reserves_on_labelled_nodes(build: Build) -> None:
     namespaces = WatchedNamespaces(Api())
     meta = {"name": "ml", "annotations": {"gpuwarden.io/injection": "nvidia"}, "resourceVersion": "1"}

@@ -207,8 +207,9 @@ def dressed_containers(spec: Mapping[str, Json], outfit: Allocation, rules: Dres
         if spec.get(group)
     }
     if rules.uses_resource_claims:
-        entry = pod_claim_of(outfit.claim.record, outfit.claim_name) if rules.leaves_to_scheduler else None
-        made["resourceClaims"] = with_entry(spec.get("resourceClaims") or (), entry or pod_claim(outfit.claim_name))
+        name = outfit.claim_name
+        entry = pod_claim_of(outfit.claim.record, name) if rules.leaves_to_scheduler else pod_claim(name)
+        made["resourceClaims"] = with_entry(spec.get("resourceClaims") or (), entry)
     return made
 
 

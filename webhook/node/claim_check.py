@@ -52,13 +52,12 @@ class NotYetPreparedError(NotPreparedError):
     """The reason may be gone within seconds."""
 
 
-# The node authorizer and RBAC may not know a new pod or role yet. The last three are about the record.
+# The node authorizer and RBAC may not know a new pod or role yet. The last two are about the record.
 PASSING: Final = (
     NotYetPreparedError,
     ApiUnavailableError,
     ApiRefusesError,
     EvidenceUnavailableError,
-    NotOneIdentityError,
     NotRecordedError,
 )
 
