@@ -103,6 +103,16 @@ class ProofChurn:
             self.over = utc_now()
             await asyncio.sleep(SETTLED)
 
+    async def end(self) -> None:
+        """Deletes all pods. One request for thousands of them takes longer than a client waits."""
+        names = iter([one.name for one in self.seen.pods.values()])
+
+        async def delete_in_turn() -> None:
+            for name in names:
+                await self._delete(name)
+
+        await asyncio.gather(*(delete_in_turn() for _ in range(CLIENTS)))
+
     # Evidence.
 
     async def _change_evidence(self, node: str) -> None:
