@@ -71,14 +71,18 @@ async def users(unguarded: Tenants) -> AsyncIterator[Tenants]:
 
 
 async def allocates_unlabelled(users: Tenants) -> Raw:
-    return await allocates(users, "unlabelled", DRIVER)
+    return await allocates(users, "unlabelled")
 
 
-async def allocates(users: Tenants, name: str, driver: str, **metadata: object) -> Raw:
-    """Creates a claim, and allocates a device to it as a dry run."""
+async def allocates_labelled(users: Tenants) -> Raw:
+    return await allocates(users, "labelled", labels=CLAIM_LABELS)
+
+
+async def allocates(users: Tenants, name: str, **metadata: object) -> Raw:
+    """Creates a claim, and allocates a proof device to it as a dry run."""
     if await users.admin.find(RESOURCE_CLAIMS, name, users.free) is None:
-        await users.admin.create(RESOURCE_CLAIMS, claim(name, asking(exactly(driver)), **metadata), users.free)
-    status = {"status": {"allocation": allocation_on(NODE, r0=driver)}}
+        await users.admin.create(RESOURCE_CLAIMS, claim(name, pairs(1, HASH), **metadata), users.free)
+    status = {"status": {"allocation": allocation_on(NODE, proof0=DRIVER)}}
     return await users.operator.call("PATCH", RESOURCE_CLAIMS.path(users.free, name, "status"), status, ALL)
 
 
@@ -168,9 +172,7 @@ async def test_evidence_that_has_just_ended_is_not_allocated(users: Tenants) -> 
     await write_ends(users, {NODE: end})
     await wait_until(lambda: is_refused(users), lambda refused: not refused)
     await wait_until(lambda: is_refused(users))
-    await refused(
-        allocates(users, "labelled", DRIVER, labels=CLAIM_LABELS), f"The evidence of node {NODE} ended at {end}"
-    )
+    await refused(allocates_labelled(users), f"The evidence of node {NODE} ended at {end}")
     await write_ends(users, {NODE: NEVER})
     await wait_until(lambda: is_refused(users), lambda refused: not refused)
 
@@ -189,7 +191,7 @@ async def test_device_for_a_hash_that_its_node_no_longer_proves_is_not_allocated
 
 async def is_refused(users: Tenants) -> bool:
     try:
-        await allocates(users, "labelled", DRIVER, labels=CLAIM_LABELS)
+        await allocates_labelled(users)
     except ApiError:
         return True
     return False
