@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, suppress
-from datetime import datetime, timedelta
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,7 @@ from attrs import frozen
 from scripts.controlplane.cluster import Cluster
 from scripts.controlplane.cluster import gpu_node as node_object
 from tests.e2e.conftest import new_namespace
+from tests.e2e.evidence import write_evidence
 from tests.e2e.kube import (
     DEPLOYMENTS,
     EVENTS,
@@ -33,8 +34,6 @@ from tests.e2e.test_discovery import ANNOTATION, NODE_EVIDENCES, reconciling, sa
 from tests.e2e.test_ledger import GPU_NODES, installed
 from tests.e2e.webhook_configurations import ENABLED, at_url, reviewed
 from tests.running import WITHOUT_EVIDENCE, challenging, serving
-from webhook.evidence.node_evidence import new_node_evidence
-from webhook.runtime.clock import utc_now
 
 BUDGETS = Resource("apis/policy/v1", "poddisruptionbudgets")
 NODE, HASH = "cont-a", "sha256:c0c0"
@@ -51,11 +50,7 @@ class Harness:
 
     async def proven(self, lasts: timedelta = timedelta(hours=1)) -> None:
         """Writes evidence of a node that answered a challenge, as a replica does."""
-        made = await self.kube.find(NODE_EVIDENCES, NODE)
-        made = made or await self.kube.create(NODE_EVIDENCES, new_node_evidence(NODE))
-        now = utc_now()
-        entry = {"hash": HASH, "banned": False, "conflict": False, "since": stamp(now), "until": stamp(now + lasts)}
-        await self.kube.replace(NODE_EVIDENCES, {**made, "status": {"sources": {"jwt-svid": entry}}}, None, "status")
+        await write_evidence(self.kube, NODE, HASH, lasts)
 
     async def withdrawn(self) -> None:
         await self.kube.delete(NODE_EVIDENCES, NODE)
@@ -97,10 +92,6 @@ class Harness:
             return words if words in text else text[-2000:]
 
         await wait_until(last_words, lambda text: text == words)
-
-
-def stamp(moment: datetime) -> str:
-    return moment.isoformat().replace("+00:00", "Z")
 
 
 def taint(key: str) -> Raw:

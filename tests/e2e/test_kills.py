@@ -14,12 +14,12 @@ from attrs import frozen
 from scripts.controlplane.cluster import Cluster
 from tests.e2e.attacks.test_bound_while_down import Harness, ends_soon, running_harness
 from tests.e2e.attacks.test_gpu_variables import HOSTILE, hostile_pod, seen
+from tests.e2e.evidence import stamp
 from tests.e2e.faults import Breakpoint, Exchange, Proxy, is_reservation_write
 from tests.e2e.kube import PODS, ApiError, Kube, Raw, pod, wait_until
 from tests.e2e.measurements import report_figures
 from tests.e2e.processes import Site, Worker, cancel_and_wait, site, with_policies
 from tests.e2e.storm import Storm, mixed
-from tests.e2e.test_evidence_loss import stamp
 from webhook.runtime.clock import utc_now
 
 DEADLINE, SKEW = 4, 1

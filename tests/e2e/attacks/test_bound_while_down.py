@@ -18,6 +18,7 @@ from scripts.controlplane.cluster import Cluster
 from tests.e2e.attacks.test_gpu_variables import HOSTILE, hostile_pod, seen, tenant_of
 from tests.e2e.cluster_users import CRDS
 from tests.e2e.conftest import new_namespace
+from tests.e2e.evidence import stamp
 from tests.e2e.kube import (
     EVENTS,
     NAMESPACES,
@@ -35,7 +36,6 @@ from tests.e2e.kube import (
 from tests.e2e.measurements import percentile, report_figures
 from tests.e2e.processes import OPT_IN, Site, Worker, cancel_and_wait, site, with_policies
 from tests.e2e.test_discovery import NODE_EVIDENCES
-from tests.e2e.test_evidence_loss import stamp
 from tests.e2e.webhook_configurations import is_reviewed
 from tests.running import GPUWARDEN, challenging
 from webhook.admission.binding_ends import NAME

@@ -28,13 +28,13 @@ from tests.e2e.dra.gpus import (
     refused_by_scheduler,
     remove_slices,
 )
+from tests.e2e.evidence import stamp, write_evidence
 from tests.e2e.kube import NODES, PODS, Kube, Raw, Resource, wait_until
 from tests.e2e.measurements import report_figures
 from tests.e2e.processes import OPT_IN, Worker, remove_nodes
 from tests.e2e.test_discovery import ANNOTATION, NODE_EVIDENCES, said
 from tests.e2e.test_ledger import GPU_NODES, installed
 from tests.running import GPUWARDEN, WITHOUT_EVIDENCE, challenging, taken_by
-from webhook.evidence.node_evidence import new_node_evidence
 from webhook.runtime.clock import utc_now
 
 HASH, OTHER_HASH = "sha256:aa11", "sha256:bb22"
@@ -84,13 +84,7 @@ class Proofs:
 
     async def proves(self, node: str, hash: str = HASH, lasts: timedelta = LONG) -> datetime:
         """Writes evidence as a replica of `serve` does. Returns its end."""
-        made = await self.kube.find(NODE_EVIDENCES, node)
-        made = made or await self.kube.create(NODE_EVIDENCES, new_node_evidence(node))
-        now = utc_now()
-        end = (now + lasts).replace(microsecond=0)
-        entry = {"hash": hash, "banned": False, "conflict": False, "since": stamp(now), "until": stamp(end)}
-        await self.kube.replace(NODE_EVIDENCES, {**made, "status": {"sources": {"jwt-svid": entry}}}, None, "status")
-        return end
+        return await write_evidence(self.kube, node, hash, lasts)
 
     async def withdraws(self, node: str) -> None:
         await self.kube.delete(NODE_EVIDENCES, node)
@@ -110,10 +104,6 @@ class Proofs:
         """The GPUs of the pod, once it is bound."""
         await bound(self.kube, self.namespace, name)
         return await gpus_of(self.kube, self.namespace, name)
-
-
-def stamp(moment: datetime) -> str:
-    return moment.isoformat().replace("+00:00", "Z")
 
 
 @pytest.fixture

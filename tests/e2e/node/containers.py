@@ -1,7 +1,9 @@
 """Pods for a real node, and the GPUs that their containers see."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Final
 
 from attrs import frozen
@@ -10,7 +12,7 @@ from scripts.controlplane.cluster import Cluster
 from scripts.controlplane.components import REAL_NODE
 from scripts.node.files import RUNTIME
 from scripts.node.images import BUSYBOX
-from tests.e2e.kube import PODS, Kube, Raw, Resource, wait_until
+from tests.e2e.kube import PODS, ApiError, Found, Kube, NotInTimeError, Raw, Resource, wait_until
 
 NODE: Final = "real-0"
 GPUS: Final = tuple(f"GPU-00000000-0000-4000-8000-{number:012}" for number in range(4))
@@ -75,6 +77,22 @@ def real_pod(name: str, *containers: Raw, grace: int = 1, runtime: str | None = 
 async def runs(kube: Kube, namespace: str, name: str) -> Raw:
     """Waits until all containers run, and returns the pod."""
     return await wait_until(lambda: kube.get(PODS, name, namespace), is_ready, START_TIMEOUT)
+
+
+async def tried_until(
+    kube: Kube, namespace: str, name: str, look: Callable[[], Awaitable[Found]], is_right: Callable[[Found], object]
+) -> Found:
+    """Like `wait_until`, and changes the pod from time to time: after a failure of a DRA driver the kubelet tries again
+    when the pod changes, or after a minute. It fails also if the API server does not know yet that the node may read
+    the pod's claim."""
+    until = time.monotonic() + START_TIMEOUT
+    while time.monotonic() < until:
+        with suppress(NotInTimeError):
+            return await wait_until(look, is_right, 2)
+        changed = {"metadata": {"annotations": {"test/again": str(time.monotonic())}}}
+        with suppress(ApiError):  # it may be gone
+            await kube.patch(PODS, name, changed, namespace)
+    return await wait_until(look, is_right, 0)
 
 
 def is_ready(pod: Raw) -> bool:

@@ -2,29 +2,20 @@
 of its claim."""
 
 import asyncio
-import os
-import signal
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import suppress
+from collections.abc import AsyncIterator, Iterator
 from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
-from attrs import define, field
+from attrs import define
 
 from scripts.controlplane.cluster import Cluster
 from scripts.node.files import RUNTIME
 from scripts.node.real import DRA_DRIVER, RealNode
 from tests.e2e.kube import (
-    CLUSTER_ROLE_BINDINGS,
-    CLUSTER_ROLES,
     EVENTS,
     PODS,
-    SERVICE_ACCOUNTS,
-    Found,
     Kube,
-    NotInTimeError,
     Raw,
     gone,
     wait_until,
@@ -41,17 +32,16 @@ from tests.e2e.node.containers import (
     run_in,
     seen_in,
     seen_of,
+    tried_until,
 )
+from tests.e2e.node.plugins import AttestPlugin, attest_account, attesting
 from tests.e2e.node.test_node import DEVICE_CLASSES, RESOURCE_CLAIMS, RESOURCE_SLICES
 from tests.evidence.certificates import Authority
-from tests.evidence.jwt.jwt_doubles import JwtWorkloadApiDouble
-from tests.evidence.jwt.tokens import TRUST_DOMAIN, SigningKey, evidence_id
-from tests.running import GPUWARDEN
+from tests.evidence.jwt.tokens import TRUST_DOMAIN, evidence_id
 from webhook.core.evidence_id import DEFAULT_TEMPLATE, EvidenceId
 from webhook.core.proof_claims import claim_spec
 from webhook.core.proof_devices import DRIVER, ProofDevice, gpu_of_device, hash_attribute
 from webhook.evidence.record import RecordedClaim, verified
-from webhook.kube.install.policies import Installation, rbac
 from webhook.kube.resource_slices import slice_name, slices_of
 from webhook.node.node_pods import LIST_PODS, call, wanted_in
 from webhook.runtime.clock import utc_now
@@ -59,13 +49,12 @@ from webhook.runtime.tls.certificates import certificate_in
 
 HASH, OTHER_HASH = "sha256:aa11", "sha256:bb22"
 GPU_DRIVER = "gpu.nvidia.com"
+
+
 CLASSES = {
     GPU_DRIVER: f"device.driver == '{GPU_DRIVER}' && device.attributes['{GPU_DRIVER}'].type == 'gpu'",
     DRIVER: f"device.driver == '{DRIVER}'",
 }
-ACCOUNT = "gpuwarden-attest"
-RBAC = {"ServiceAccount": SERVICE_ACCOUNTS, "ClusterRole": CLUSTER_ROLES, "ClusterRoleBinding": CLUSTER_ROLE_BINDINGS}
-KEY = SigningKey.make()
 
 
 @define(eq=False)
@@ -75,51 +64,9 @@ class ProvenNode:
     cluster: Cluster
     kube: Kube
     node: RealNode
-    agent: JwtWorkloadApiDouble
+    attest: AttestPlugin
     namespace: str
-    command: list[str] = field(factory=list)
     generation: int = 0
-    # The name of its process.
-    attest: str = "attest"
-
-    async def start_attest(self) -> None:
-        already = await self.registrations()
-        self.node.processes.spawn(self.attest, self.node.inside(*self.command))
-        await wait_until(self.registrations, lambda found: found > already, START_TIMEOUT)
-
-    async def kill_attest(self) -> None:
-        await asyncio.to_thread(self.node.kill, self.attest)
-
-    async def stop_attest(self) -> None:
-        """As at the end of its pod."""
-        os.killpg(self.node.processes.records()[self.attest].pid, signal.SIGTERM)
-        await asyncio.to_thread(self.node.processes.stop, [self.attest])
-
-    async def update_attest(self) -> None:
-        """The new process starts before the old one ends."""
-        old, new = self.attest, f"{self.attest}-new"
-        self.attest = new
-        await self.start_attest()
-        self.attest = old
-        await self.stop_attest()
-        self.attest = new
-
-    async def sockets(self) -> list[str]:
-        directory = self.node.directory / "kubelet"
-        return [one.name for one in directory.glob("plugins*/**/*.sock") if DRIVER in str(one)]
-
-    async def registrations(self) -> int:
-        path = self.node.log(self.attest)
-        return path.read_text().count('"registered with the kubelet"') if path.exists() else 0
-
-    async def records(self) -> list[str]:
-        """The files of records, and their CDI specifications."""
-        found = (*self.node.directory.glob("kubelet/plugins/*/records/*"), *self.node.directory.glob("cdi/*record*"))
-        return [one.name for one in found]
-
-    async def questions(self) -> int:
-        """How often `attest` has asked the agent for a token."""
-        return len(self.agent.audiences)
 
     async def publish(self, *gpus: str, hash: str = HASH, lasts: timedelta = timedelta(hours=1)) -> datetime:
         """Replaces the node's proof devices. Returns their end."""
@@ -166,25 +113,14 @@ class ProvenNode:
             refusals = (one["message"] for one in found if one["reason"] == "FailedPrepareDynamicResources")
             return "\n".join(refusals)
 
-        await self._tried_until(name, messages, lambda text: words in text)
+        await tried_until(self.kube, self.namespace, name, messages, lambda text: words in text)
         await wait_until(lambda: self.kube.get(PODS, name, self.namespace), is_creating)
 
     async def starts(self, name: str) -> Raw:
         """Waits until the pod runs."""
-        return await self._tried_until(name, lambda: self.kube.get(PODS, name, self.namespace), is_ready)
-
-    async def _tried_until(
-        self, name: str, look: Callable[[], Awaitable[Found]], is_right: Callable[[Found], object]
-    ) -> Found:
-        """Changes the pod from time to time: after a failure the kubelet tries again when the pod changes, or after a
-        minute. It fails also if the API server does not know yet that the node may read the pod's claim."""
-        until = time.monotonic() + START_TIMEOUT
-        while time.monotonic() < until:
-            with suppress(NotInTimeError):
-                return await wait_until(look, is_right, 2)
-            changed = {"metadata": {"annotations": {"test/again": str(time.monotonic())}}}
-            await self.kube.patch(PODS, name, changed, self.namespace)
-        return await wait_until(look, is_right, 0)
+        return await tried_until(
+            self.kube, self.namespace, name, lambda: self.kube.get(PODS, name, self.namespace), is_ready
+        )
 
     async def delete(self, *names: str) -> None:
         for name in names:
@@ -210,13 +146,8 @@ def gpu_slices(real_cluster: Cluster, real_node: RealNode) -> Iterator[None]:
 @pytest.fixture
 async def account(real_cluster: Cluster, real_kube: Kube, plain_namespace: str) -> AsyncIterator[Path]:
     """A kubeconfig with exactly the permissions of `attest`."""
-    manifests = [one for one in rbac(Installation(namespace=plain_namespace)) if one["metadata"]["name"] == ACCOUNT]
-    assert {one["kind"] for one in manifests} == RBAC.keys()
-    for one in manifests:
-        await real_kube.create(RBAC[one["kind"]], one, one["metadata"].get("namespace"))
-    yield real_cluster.service_account_kubeconfig(plain_namespace, ACCOUNT)
-    for one in manifests:
-        await real_kube.delete(RBAC[one["kind"]], ACCOUNT, one["metadata"].get("namespace"))
+    async with attest_account(real_cluster, real_kube, plain_namespace) as path:
+        yield path
 
 
 @pytest.fixture
@@ -228,22 +159,13 @@ async def proven(
     real_node: RealNode,
     plain_namespace: str,
 ) -> AsyncIterator[ProvenNode]:
-    agent = JwtWorkloadApiDouble(str(real_node.directory / "agent.sock"), KEY, [evidence_id(NODE, HASH)])
-    await agent.start()
-    server = ["--server", "https://127.0.0.1:9", "--server-ca", str(real_cluster.ca), "--node", NODE]
-    spire = ["--spire-trust-domain", TRUST_DOMAIN, "--spire-workload-api", f"unix:{agent.path}"]
-    plugin = ["--kubelet-plugins", "/var/lib/kubelet", "--kubeconfig", str(account)]
-    command = [GPUWARDEN, "attest", *server, *spire, *plugin]
-    here = ProvenNode(real_cluster, real_kube, real_node, agent, plain_namespace, command)
-    await here.start_attest()
-    yield here
-    if not await here.sockets():  # without the plugin the kubelet ends no pod
-        await here.start_attest()
-    await real_kube.call("DELETE", PODS.path(plain_namespace))
-    await wait_until(lambda: real_kube.list(PODS, plain_namespace), lambda pods: not pods, START_TIMEOUT)
-    await here.kill_attest()
+    async with attesting(real_node, HASH, account) as attest:
+        yield ProvenNode(real_cluster, real_kube, real_node, attest, plain_namespace)
+        if not await attest.sockets():  # without the plugin the kubelet ends no pod
+            await attest.start()
+        await real_kube.call("DELETE", PODS.path(plain_namespace))
+        await wait_until(lambda: real_kube.list(PODS, plain_namespace), lambda pods: not pods, START_TIMEOUT)
     await real_kube.delete(RESOURCE_SLICES, slice_name(NODE, 0))
-    await agent.stop()
 
 
 async def test_containers_see_exactly_the_gpus_of_their_claims(proven: ProvenNode) -> None:
@@ -266,10 +188,10 @@ async def test_containers_see_exactly_the_gpus_of_their_claims(proven: ProvenNod
 
 async def test_container_gets_a_signed_record_of_the_evidence(proven: ProvenNode) -> None:
     authority = Authority(TRUST_DOMAIN)
-    proven.agent.issued = [authority.issue(evidence_id(NODE, HASH))]
-    await proven.kill_attest()
-    proven.command += ["--cdi-directory", "/run/cdi"]
-    await proven.start_attest()
+    proven.attest.agent.issued = [authority.issue(evidence_id(NODE, HASH))]
+    await proven.attest.kill()
+    proven.attest.command = [*proven.attest.command, "--cdi-directory", "/run/cdi"]
+    await proven.attest.start()
     end = await proven.publish(*GPUS)
     await proven.create("recorded", 2)
     pod = await proven.starts("recorded")
@@ -290,21 +212,21 @@ async def test_container_gets_a_signed_record_of_the_evidence(proven: ProvenNode
     given = pods[proven.namespace, "recorded"].proof_devices
     assert sorted(gpu_of_device(name, ()) for name in given) == sorted(allocated)
     await proven.delete("recorded")
-    await wait_until(proven.records, lambda found: not found, START_TIMEOUT)
+    await wait_until(proven.attest.records, lambda found: not found, START_TIMEOUT)
 
 
 async def test_pod_starts_only_on_evidence_for_its_hash(proven: ProvenNode) -> None:
     await proven.publish(*GPUS)
-    proven.agent.identities = [evidence_id(NODE, OTHER_HASH)]
+    proven.attest.agent.identities = [evidence_id(NODE, OTHER_HASH)]
     await proven.create("other", 1)
     proven_for = f"node {NODE} is proven for the hash bb22, and the pod requires aa11"
     await proven.refused("other", f"failed for ResourceClaim other: {proven_for}")
-    proven.agent.identities = [evidence_id(NODE, HASH), evidence_id(NODE, OTHER_HASH)]
-    asked = len(proven.agent.audiences)
+    proven.attest.agent.identities = [evidence_id(NODE, HASH), evidence_id(NODE, OTHER_HASH)]
+    asked = len(proven.attest.agent.audiences)
     await proven.create("unclear", 2)
-    await wait_until(proven.questions, lambda number: number > asked, START_TIMEOUT)
+    await wait_until(proven.attest.questions, lambda number: number > asked, START_TIMEOUT)
     await wait_until(lambda: proven.kube.get(PODS, "unclear", proven.namespace), is_creating)
-    proven.agent.identities = [evidence_id(NODE, HASH)]
+    proven.attest.agent.identities = [evidence_id(NODE, HASH)]
     # Within the same call: the kubelet would call again after a minute.
     await wait_until(lambda: proven.kube.get(PODS, "unclear", proven.namespace), is_ready, START_TIMEOUT / 2)
     for name in ("other", "unclear"):
@@ -316,23 +238,23 @@ async def test_no_pod_starts_without_attest_and_its_restart_ends_no_pod(proven: 
     await proven.publish(*GPUS)
     await proven.create("before", 2)
     before = await proven.starts("before")
-    await proven.update_attest()
+    await proven.attest.update()
     await proven.create("updated", 1)
     await proven.starts("updated")
-    await proven.kill_attest()
+    await proven.attest.kill()
     await proven.create("meanwhile", 1)
     await proven.refused("meanwhile", "NodePrepareResources: rpc error: code = Unavailable")
-    await proven.start_attest()
+    await proven.attest.start()
     await proven.starts("meanwhile")
     assert containers_of(await proven.kube.get(PODS, "before", proven.namespace)) == containers_of(before)
 
     await proven.delete("before", "updated", "meanwhile")
-    await proven.stop_attest()
-    await wait_until(proven.sockets, lambda found: not found)
+    await proven.attest.stop()
+    await wait_until(proven.attest.sockets, lambda found: not found)
     await asyncio.sleep(3)  # the kubelet looks for removed sockets every second
     await proven.create("stopped", 4)
     await proven.refused("stopped", f"DRA driver {DRIVER} is not registered")
-    await proven.start_attest()
+    await proven.attest.start()
     await proven.starts("stopped")
     assert await proven.seen("stopped") == seen_of(0, 1, 2, 3), "the claims of the first pods were unprepared"
 
@@ -371,17 +293,17 @@ async def test_pods_survive_a_restart_of_the_kubelet(proven: ProvenNode) -> None
     allocated = await proven.allocated("before")
     await asyncio.to_thread(proven.node.kill_kubelet)
     # The running pod needs no evidence again.
-    proven.agent.identities = [evidence_id(NODE, OTHER_HASH)]
+    proven.attest.agent.identities = [evidence_id(NODE, OTHER_HASH)]
     await proven.create("meanwhile", 1)
     await wait_until(
         lambda: proven.kube.get(PODS, "meanwhile", proven.namespace), lambda pod: "nodeName" in pod["spec"]
     )
-    registrations = await proven.registrations()
+    registrations = await proven.attest.registrations()
     await asyncio.to_thread(proven.node.start_kubelet)
-    await wait_until(proven.registrations, lambda found: found > registrations, START_TIMEOUT)
+    await wait_until(proven.attest.registrations, lambda found: found > registrations, START_TIMEOUT)
     await proven.refused("meanwhile", "is proven for the hash bb22")
     assert await proven.kube.find(RESOURCE_SLICES, slice_name(NODE, 0)), "a kubelet deletes slices that name its node"
-    proven.agent.identities = [evidence_id(NODE, HASH)]
+    proven.attest.agent.identities = [evidence_id(NODE, HASH)]
     await proven.starts("meanwhile")
     assert containers_of(await proven.kube.get(PODS, "before", proven.namespace)) == containers_of(before)
     assert await proven.seen("before") == seen_of(*map(GPUS.index, allocated))
