@@ -346,10 +346,13 @@ async def site_on_nodes(
     *,
     replicas: int = 0,
     flags: Iterable[str] = (),
+    is_native: bool = False,
+    is_discovered: bool = False,
 ) -> AsyncIterator[Site]:
-    """Like `site`, on existing nodes with the given GPU UUIDs. The caller removes the GPUNodes."""
+    """Like `site`, on existing nodes with the given GPU UUIDs. The caller removes the GPUNodes. With `is_native` no
+    webhooks are installed. With `is_discovered` the reconciler finds the GPUs itself."""
     async with AsyncExitStack() as stack:
-        for node, uuids in devices.items():
+        for node, uuids in devices.items() if not is_discovered else ():
             await kube.create(GPU_NODES, gpu_node_object(node, *uuids))
         own = await stack.enter_async_context(new_namespace(kube))
         balancer = await stack.enter_async_context(Balancer())
@@ -372,18 +375,20 @@ async def site_on_nodes(
         for _ in range(replicas):
             await here.replica()
         await kube.create(SERVICES, external_name_service(balancer.port), own)
-        await stack.enter_async_context(registered(kube, Installation(own, port=balancer.port, ca_bundle=ca)))
-        if replicas:
+        installation = Installation(own, port=balancer.port, ca_bundle=ca, native=is_native)
+        await stack.enter_async_context(registered(kube, installation))
+        if replicas and not is_native:
             await here.wait_until_reviewed()
         stack.push_async_callback(here.free_all)
         yield here
 
 
 @asynccontextmanager
-async def with_policies(here: Site) -> AsyncIterator[None]:
-    """Installs the policies that need no server, and waits until they act: about a second after they are written."""
+async def with_policies(here: Site, manifests: Sequence[Raw] = ()) -> AsyncIterator[None]:
+    """Installs the policies that need no server, and waits until they act: about a second after they are written.
+    `manifests` replace those of an installation without ResourceClaims."""
     async with AsyncExitStack() as stack:
-        for manifest in policies(Installation()):
+        for manifest in manifests or policies(Installation()):
             await here.kube.create(resource_of(manifest), manifest)
             stack.push_async_callback(here.kube.delete, resource_of(manifest), manifest["metadata"]["name"])
         await wait_until(lambda: is_blinded(here))

@@ -104,6 +104,11 @@ def offers_gpus(node: Raw) -> bool:
     return bool(node["status"]["allocatable"].get("nvidia.com/gpu", "0") == str(len(GPUS)))
 
 
+def containers_of(pod: Raw) -> list[tuple[str | None, int]]:
+    """The containers with their restarts. Simulated ones have no ID."""
+    return [(one.get("containerID"), one["restartCount"]) for one in pod["status"]["containerStatuses"]]
+
+
 async def run_in(cluster: Cluster, namespace: str, pod: str, script: str, container: str | None = None) -> str:
     """The output of a shell script in the container."""
     named = ["--container", container] if container is not None else []

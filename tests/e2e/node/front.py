@@ -9,11 +9,14 @@ from typing import Final
 from scripts.controlplane.cluster import Cluster
 from scripts.node.files import RUNTIME
 from scripts.node.real import RealNode
-from tests.e2e.kube import NAMESPACES, PODS, Kube, wait_until
+from tests.e2e.kube import NAMESPACES, PODS, Kube, Raw, wait_until
+from tests.e2e.node.containers import START_TIMEOUT
 from tests.e2e.processes import Site, reconciler_account, remove_nodes, site_on_nodes, with_policies
 from tests.e2e.test_ledger import GPU_NODES, installed
 
 HASH: Final = "sha256:aa11"
+# Heartbeats are written to files on the host.
+WRITES_TO_HOST: Final[Raw] = {"metadata": {"labels": {"gpuwarden.io/isolation": "none"}}}
 
 
 @asynccontextmanager
@@ -41,9 +44,7 @@ async def installed_on(
         standing = site_on_nodes(cluster, kube, directory, devices, replicas=replicas, flags=own)
         here = await stack.enter_async_context(standing)
         await stack.enter_async_context(with_policies(here))
-        # Heartbeats are written to files on the host.
-        exempt = {"metadata": {"labels": {"gpuwarden.io/isolation": "none"}}}
-        await kube.patch(NAMESPACES, here.namespace, exempt)
+        await kube.patch(NAMESPACES, here.namespace, WRITES_TO_HOST)
         stack.push_async_callback(wait_until_empty, here)
         account = await stack.enter_async_context(reconciler_account(here, cluster)) if has_account else None
         await here.reconciler(account)
@@ -56,4 +57,4 @@ async def installed_on(
 async def wait_until_empty(here: Site) -> None:
     """Waits for the end of the containers: until then they hold their GPUs against the next test."""
     await here.free_all()
-    await wait_until(lambda: here.kube.list(PODS, here.namespace), lambda pods: not pods)
+    await wait_until(lambda: here.kube.list(PODS, here.namespace), lambda pods: not pods, START_TIMEOUT)

@@ -27,6 +27,7 @@ from tests.e2e.node.containers import (
     START_TIMEOUT,
     Seen,
     container,
+    containers_of,
     is_ready,
     real_pod,
     run_in,
@@ -262,10 +263,6 @@ async def test_no_pod_starts_without_attest_and_its_restart_ends_no_pod(proven: 
 def is_creating(pod: Raw) -> bool:
     states = [one["state"] for one in pod["status"].get("containerStatuses", ())]
     return [one.get("waiting", {}).get("reason") for one in states] == ["ContainerCreating"]
-
-
-def containers_of(pod: Raw) -> list[tuple[str, int]]:
-    return [(one["containerID"], one["restartCount"]) for one in pod["status"]["containerStatuses"]]
 
 
 async def test_pod_is_evicted_when_the_evidence_ends(proven: ProvenNode, request: pytest.FixtureRequest) -> None:
