@@ -123,12 +123,12 @@
 {{- if and (eq (default "create" $settings.reserve) "bind") (eq (default "cluster" $settings.ledger) "memory") }}
   {{- fail "\n\nsettings.reserve is bind, but only reservations in the cluster can be made for a pod that exists: set settings.ledger=cluster or settings.reserve=create." }}
 {{- end }}
-{{- if eq (default "create" $settings.reserve) "bind" }}
+{{- if and (eq (default "create" $settings.reserve) "bind") (eq (default "nvidia" $settings.injection) "dra") }}
   {{- if and (kindIs "bool" $settings.proofDevices) (not $settings.proofDevices) }}
-    {{- fail "\n\nsettings.reserve is bind and settings.proofDevices is false: kube-scheduler chooses GPUs by their proof devices. Remove settings.proofDevices." }}
+    {{- fail "\n\nsettings.reserve is bind with settings.injection dra, and settings.proofDevices is false: kube-scheduler chooses GPUs by their proof devices. Remove settings.proofDevices." }}
   {{- end }}
   {{- if semverCompare "<1.34.0-0" .Capabilities.KubeVersion.Version }}
-    {{- fail (printf "\n\nsettings.reserve is bind and requires resource.k8s.io/v1 of Kubernetes 1.34; this is %s. Set settings.reserve=create." .Capabilities.KubeVersion.Version) }}
+    {{- fail (printf "\n\nsettings.reserve is bind with settings.injection dra, which requires resource.k8s.io/v1 of Kubernetes 1.34; this is %s. Set settings.reserve=create." .Capabilities.KubeVersion.Version) }}
   {{- end }}
 {{- end }}
 {{- if and (eq (default "uuid" $settings.mapVisible) "index") (ne (default "nvidia" $settings.injection) "cuda") }}

@@ -198,3 +198,23 @@ def test_claims_that_kube_scheduler_serves_get_nodes_without_reservations() -> N
     ]
     known.set_evidence("node-a", None, NOW)
     assert [fit.name for fit in explain(served, known, LAX) if fit.fits] == ["node-b"]
+
+
+@pytest.mark.parametrize(
+    ("own", "default", "found"),
+    [
+        (None, NVIDIA, "bind"),
+        (None, DRA, "bind"),
+        (NVIDIA, DRA, "bind"),
+        (CUDA, NVIDIA, "bind"),
+        (DRA, NVIDIA, None),
+        (PLUGIN, NVIDIA, None),
+        (None, PLUGIN, None),
+    ],
+    ids=str,
+)
+def test_gpus_are_chosen_at_creation_where_nothing_could_hold_them_later(
+    own: Injection | None, default: Injection, found: str | None
+) -> None:
+    policy = HashPolicy("ml", injection=own)
+    assert ClaimRules(hash_policy=policy, default_injection=default, default_reserve=BIND).reserve == found

@@ -705,8 +705,10 @@ async def test_published_gpus_are_listed_and_readings_complete_them(scene: Scene
     assert await scene.step() == ["create node-a"]
     model, memory = "NVIDIA H100 80GB HBM3", "81559Mi"
     first, second = scene.gpu_nodes.objects["node-a"]["spec"]["devices"]
-    assert first == {"uuid": "GPU-1", "model": model, "memory": memory, "pci": "0000:01:00.0"}
-    assert second == {"uuid": "GPU-2", "model": model, "memory": memory, "pci": "0000:02:00.0", "healthy": False}
+    labels = ["architecture=Hopper", "brand=Nvidia", "model=NVIDIA-H100-80GB-HBM3"]
+    same = {"model": model, "memory": memory, "labels": labels}
+    assert first == {"uuid": "GPU-1", "pci": "0000:01:00.0", **same}
+    assert second == {"uuid": "GPU-2", "pci": "0000:02:00.0", "healthy": False, **same}
     other = {"index": 3, "uuid": "GPU-1", "serial": "s1", "model": "another", "pci": "00000000:AF:00.0"}
     read = as_read(other, {"index": 4, "uuid": "GPU-9"})
     scene.nodes.put({"metadata": {"name": "node-a", "annotations": {"gpuwarden.io/gpus": read}}})
@@ -719,6 +721,7 @@ async def test_published_gpus_are_listed_and_readings_complete_them(scene: Scene
         "memory": memory,
         "serial": "s1",
         "pci": "0000:01:00.0",
+        "labels": labels,
     }
 
 

@@ -188,4 +188,5 @@ async def test_namespace_with_another_injection_reserves_on_labelled_nodes(build
     assert refusal(await harness.mutate(asking()))[1] == "NoSuitableNode"
     nodes = [{**one, "labels": {**one["labels"], "gpuwarden.io/injection": "nvidia"}} for one in nodes]
     harness = await build({"nodes": nodes}, assemble=with_namespaces(namespaces), **BIND)
-    assert "gpuwarden.io/gpu-uuid" in (await harness.create(asking()))["metadata"]["annotations"]
+    made = await harness.create(asking())
+    assert "resourceClaims" not in made["spec"], "its GPUs are reserved at the Binding"

@@ -80,8 +80,12 @@ class ClusterParts(FleetParts):
         api: ApiClient,
         pods: ApiPods,
         injection: Injection | None = Injection.NVIDIA,
+        *,
+        gpu_resource: str = "",
+        is_strict: bool = False,
     ) -> "ClusterParts":
-        """`injection` is the one of nodes without the label. It matters only for decisions."""
+        """`injection` is the one of nodes without the label. With `is_strict`, no GPUs are reserved on nodes where a
+        device plugin offers `gpu_resource`. The three matter only for decisions."""
         offset = random.randrange(SPREAD)  # noqa: S311 - only to keep out of step
         fleet = Fleet(offset, injection)
         ledger = ClusterLedger(fleet, ApiGpuNodes(api), pods, clock, times_of(settings))
@@ -97,8 +101,8 @@ class ClusterParts(FleetParts):
             skew=settings.clock_skew,
             max_age=settings.max_evidence_age,
             opt_in=settings.opt_in_label,
-            gpu_resource=settings.gpu_resource,
-            is_strict=settings.strict_devices,
+            gpu_resource=gpu_resource,
+            is_strict=is_strict,
         )
         return cls(fleet, Metrics(), ledger, fleet_source, namespaces)
 
@@ -109,7 +113,15 @@ def clustered(settings: Settings, clock: Clock, api: ApiClient, pods: ApiPods) -
         log.warning(
             "the inventory file is not read: nodes and devices come from the cluster, where reconcile writes them"
         )
-    found = ClusterParts.of(settings, clock, api, pods, injection_of_nodes(settings))
+    found = ClusterParts.of(
+        settings,
+        clock,
+        api,
+        pods,
+        injection_of_nodes(settings),
+        gpu_resource=settings.gpu_resource,
+        is_strict=settings.strict_devices,
+    )
     parts = assembled(settings, clock, found, pods, found.namespaces, limits_of(settings))
     waiting = WaitingPods(parts.rules.claims, parts.rules.dress, queue_order=parts.reserver.queue_order)
     found.fleet_source.also(Watch(api, PODS_PATH, waiting, only={"labelSelector": keys.QUEUED_LABEL}))

@@ -12,7 +12,7 @@ from webhook.core.claim_keys import FIELDS, ClaimField, ClaimKey, ClaimRecord
 from webhook.core.errors import InvalidPodError
 from webhook.core.gpu_map import ORDINAL, MapEntry, SetId, parse_map
 from webhook.core.hashes import NO_HASH_POLICY, HashPolicy, hashes_in
-from webhook.core.injection import Injection, recorded_injection
+from webhook.core.injection import Injection, may_choose_late, recorded_injection
 from webhook.core.nodes_asked import NodesAsked
 from webhook.core.pod import Pod, whole_number
 from webhook.core.reservation import GpuDelivery
@@ -50,7 +50,9 @@ class ClaimRules:
     @property
     def reserve(self) -> str | None:
         """When the GPUs of new pods are chosen, for the record of their claims."""
-        return recorded_reserve(self.default_reserve)
+        injection = self.hash_policy.injection or self.default_injection
+        is_late = may_choose_late(injection, self.default_injection)
+        return recorded_reserve(self.default_reserve) if is_late else None
 
     @property
     def required_hash(self) -> ClaimKey:

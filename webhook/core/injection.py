@@ -34,6 +34,12 @@ def default_of_nodes(injection: Injection, reserve: Reserve) -> Injection | None
     return None if injection is Injection.DRA and reserve is Reserve.BIND else injection
 
 
+def may_choose_late(injection: Injection, default: Injection) -> bool:
+    """Whether the GPUs of a pod may be chosen after its creation. A device plugin gives GPUs to pods whose number is
+    reserved at creation. kube-scheduler chooses GPUs only where unlabelled nodes are for it."""
+    return injection is not Injection.PLUGIN and (injection is not Injection.DRA or default is Injection.DRA)
+
+
 def recorded_injection(own: Injection | None, default: Injection) -> str | None:
     """For the record of a claim. The default is not recorded, unless older versions do not know it."""
     injection = default if own is None else own

@@ -377,7 +377,7 @@ async def test_pods_go_to_nodes_of_their_own_injection(claims: Claims, kube: Kub
         with pytest.raises(ApiError, match=r"NoSuitableNode.* have another injection"):
             await claims.create("nowhere", namespace=other)
         await kube.patch(NAMESPACES, other, {"metadata": {"annotations": {INJECTION: "cdi"}}})
-        await refused(claims, other, "allowed are nvidia, cuda, dra")
+        await refused(claims, other, "allowed are nvidia, cuda, plugin, dra")
 
 
 async def refused(claims: Claims, namespace: str, words: str) -> None:
