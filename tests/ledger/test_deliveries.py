@@ -361,6 +361,26 @@ async def test_gpu_that_the_inventory_does_not_offer_is_told(scene: Scene) -> No
     ]
 
 
+async def test_gpu_of_another_node_is_not_recorded(scene: Scene) -> None:
+    """A compromised node could take the GPUs of other nodes out of use."""
+    await reserve(scene)
+    scene.show(plugin_pod(("GPU-b0",)))
+    await scene.reconciler.step()
+    assert slots(scene) == {"GPU-a0": "r1"}
+    assert not scene.bench.fleet.holders(DeviceUuid("GPU-b0"))
+
+
+async def test_rebuilt_object_holds_no_gpu_of_another_node(scene: Scene) -> None:
+    scene.bench.store.apply({**gpu_node("node-c", "GPU-c0")})
+    raw = plugin_pod(("GPU-b0",), node="node-c")
+    raw["metadata"]["annotations"] |= {"gpuwarden.io/node": "node-c"}
+    scene.show(raw)
+    scene.bench.replica.watch.catch_up()
+    await scene.reconciler.step()
+    assert {key: entry["reservation"] for key, entry in scene.bench.held("node-c").items()} == {"GPU-c0/0": "r1"}
+    assert not scene.bench.fleet.holders(DeviceUuid("GPU-b0"))
+
+
 async def test_pod_that_lost_its_annotations_keeps_its_gpus(scene: Scene) -> None:
     await reserve(scene)
     scene.show(plugin_pod(("GPU-a2",)))

@@ -12,7 +12,7 @@ from datetime import datetime, timedelta
 from typing import Protocol
 
 import structlog
-from attrs import define, field
+from attrs import define, evolve, field
 
 from webhook.core.device import DeviceUuid
 from webhook.core.errors import (
@@ -273,12 +273,23 @@ class ClusterLedger(Ledger):
             raise SlotsTakenError(reserved_pod.reservation_id)
         indexed = self._fleet.indexed_nodes.get(reserved_pod.node)
         devices = () if indexed is None else tuple(one.uuid for one in indexed.node.devices)
-        return await self._make(reserved_pod.node, Adopt(reserved_pod, reserved_pod.node, devices))
+        return await self._make(reserved_pod.node, self._adoption(reserved_pod, reserved_pod.node, devices))
+
+    def _adoption(self, reserved_pod: ReservedPod, node: str, devices: tuple[DeviceUuid, ...]) -> Adopt:
+        given = tuple(uuid for uuid in reserved_pod.given if not self._is_elsewhere(uuid, node))
+        return Adopt(evolve(reserved_pod, given=given), node, devices)
 
     async def record_delivery(self, one: Reservation, given: tuple[DeviceUuid, ...]) -> Reservation | None:
-        """The kubelet has given these devices to the pod. Raises SlotsTakenError if another pod has one of them. Only
-        the reconciler calls this."""
+        """The kubelet has given these devices to the pod. Raises SlotsTakenError if another pod or another node has one
+        of them. Only the reconciler calls this."""
+        if any(self._is_elsewhere(uuid, one.node) for uuid in given):
+            raise SlotsTakenError(one.id)
         return await self._make(one.node, RecordDelivery(one.id, one.uid or "", one.since, given))
+
+    def _is_elsewhere(self, uuid: DeviceUuid, node: str) -> bool:
+        """Whether the inventory lists the device on other nodes only: a node must not take devices of another one."""
+        nodes = self._fleet.nodes_with_device(uuid)
+        return bool(nodes) and node not in nodes
 
     def are_usable(self, uuids: Collection[DeviceUuid]) -> bool:
         """Whether the inventory lists all of these devices, healthy and without other trouble."""
@@ -524,7 +535,7 @@ class ClusterLedger(Ledger):
         order = sorted(there, key=lambda one: (bool(one.delivery), not one.is_on_node, one.created, one.pod.uid))
         for one in order:
             try:
-                Adopt(one, node.name, devices).apply({}, held, self._clock(), self._times)
+                self._adoption(one, node.name, devices).apply({}, held, self._clock(), self._times)
             except LedgerError:
                 log.warning("reservation not rebuilt: another pod has its devices", reservation=one.reservation_id)
         self.learn(await self._store.put_status(with_held(raw, held.values(), node.devices)))

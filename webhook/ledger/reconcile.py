@@ -265,7 +265,7 @@ class Reconciler:
             try:
                 recorded = await self._ledger.record_delivery(held, one.given)
             except SlotsTakenError:  # the last pod with one of them may have ended just now; else it is a mismatch
-                log.debug("devices of a pod are another reservation's", reservation=held.id, node=held.node)
+                log.debug("devices of a pod are of another reservation or node", reservation=held.id, node=held.node)
                 return
             if recorded is None:
                 return
