@@ -1,5 +1,6 @@
 """With `--reserve bind` the GPUs of a pod are reserved in the review of its Binding."""
 
+import asyncio
 import json
 from typing import Any
 
@@ -133,6 +134,18 @@ async def test_binding_to_another_node_takes_a_second_reservation_and_a_third_is
     refused = await harness.ask("/mutate-binding", binding("node-z"))
     assert refusal(refused) == (409, "ReservationConflict")
     assert "reservations on node-x and node-y" in refused["status"]["message"]
+
+
+async def test_bindings_to_many_nodes_at_once_take_reservations_on_two(build: Build) -> None:
+    """Forged reviews in the name of one pod could hold the GPUs of all nodes."""
+    nodes = [{**TWINS["nodes"][0], "name": f"node-{k}", "devices": [{"uuid": f"GPU-{k}0"}]} for k in range(6)]
+    shared = Shared({"nodes": nodes})
+    harness = await build({"nodes": nodes}, assemble=sharing(shared), reserve="bind")
+    await created(harness, shared)
+    asked = (harness.ask("/mutate-binding", binding(f"node-{k}")) for k in range(6))
+    answers = await asyncio.gather(*asked)
+    assert len(held_by(shared)) == sum(one["allowed"] for one in answers) == 2
+    assert {refusal(one) for one in answers if not one["allowed"]} == {(409, "ReservationConflict")}
 
 
 async def test_full_node_is_refused_and_names_the_reason(first: Harness, second: Harness, shared: Shared) -> None:

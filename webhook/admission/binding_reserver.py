@@ -1,6 +1,8 @@
 """Reserves the GPUs of a pod in the review of its Binding, on the node that the scheduler chose."""
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import datetime
 
 from webhook.admission.reserving import Reserver
@@ -26,6 +28,8 @@ class BindingReserver:
         self._reserver = reserver
         self._rules = rules
         self._clock = clock
+        # The nodes on which reservations are being made, by the uid of the pod.
+        self._nodes_in_work: defaultdict[str, list[str]] = defaultdict(list)
 
     async def annotations(
         self, binding: Binding, raw: RawPod, claim: Claim, answer_by: datetime, *, is_dry_run: bool
@@ -44,7 +48,8 @@ class BindingReserver:
             uid=pod.uid,
             grace=longest_grace_in(raw),
         )
-        held = await self._reserver.reserve_for_pod(ask, claim, binding.node, answer_by=answer_by)
+        with self._in_work(pod.uid, binding.node):
+            held = await self._reserver.reserve_for_pod(ask, claim, binding.node, answer_by=answer_by)
         if isinstance(held, Deny):
             return self._objection(claim, binding.node) or held
         return annotations_of(held.id, ",".join(self._ordered(claim, held)), held.node, self._rules.dress)
@@ -59,9 +64,20 @@ class BindingReserver:
             or check.matches_unreserved_pod(raw, Pod.parse(raw), claim, self._rules.dress, claims)
             or check.grace_within_limit(Pod.parse(raw), self._rules.dress)
             or self._objection(claim, binding.node, has_reservation=any(one.node == binding.node for one in known))
-            or too_many_nodes(binding, {one.node for one in known})
+            or too_many_nodes(binding, {*(one.node for one in known), *self._nodes_in_work.get(pod.uid, ())})
             or self._reserver.too_many_orphans(pod.namespace, claim.count)
         )
+
+    @contextmanager
+    def _in_work(self, uid: str, node: str) -> Iterator[None]:
+        """Reviews of several Bindings of the pod at the same time count each other's nodes."""
+        self._nodes_in_work[uid].append(node)
+        try:
+            yield
+        finally:
+            self._nodes_in_work[uid].remove(node)
+            if not self._nodes_in_work[uid]:
+                del self._nodes_in_work[uid]
 
     def _objection(self, claim: Claim, node: str, *, has_reservation: bool = False) -> Deny | None:
         fleet, policy = self._reserver.fleet, self._reserver.policy
