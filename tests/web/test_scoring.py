@@ -56,6 +56,7 @@ async def scored(build: Build, inventory: Raw = FLEET, **members: Any) -> AsyncI
             "when_unavailable",
             "priority_buckets",
             "scorer_timeout",
+            "reserve",
         )
         if name in members
     }
@@ -252,6 +253,16 @@ async def test_pod_with_foreign_gpus_gets_hints_and_no_reservation(build: Build)
         assert harness.held == []
         last = await harness.validate(builders.validating_create(final))
         assert last["allowed"]
+
+
+async def test_node_selector_hint_does_not_exclude_the_node_that_a_pod_names(build: Build) -> None:
+    """With `--reserve bind` no node was chosen to which the hint could be compared."""
+    named = builders.required_affinity(builders.on_node("small"))
+    async with scored(build, FLEET, reserve="bind") as (harness, _):
+        final = await harness.dress(job(affinity=named))
+    assert pinned_nodes(final) == ["small"]
+    assert "nodeSelector" not in final["spec"]
+    assert final["spec"]["priorityClassName"] == "gpu-high"
 
 
 NOWHERE: dict[str, tuple[Raw, Raw]] = {

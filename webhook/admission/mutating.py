@@ -195,7 +195,7 @@ class PodMutator:
             clean, notes = self._apply_hints(clean, hinted.for_queued_pod(), ())
             queued = self._queue(raw, clean, claim, outfit)
             return evolve(queued, warnings=(*queued.warnings, *notes))
-        clean, notes = self._apply_hints(clean, hinted, outfit.nodes)
+        clean, notes = self._apply_hints(clean, hinted if outfit.nodes else hinted.for_queued_pod(), outfit.nodes)
         copied = (COPY_WARNING,) if is_copied(pod, claim, review) else ()
         return self._dress(raw, pod, outfit, clean, (*copied, *notes))
 
