@@ -632,11 +632,12 @@ async def test_without_proof_devices_a_template_proves_nothing() -> None:
     assert (await scene.after())["uid-native"] == LATE
 
 
-def left_to_scheduler(template: str | None = "gpuwarden-1-aa11", *hashes: str) -> Raw:
-    """A pod whose GPUs kube-scheduler chooses."""
+def left_to_scheduler(template: str | None = "gpuwarden-1-aa11", *hashes: str, own: bool = True) -> Raw:
+    """A pod whose GPUs kube-scheduler chooses. Without `own`, only its namespace required the hash."""
     record = ClaimRecord(gpus=1, hashes=hashes or (HASH,), asked={"main": 1}, injection="dra", reserve="bind")
     claims = [{"name": "gpuwarden", "resourceClaimTemplateName": template}] if template else []
-    notes = {"gpuwarden.io/claim": record.text(), "gpuwarden.io/required-hash": ",".join(record.hashes)}
+    asked = {"gpuwarden.io/required-hash": ",".join(record.hashes)} if own else {}
+    notes = {"gpuwarden.io/claim": record.text(), **asked}
     return unrecorded_pod("left", notes, resourceClaims=claims)
 
 
@@ -660,3 +661,13 @@ async def test_pod_without_the_claim_of_its_record_may_not_be_bound(raw: Raw, *,
     scene = Scene(has_proofs=has_proofs)
     scene.ends.changed(raw)
     assert (await scene.after())["uid-left"] == LATE
+
+
+async def test_pod_whose_hash_the_namespace_does_not_allow_any_more_may_not_be_bound() -> None:
+    """Its request for GPUs is in its record only."""
+    scene = Scene(has_proofs=True)
+    scene.ends.changed(left_to_scheduler(own=False))
+    assert (await scene.after()).keys() == {A, B}
+    demand = {"gpuwarden.io/required-hash": OTHER_HASH}
+    scene.namespaces.view.changed({"metadata": {"name": "ml", "annotations": demand, "resourceVersion": "1"}})
+    assert (await scene.after(ROUTINE))["uid-left"] == LATE

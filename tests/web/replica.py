@@ -7,7 +7,7 @@ from tests.builders import Raw
 from tests.ledger.fake_store import FakeStore, gpu_node
 from tests.web.harness import INVENTORY, Assemble
 from webhook.admission.fleet_updater import FleetUpdater
-from webhook.admission.namespaces import NoDemands
+from webhook.admission.namespaces import NamespaceDemands, NoDemands
 from webhook.admission.parts import Parts
 from webhook.assembly.parts import FleetParts, assembled, inventory_path, limits_of, times_of
 from webhook.core.fleet import Fleet
@@ -89,7 +89,7 @@ class Shared:
         self.store.apply({**raw, "status": {**raw["status"], "held": held}})
 
 
-def sharing(shared: Shared) -> Assemble:
+def sharing(shared: Shared, namespaces: NamespaceDemands | None = None) -> Assemble:
     """A replica without a watch: it knows only its own writes and what it reads."""
 
     def assemble(settings: Settings, clock: Clock) -> Parts:
@@ -98,7 +98,7 @@ def sharing(shared: Shared) -> Assemble:
         evidence = StaticEvidence(settings.node_hash_map)
         fleet_source = FleetUpdater(fleet, InventoryFile(inventory_path(settings)), [evidence], clock, metrics)
         known = FleetParts(fleet, metrics, ledger, fleet_source)
-        return assembled(settings, clock, known, shared, NoDemands(), limits_of(settings))
+        return assembled(settings, clock, known, shared, namespaces or NoDemands(), limits_of(settings))
 
     return assemble
 

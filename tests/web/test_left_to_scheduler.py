@@ -166,6 +166,22 @@ async def test_binding_is_allowed_on_proven_nodes_only(build: Build) -> None:
     assert {one["status"]["reason"] for one in answers.values() if not one["allowed"]} == {"NoProvenNode"}
 
 
+async def test_binding_needs_what_the_namespace_requires_by_now(build: Build) -> None:
+    namespaces = WatchedNamespaces(Api())
+
+    def requires(hash: str, version: str) -> None:
+        meta = {"name": "ml", "annotations": {"gpuwarden.io/required-hash": hash}, "resourceVersion": version}
+        namespaces.view.changed({"metadata": meta})
+
+    requires(HASH, "1")
+    shared = Shared()
+    harness = await build(assemble=sharing(shared, namespaces), **BIND)
+    shared.has(await harness.create(raw_pod(raw_container(gpus=1))))
+    assert (await harness.validate(binding("node-a")))["allowed"]
+    requires(OTHER_HASH, "2")
+    assert refusal(await harness.validate(binding("node-a"))) == (403, "Forged")
+
+
 async def test_explanation_names_the_nodes_that_kube_scheduler_may_choose(harness: Harness) -> None:
     answer = (await harness.tls.post("/explain", json=asking())).json()
     assert answer["message"].endswith("kube-scheduler chooses the node and the GPUs")

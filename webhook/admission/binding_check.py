@@ -103,7 +103,8 @@ class BindingCheck:
 
     async def _check_without_gpus(self, binding: Binding, living: Pod, recorded: Claim) -> Deny | None:
         """Checks a pod without a reservation for evidence, by its record and by its own request."""
-        claim = strictest_claim(recorded, claim_of(living, await self._claims.within(binding.pod.namespace)))
+        claims = await self._claims.within(binding.pod.namespace)
+        claim = strictest_claim(recorded, claim_of(living, claims, recorded.record.asked))
         if claim is None:
             return Deny(
                 Reason.FORGED,

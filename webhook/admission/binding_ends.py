@@ -351,7 +351,8 @@ class BindingEnds:
         known = self._parsed_claims.get(uid)
         if known is None or known[0] != rules:
             try:
-                known = rules, claim_of(one.pod, rules)
+                removed = None if one.recorded is None else one.recorded.record.asked
+                known = rules, claim_of(one.pod, rules, removed)
             except InvalidPodError as exc:
                 known = rules, exc
             self._parsed_claims[uid] = known
