@@ -18,6 +18,7 @@ from webhook.core.evidence import Evidence
 from webhook.core.fleet import Fleet
 from webhook.core.gpu_map import MapOwner, SetId
 from webhook.core.proof_devices import KEPT_AFTER_END, ProofDevice
+from webhook.core.reservation import GpuDelivery
 from webhook.dra.claims import AllocatedClaims
 from webhook.dra.slices import AWAITED_EVERY, BATCH_SIZE, MAX_FAILURES, MAX_GENERATION, ProofSlices
 from webhook.kube.resource_slices import proof_devices_of, slices_of, stamp
@@ -174,6 +175,19 @@ async def test_unhealthy_disputed_held_and_reserved_gpus_have_no_device(scene: S
     await scene.step()
     assert scene.devices().keys() == {"gpu-4-aa11"}
     assert scene.devices(B).keys() == {"gpu-b-aa11"}
+
+
+async def test_node_whose_kubelet_has_still_to_choose_gpus_has_no_device(scene: Scene) -> None:
+    """Its label was changed: the kubelet may give the pod another GPU than the held one."""
+    scene.proven(A, "GPU-1", "GPU-2")
+    scene.proven(B, "GPU-b")
+    awaited = reservation(slot("GPU-1"), node=A, delivery=GpuDelivery.AWAITED)
+    scene.fleet.hold(awaited)
+    await scene.step()
+    assert (scene.devices().keys(), scene.devices(B).keys()) == (set(), {"gpu-b-aa11"})
+    scene.fleet.hold(evolve(awaited, delivery=GpuDelivery.RECORDED))
+    await scene.step()
+    assert scene.devices().keys() == {"gpu-2-aa11"}
 
 
 async def test_partly_held_shared_gpu_has_no_device(scene: Scene) -> None:

@@ -284,10 +284,15 @@ class ProofSlices:
         # A claim would take a GPU that the device plugin can give away, or that is for reservations.
         if injection is Injection.PLUGIN or (injection is not None and self._fleet.injection is None):
             return False
+        if self._awaits_kubelet(node):
+            return False  # pods with the injection `plugin` may get any GPU until the kubelet has chosen
         if device.is_mig:
             return False  # claims that the scheduler chooses for ask for whole GPUs, and would try its proof in vain
         is_set_aside = device.uuid in self._fleet.set_aside_devices
         return self._fleet.may_be_proven(device.uuid) and not is_set_aside and not self._fleet.holders(device.uuid)
+
+    def _awaits_kubelet(self, node: str) -> bool:
+        return self._fleet.node_class(self._fleet.indexed_nodes[node].node_group.node_class).awaits_kubelet
 
     def _mode(self, node: str) -> ProofMode:
         return ProofMode.DRA if self._injection(node) is Injection.DRA else ProofMode.NATIVE
