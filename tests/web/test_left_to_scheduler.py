@@ -93,6 +93,17 @@ async def test_what_a_claim_cannot_say_is_refused(harness: Harness, labels: Raw,
     assert words in response["status"]["message"]
 
 
+@pytest.mark.parametrize("hashes", [HASH, f"{HASH},{OTHER_HASH}"], ids=["template", "claim"])
+async def test_grace_period_of_zero_is_refused(harness: Harness, hashes: str) -> None:
+    """Each deletion would free the GPUs at once, and no ledger holds them while the containers run."""
+    response = await harness.mutate(asking(hashes=hashes, terminationGracePeriodSeconds=0))
+    assert refusal(response) == (403, "InvalidPod")
+    final = builders.created(await harness.dress(asking(hashes=hashes, terminationGracePeriodSeconds=1)))
+    assert (await validated(harness, final))["allowed"]
+    final["spec"]["terminationGracePeriodSeconds"] = 0
+    assert refusal(await validated(harness, final)) == (403, "InvalidPod")
+
+
 @pytest.mark.parametrize("settings", [{}, {"when_unavailable": "queue"}], ids=["deny", "queue"])
 async def test_pod_that_nothing_can_serve_now_is_created_without_a_gate(build: Build, settings: Raw) -> None:
     harness = await build(**BIND, **settings)

@@ -220,7 +220,14 @@ def no_undemandable(claim: Claim) -> Deny | None:
 
 
 def grace_within_limit(pod: Pod, rules: DressRules) -> Deny | None:
-    """The reconciler keeps the GPUs of a pod whose end it has not seen for the longest grace period that is allowed."""
+    """The reconciler keeps the GPUs of a pod whose end it has not seen for the longest grace period that is allowed. No
+    ledger holds those that kube-scheduler chooses."""
+    if rules.leaves_to_scheduler and pod.body.termination_grace_period_seconds == 0:
+        return Deny(
+            Reason.INVALID_POD,
+            "spec.terminationGracePeriodSeconds: 0: each deletion would free the pod's GPUs while its containers run",
+            hint="set 1 or more",
+        )
     most, asked = rules.max_grace, pod.body.longest_grace
     if most is None or asked <= most.total_seconds():
         return None
