@@ -244,7 +244,8 @@
   {{- end }}
 {{- end }}
 {{- /* An upgrade keeps what was accepted by an older version. */ -}}
-{{- if and .Release.IsInstall (include "gpuwarden.reviews" .) (eq (default "create" $settings.reserve) "create") (not (or $settings.reviewTokenAudience $values.webhooks.clientCa $values.webhooks.acceptUnverifiedCallers)) }}
-  {{- fail "\n\nsettings.reserve is create and callers of the webhooks are not verified: any client that reaches them could reserve GPUs. Set settings.reviewTokenAudience or webhooks.clientCa (docs/how-to/access.md), settings.reserve=bind, or accept it by webhooks.acceptUnverifiedCallers=true." }}
+{{- $isPlugin := eq (default "nvidia" $settings.injection) "plugin" }}
+{{- if and .Release.IsInstall (include "gpuwarden.reviews" .) (or $isPlugin (eq (default "create" $settings.reserve) "create")) (not (or $settings.reviewTokenAudience $values.webhooks.clientCa $values.webhooks.acceptUnverifiedCallers)) }}
+  {{- fail (printf "\n\nsettings.%s and callers of the webhooks are not verified: any client that reaches them could reserve GPUs. Set settings.reviewTokenAudience or webhooks.clientCa (docs/how-to/access.md), %sor accept it by webhooks.acceptUnverifiedCallers=true." (ternary "injection is plugin" "reserve is create" $isPlugin) (ternary "" "settings.reserve=bind, " $isPlugin)) }}
 {{- end }}
 {{- end }}

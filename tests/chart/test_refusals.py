@@ -282,6 +282,8 @@ UNVERIFIED = "accept it by webhooks.acceptUnverifiedCallers=true"
 def test_new_installation_with_unverified_callers_has_to_accept_them() -> None:
     assert UNVERIFIED in refusal({}, is_new=True)
     assert UNVERIFIED in refusal({"settings.injection": "dra"}, is_new=True)
+    plugin = {"settings.injection": "plugin", "settings.reserve": "bind"}
+    assert UNVERIFIED in refusal(plugin, is_new=True), "with plugin, GPUs are always reserved at creation"
     assert rendered({})
 
 
