@@ -34,13 +34,14 @@
     {{- fail (printf "\n\nnative is true and no policy hides GPUs from pods without a claim: policies.blind is %s and settings.injection is %s. No webhook does it for native pods. Set policies.blind=policy and settings.injection=nvidia." $values.policies.blind (default "nvidia" $settings.injection)) }}
   {{- end }}
 {{- end }}
-{{- /* The reservations do not show the GPUs of native pods: another pod would get the same ones. */ -}}
+{{- /* The reservations do not show GPUs that kube-scheduler has chosen: another pod would get the same ones. */ -}}
 {{- if and (include "gpuwarden.reviews" .) (not (include "gpuwarden.templates" .)) (.Capabilities.APIVersions.Has "resource.k8s.io/v1/ResourceClaim") }}
   {{- range (lookup "resource.k8s.io/v1" "ResourceClaim" "" "").items }}
     {{- $annotations := default dict .metadata.annotations }}
     {{- $labels := default dict .metadata.labels }}
-    {{- if and (dig "status" "allocation" "" .) (eq (get $labels "gpuwarden.io/gpu-claim") "true") (eq (get $annotations "resource.kubernetes.io/pod-claim-name") "gpuwarden") }}
-      {{- fail (printf "\n\nnative is false and native pods have GPUs, such as the pod of ResourceClaim %s/%s: webhooks would give the same GPUs to other pods. Delete the native pods first, or set native=true." .metadata.namespace .metadata.name) }}
+    {{- $isChosen := or (eq (get $annotations "resource.kubernetes.io/pod-claim-name") "gpuwarden") (contains ".mode == 'native'" (toJson .spec)) }}
+    {{- if and $isChosen (dig "status" "allocation" "" .) (eq (get $labels "gpuwarden.io/gpu-claim") "true") }}
+      {{- fail (printf "\n\nkube-scheduler has chosen the GPUs of pods, such as the pod of ResourceClaim %s/%s: webhooks would give the same GPUs to other pods. Delete these pods first, or set native=true, or settings.injection=dra and settings.reserve=bind, as before." .metadata.namespace .metadata.name) }}
     {{- end }}
   {{- end }}
 {{- end }}
