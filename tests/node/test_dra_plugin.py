@@ -586,6 +586,23 @@ async def test_pod_does_not_start_without_its_record(recording: Harness, missing
     assert reason[missing] in await recording.error()
 
 
+async def test_runtime_reads_no_specification_that_is_being_written(
+    recording: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It reads each .json of the directory, and two specifications with the same device are an error."""
+    assert await recording.error() == ""
+    seen: list[set[str]] = []
+
+    def replace(path: Path, target: Path) -> Path:
+        seen.append({one.name for one in recording.specs.iterdir() if one.suffix == ".json"})
+        path.rename(target)
+        return target
+
+    monkeypatch.setattr(Path, "replace", replace)
+    assert await recording.error() == ""
+    assert seen == [RECORD_FILES - {"uid-train.jws"}] * 2
+
+
 @pytest.mark.parametrize("uid", ["../train", "", "a" * 65, ".hidden", "a/b"])
 async def test_uid_that_is_no_file_name_is_refused(recording: Harness, uid: str) -> None:
     recording.claims.add("train", GPU)["metadata"]["uid"] = uid
@@ -605,7 +622,7 @@ async def test_records_of_claims_that_are_gone_are_removed_at_the_start(recordin
         recording.claims.add(name, GPU)
         assert await recording.error(name) == ""
     (recording.records / "broken.jws").write_text("broken")
-    (recording.records / ".half.jws").write_text("half")
+    (recording.records / ".half.jws.tmp").write_text("half")
     del recording.claims.claims["ml", "gone"]
     recording.claims.add("replaced", GPU)["metadata"]["uid"] = "uid-another"
     recording.claims.is_away = True

@@ -100,7 +100,7 @@ class EvidenceRecords:
     def claims(self) -> Mapping[str, ClaimName]:
         """The claims of the records that are there, by uid. A file that is no record is removed."""
         found = {}
-        for path in self.files.glob(f"*{SUFFIX}"):
+        for path in self.files.glob(f"*{SUFFIX}*"):
             try:
                 claim = claim_of(path.read_text(encoding="utf-8"))
                 found[checked(path.stem)] = ClaimName(claim.namespace, path.stem, claim.name)
@@ -132,9 +132,10 @@ def first_end(devices: Sequence[ProofDevice]) -> datetime | None:
 
 
 def replace(path: Path, text: str) -> None:
-    """Writes the file at once: a runtime never reads a part of it. Containers with any user may read it."""
+    """Writes the file at once: a runtime never reads a part of it, nor the file beside it, whose name is not that of a
+    specification. Containers with any user may read it."""
     path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-    hidden = path.with_name(f".{path.name}")
+    hidden = path.with_name(f".{path.name}.tmp")
     hidden.write_text(text, encoding="utf-8")
     hidden.chmod(0o644)
     hidden.replace(path)
