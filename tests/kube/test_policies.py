@@ -614,6 +614,16 @@ def test_names_of_driver_label_and_templates_are_those_of_the_code() -> None:
     assert DELETE_PROTECTION in policy("gpuwarden-gpu-claims")
 
 
+def test_claim_from_a_template_is_guarded_from_forced_deletions_whatever_its_pod_says() -> None:
+    """Without `policies.protect` or `policies.strip` a tenant can write the annotation of a reservation."""
+    first, *_ = named("gpuwarden-forced-deletions")["spec"]["matchConditions"]
+    templates, named_claims = first["expression"].split("||")
+    assert "resourceClaimTemplateName" in templates
+    assert keys.RESERVATION_ID.name not in templates
+    assert "resourceClaimName" in named_claims
+    assert f"!('{keys.RESERVATION_ID.name}' in" in named_claims
+
+
 # Our service accounts.
 
 OWN = ("gpuwarden-own-pods", "gpuwarden-own-nodes")
