@@ -1,6 +1,7 @@
 """The plugin for proof devices prepares a claim only while this node is proven for the hash of the claim."""
 
 import asyncio
+import errno
 import json
 import os
 import stat
@@ -601,6 +602,20 @@ async def test_runtime_reads_no_specification_that_is_being_written(
     monkeypatch.setattr(Path, "replace", replace)
     assert await recording.error() == ""
     assert seen == [RECORD_FILES - {"uid-train.jws"}] * 2
+
+
+async def test_record_that_cannot_be_read_at_this_moment_stays(
+    recording: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A container of its pod may be started again."""
+    assert await recording.error() == ""
+
+    def fails(path: Path, **_: object) -> str:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(Path, "read_text", fails)
+    await recording.plugin.check.remove_stale_records()
+    assert recording.files() == RECORD_FILES
 
 
 @pytest.mark.parametrize("uid", ["../train", "", "a" * 65, ".hidden", "a/b"])

@@ -98,14 +98,17 @@ class EvidenceRecords:
             raise NotRecordedError(f"the record of the evidence cannot be removed: {exc}") from exc
 
     def claims(self) -> Mapping[str, ClaimName]:
-        """The claims of the records that are there, by uid. A file that is no record is removed."""
+        """The claims of the records that are there, by uid. A file that is no record is removed. One that cannot be
+        read stays: a container may be started with it."""
         found = {}
         for path in self.files.glob(f"*{SUFFIX}*"):
             try:
                 claim = claim_of(path.read_text(encoding="utf-8"))
                 found[checked(path.stem)] = ClaimName(claim.namespace, path.stem, claim.name)
-            except (BadRecordError, NotRecordedError, OSError, UnicodeDecodeError):
+            except (BadRecordError, NotRecordedError, UnicodeDecodeError):
                 path.unlink(missing_ok=True)
+            except OSError as exc:
+                log.warning("record of the evidence not read", file=str(path), problem=str(exc))
         return found
 
     def _file(self, uid: str) -> Path:
