@@ -245,8 +245,7 @@
   {{- end }}
 {{- end }}
 {{- /* An upgrade keeps what was accepted by an older version. */ -}}
-{{- $isPlugin := eq (default "nvidia" $settings.injection) "plugin" }}
-{{- if and .Release.IsInstall (include "gpuwarden.reviews" .) (or $isPlugin (eq (default "create" $settings.reserve) "create")) (not (or $settings.reviewTokenAudience $values.webhooks.clientCa $values.webhooks.acceptUnverifiedCallers)) }}
-  {{- fail (printf "\n\nsettings.%s and callers of the webhooks are not verified: any client that reaches them could reserve GPUs. Set settings.reviewTokenAudience or webhooks.clientCa (docs/how-to/access.md), %sor accept it by webhooks.acceptUnverifiedCallers=true." (ternary "injection is plugin" "reserve is create" $isPlugin) (ternary "" "settings.reserve=bind, " $isPlugin)) }}
+{{- if and .Release.IsInstall (include "gpuwarden.reviews" .) (not (or (include "gpuwarden.reservesLater" .) $settings.reviewTokenAudience $values.webhooks.clientCa $values.webhooks.acceptUnverifiedCallers)) }}
+  {{- fail "\n\nGPUs are reserved when pods are created, and callers of the webhooks are not verified: any client that reaches them could reserve GPUs. Set settings.reviewTokenAudience or webhooks.clientCa (docs/how-to/access.md), settings.reserve=bind (not with settings.injection=plugin), or accept it by webhooks.acceptUnverifiedCallers=true." }}
 {{- end }}
 {{- end }}

@@ -107,6 +107,11 @@ http://{{ include "gpuwarden.component" (list . "score") }}.{{ .Release.Namespac
 {{- if or .Values.native (and (eq (default "nvidia" .Values.settings.injection) "dra") (eq (default "create" .Values.settings.reserve) "bind")) }}true{{ end -}}
 {{- end }}
 
+{{- /* Whether reviews of creations reserve nothing. A device plugin needs GPUs that are reserved at creation. */ -}}
+{{- define "gpuwarden.reservesLater" -}}
+{{- if and (eq (default "create" .Values.settings.reserve) "bind") (ne (default "nvidia" .Values.settings.injection) "plugin") }}true{{ end -}}
+{{- end }}
+
 {{- /* Whether there are proof devices, by which these claims take GPUs. */ -}}
 {{- define "gpuwarden.proofs" -}}
 {{- if or (include "gpuwarden.templates" .) .Values.settings.proofDevices }}true{{ end -}}

@@ -282,8 +282,7 @@ UNVERIFIED = "accept it by webhooks.acceptUnverifiedCallers=true"
 def test_new_installation_with_unverified_callers_has_to_accept_them() -> None:
     assert UNVERIFIED in refusal({}, is_new=True)
     assert UNVERIFIED in refusal({"settings.injection": "dra"}, is_new=True)
-    plugin = {"settings.injection": "plugin", "settings.reserve": "bind"}
-    assert UNVERIFIED in refusal(plugin, is_new=True), "with plugin, GPUs are always reserved at creation"
+    assert UNVERIFIED in refusal({"settings.injection": "plugin", "settings.reserve": "bind"}, is_new=True)
     assert rendered({})
 
 
@@ -293,6 +292,7 @@ def test_new_installation_with_unverified_callers_has_to_accept_them() -> None:
         {"webhooks.acceptUnverifiedCallers": True},
         {"settings.reviewTokenAudience": "gpuwarden"},
         {"webhooks.clientCa": PEM},
+        {"settings.reserve": "bind"},
         {"settings.injection": "dra", "settings.reserve": "bind"},
         {"webhooks.enabled": False},
         {"native": True},
