@@ -247,9 +247,7 @@ class PodMutator:
         refused = self._reserver.too_many_orphans(review.namespace, claim.count)
         if refused is not None:
             return refused
-        if claim.nodes.names() is not None:
-            return Allocation(claim, (), has_waited=True)
-        return Allocation(claim, nodes, has_waited=True)
+        return Allocation(claim, nodes if claim.nodes.names() is None else (), has_waited=True)
 
     def _may_wait(self, pod: Pod, claim: Claim, refused: Deny) -> bool:
         """A pod waits only if waiting can help. A pod without GPUs gets its nodes added to each of its node selector

@@ -39,6 +39,7 @@ MAX_INDEX_DIGITS = 4
 RESOURCE_CLAIMS = "spec.resourceClaims"
 GPU_RESOURCES = (keys.NVIDIA_RESOURCES, "deviceclass.resource.kubernetes.io/")
 OTHER_WAYS_HINT = "ask with nvidia.com/gpu, gpuwarden.io/gpu-count or a gpuwarden.io/gpu. label"
+CHANGED = "another webhook or the user changed what gpuwarden wrote"
 
 
 # Fields that show a pod GPUs without a reservation.
@@ -312,15 +313,15 @@ def matches_reservation(
         raw, (dressed(raw, evolve(outfit, hides_gpus_everywhere=all_), rules) for all_ in (True, False))
     )
     fields += sorted(set(debug_env(raw, outfit.visible)))
-    if fields:
-        return Deny(
-            Reason.FORGED,
-            f"{', '.join(fields[:5])}: does not match the reservation ({reservation.id}: {outfit.visible} on "
-            f"{reservation.node})",
-            hint="another webhook or the user changed what gpuwarden wrote",
-            causes=tuple(fields[:20]),
-        )
-    return None
+    reserved = f"{reservation.id}: {outfit.visible or 'GPUs'} on {reservation.node}"
+    return not_as_dressed(fields, f"does not match the reservation ({reserved})")
+
+
+def not_as_dressed(fields: list[str], problem: str, hint: str = CHANGED) -> Deny | None:
+    """The denial of a pod in which these fields differ from what gpuwarden wrote; None without fields."""
+    if not fields:
+        return None
+    return Deny(Reason.FORGED, f"{', '.join(fields[:5])}: {problem}", hint=hint, causes=tuple(fields[:20]))
 
 
 def changed_fields(raw: RawPod, wanted: Iterable[RawPod]) -> list[str]:
@@ -360,14 +361,7 @@ def matches_unreserved_pod(raw: RawPod, pod: Pod, claim: Claim, rules: DressRule
         return denied
     fields = changed_fields(raw, [dressed(raw, Allocation(claim, (), has_waited=True), rules)])
     fields += sorted(set(debug_env(raw, "")))
-    if fields:
-        return Deny(
-            Reason.FORGED,
-            f"{', '.join(fields[:5])}: not as gpuwarden dressed the pod",
-            hint="another webhook or the user changed what gpuwarden wrote: create the pod again",
-            causes=tuple(fields[:20]),
-        )
-    return None
+    return not_as_dressed(fields, "not as gpuwarden dressed the pod", f"{CHANGED}: create the pod again")
 
 
 def matches_queued_pod(raw: RawPod, pod: Pod, claim: Claim, rules: DressRules, claims: ClaimRules) -> Deny | None:
@@ -385,14 +379,10 @@ def matches_queued_pod(raw: RawPod, pod: Pod, claim: Claim, rules: DressRules, c
         raw,
         (waiting(raw, claim, rules, why, hides_gpus_everywhere=all_, claim_name=name) for all_ in (True, False)),
     )
-    if fields or not pod.is_gated:
-        return Deny(
-            Reason.FORGED,
-            f"{', '.join(fields[:5]) or 'spec.schedulingGates'}: not as gpuwarden dressed the queued pod",
-            hint="another webhook or the user changed what gpuwarden wrote: create the pod again",
-            causes=tuple(fields[:20]),
-        )
-    return preset_node(pod, ())
+    if not fields and not pod.is_gated:
+        fields = ["spec.schedulingGates"]
+    problem, hint = "not as gpuwarden dressed the queued pod", f"{CHANGED}: create the pod again"
+    return not_as_dressed(fields, problem, hint) or preset_node(pod, ())
 
 
 def is_as_asked(pod: Pod, claim: Claim, claims: ClaimRules) -> Deny | None:
@@ -414,14 +404,7 @@ def matches_claim(raw: RawPod, pod: Pod, claim: Claim, rules: DressRules, claims
     name = own_claim_of(raw.get("spec") or {})
     fields = changed_fields(raw, [left_to_scheduler(raw, claim, rules, name)])
     fields += sorted(set(debug_env(raw, "")))
-    if fields:
-        return Deny(
-            Reason.FORGED,
-            f"{', '.join(fields[:5])}: not as gpuwarden dressed the pod",
-            hint="another webhook or the user changed what gpuwarden wrote",
-            causes=tuple(fields[:20]),
-        )
-    return preset_node(pod, ())
+    return not_as_dressed(fields, "not as gpuwarden dressed the pod") or preset_node(pod, ())
 
 
 def has_modes_of_namespace(claim: Claim, rules: ClaimRules) -> Deny | None:

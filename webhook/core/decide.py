@@ -234,11 +234,10 @@ class ClaimSearch:
     def __init__(self, claim: Claim, fleet: Fleet, policy: EvidencePolicy) -> None:
         self.claim = claim
         self.fleet = fleet
-        always = policy.is_always_required or claim.record.is_left_to_scheduler
-        self.needs_evidence = bool(claim.hashes) or always
+        is_left = claim.is_left_to_scheduler
+        self.needs_evidence = bool(claim.hashes) or is_left or policy.is_always_required
         self.directory_keys = fleet.index_labels(claim.nodes)  # may renumber kinds, so it comes first
         self.kinds = fleet.kinds_serving(claim.requirements, is_shared=claim.is_shared)
-        is_left = claim.record.is_left_to_scheduler
         self._injection = None if is_left else injection_asked(claim.record.injection, fleet.injection)
         self._class_objections: dict[int, Objection | None] = {}
         self._unavailable = 0  # nodes that have the devices, and on which no pod can run now
