@@ -475,7 +475,8 @@ class Settings:
         kinds.RESERVE,
         PODS,
         "when the GPUs of a pod are chosen: when it is created (`create`), or when a scheduler binds it to a node "
-        "(`bind`); with --injection dra and `bind` kube-scheduler chooses them",
+        "(`bind`); with --injection dra and `bind` kube-scheduler chooses them, and with --injection plugin they are "
+        "always reserved at creation",
     )
     runtime_class: str | None = setting(
         None, kinds.NAME, PODS, "RuntimeClass of pods with GPUs that name none; not set: unchanged"
