@@ -310,9 +310,9 @@ WEBHOOKS: Final = [
         "webhooks.acceptUnverifiedCallers",
         False,
         BOOL,
-        "Install although GPUs are reserved when pods are created (settings.reserve=create or settings.injection=plugin), "
-        "and neither settings.reviewTokenAudience nor webhooks.clientCa is set: any client that reaches the webhooks can "
-        "then reserve GPUs for seconds.",
+        "Install although GPUs are reserved when pods are created (settings.reserve=create or "
+        "settings.injection=plugin), and neither settings.reviewTokenAudience nor webhooks.clientCa is set: any client "
+        "that reaches the webhooks can then reserve GPUs for seconds.",
     ),
     Value("policies.protect", True, BOOL, "Create ValidatingAdmissionPolicies that protect what gpuwarden writes."),
     Value(
