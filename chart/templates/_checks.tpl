@@ -33,6 +33,10 @@
   {{- if ne (include "gpuwarden.blinds" .) "policy" }}
     {{- fail (printf "\n\nnative is true and no policy hides GPUs from pods without a claim: policies.blind is %s and settings.injection is %s. No webhook does it for native pods. Set policies.blind=policy and settings.injection=nvidia." $values.policies.blind (default "nvidia" $settings.injection)) }}
   {{- end }}
+  {{- $isForReservations := and (eq (default "nvidia" $settings.injection) "dra") (eq (default "create" $settings.reserve) "create") }}
+  {{- if or $isForReservations (eq (default "nvidia" $settings.injection) "plugin") }}
+    {{- fail (printf "\n\nnative is true and settings.injection is %s: native pods would get no GPUs of nodes without the label gpuwarden.io/injection. Set settings.injection=nvidia." $settings.injection) }}
+  {{- end }}
 {{- end }}
 {{- /* The reservations do not show GPUs that kube-scheduler has chosen: another pod would get the same ones. */ -}}
 {{- if and (include "gpuwarden.reviews" .) (not (include "gpuwarden.templates" .)) (.Capabilities.APIVersions.Has "resource.k8s.io/v1/ResourceClaim") }}

@@ -63,6 +63,14 @@ REFUSED: dict[str, tuple[Raw, str]] = {
         {"native": True, "settings.injection": "cuda"},
         "policies.blind is auto and settings.injection is cuda. No webhook does it for native pods. Set policies.blind",
     ),
+    "native-on-nodes-of-a-device-plugin": (
+        {"native": True, "settings.injection": "plugin"},
+        "native is true and settings.injection is plugin: native pods would get no GPUs of nodes without the label",
+    ),
+    "native-on-nodes-for-reservations": (
+        {"native": True, "settings.injection": "dra"},
+        "native is true and settings.injection is dra: native pods would get no GPUs of nodes without the label",
+    ),
     "webhooks-without-serve": ({"serve.enabled": False}, "nothing would answer the API server"),
     "alerts-without-serve": (
         {"serve.enabled": False, "webhooks.enabled": False, "prometheusRule.enabled": True},
@@ -213,6 +221,11 @@ def test_unusable_values_are_refused_with_a_message(name: str) -> None:
 
 # Valid values close to refused ones.
 TAKEN: dict[str, Raw] = {
+    "native-where-kube-scheduler-chooses": {
+        "native": True,
+        "settings.injection": "dra",
+        "settings.reserve": "bind",
+    },
     "bound": {"settings.reserve": "bind"},
     "an-index-of-all-gpus": {"settings.mapVisible": "index", "settings.injection": "cuda"},
     "renewed-just-after-it-is-made": {"settings.certsLeafLife": "15h", "settings.certsRenewBefore": "899m"},
