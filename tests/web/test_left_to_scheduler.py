@@ -11,7 +11,7 @@ from tests.builders import HASH, OTHER_HASH, Raw, raw_container, raw_pod
 from tests.conftest import Build
 from tests.web.harness import INVENTORY, Harness, patched
 from tests.web.replica import Shared, binding, sharing
-from tests.web.test_admission import refusal
+from tests.web.test_admission import pinned_nodes, refusal
 from tests.web.test_namespaces import with_namespaces
 from webhook.admission.namespaces import WatchedNamespaces
 from webhook.core.pod_claims import CLAIM_NAME, own_claim_of, own_template_of
@@ -78,6 +78,16 @@ async def test_node_of_a_placement_map_is_required(harness: Harness) -> None:
     assert one["name"] in json.dumps(terms)
     wish["metadata"]["labels"]["apps.kubernetes.io/pod-index"] = "1"
     assert refusal(await harness.mutate(wish)) == (403, "NotInMap")
+
+
+async def test_node_that_a_placement_map_names_by_its_label_is_required(build: Build) -> None:
+    node = {**INVENTORY["nodes"][0], "labels": {"gpu-node-name": "rack-7"}}
+    harness = await build({"nodes": [node]}, **BIND)
+    wish = asking(labels={"apps.kubernetes.io/pod-index": "0"})
+    wish["metadata"]["annotations"] |= {"gpuwarden.io/gpu-map": f"0=rack-7:{node['devices'][0]['uuid']}"}
+    final = await harness.create(wish)
+    assert pinned_nodes(final) == [node["name"]]
+    assert await harness.create(final, uid="another", pod_uid="another")
 
 
 @pytest.mark.parametrize(

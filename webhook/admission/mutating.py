@@ -273,7 +273,9 @@ class PodMutator:
 
     def _leave_to_scheduler(self, raw: RawPod, clean: RawPod, claim: Claim, notes: tuple[str, ...]) -> Admit:
         """Reserves nothing. A ResourceClaim of an earlier review or a copied manifest may be another pod's."""
-        made = left_to_scheduler(clean, claim, self._rules.dress, new_claim_name())
+        entry = claim.map_entry
+        nodes = () if entry is None else self._reserver.fleet.nodes_for_map_name(entry.node) or (entry.node,)
+        made = left_to_scheduler(clean, claim, self._rules.dress, new_claim_name(), tuple(nodes))
         return Admit(changes(raw, made), warnings=(*claim.warnings, *notes), audit={"reason": Reason.ADMITTED.value})
 
     def _dress(

@@ -407,7 +407,8 @@ def is_as_asked(pod: Pod, claim: Claim, claims: ClaimRules) -> Deny | None:
 
 
 def matches_claim(raw: RawPod, pod: Pod, claim: Claim, rules: DressRules, claims: ClaimRules) -> Deny | None:
-    """A pod whose GPUs kube-scheduler chooses is as gpuwarden dressed it, and its ResourceClaim is what it asks for."""
+    """A pod whose GPUs kube-scheduler chooses is as gpuwarden dressed it, and its ResourceClaim is what it asks for.
+    Its affinity is not compared: the GPUs of a placement map are in the claim."""
     unexpected = reservation_annotations(pod)
     if unexpected:
         return Deny(Reason.FORGED, f"metadata.annotations[{unexpected[0]}]: kube-scheduler chooses the pod's GPUs")

@@ -152,9 +152,10 @@ def dressed(raw: RawPod, outfit: Allocation, rules: DressRules) -> dict[str, Jso
     return dict(hide_gpus(made, rules)) if outfit.hides_gpus_everywhere and not outfit.claim.count else made
 
 
-def left_to_scheduler(raw: RawPod, claim: Claim, rules: DressRules, claim_name: str) -> dict[str, Json]:
-    """The dressed pod whose GPUs kube-scheduler chooses. Only a placement map names the node."""
-    nodes = () if claim.map_entry is None else (claim.map_entry.node,)
+def left_to_scheduler(
+    raw: RawPod, claim: Claim, rules: DressRules, claim_name: str, nodes: tuple[str, ...] = ()
+) -> dict[str, Json]:
+    """The dressed pod whose GPUs kube-scheduler chooses. `nodes` are those that its placement map names."""
     return dressed(raw, Allocation(claim, nodes, claim_name=claim_name), rules)
 
 
