@@ -80,6 +80,7 @@ def test_demand_has_all_that_the_claim_wants() -> None:
         (record(requirements=("model=",)), "do not show it"),
         (record(node="node-a", devices=("0",)), "do not show 0; name GPUs by UUID"),
         (record(node="node-a", devices=("GPU-1' || true || '",)), "name GPUs by UUID"),
+        (record(2, node="node-a", devices=(UUID,)), "the map lists 1 GPUs, the pod asks for 2"),
     ],
 )
 def test_what_a_claim_cannot_ask_for_is_a_mistake(asked: ClaimRecord, mistake: str) -> None:

@@ -46,6 +46,8 @@ def mistakes_in(record: ClaimRecord) -> Iterator[str]:
         if key not in ATTRIBUTES or not VALUE.fullmatch(value):
             known = ", ".join(f"{REQUIREMENT_PREFIX}{known}" for known in ATTRIBUTES)
             yield f"{one}: the ResourceSlices of GPUs do not show it; they show {known}"
+    if record.devices and len(record.devices) != record.gpus:
+        yield f"{GPU_MAP.name}: the map lists {len(record.devices)} GPUs, the pod asks for {record.gpus}"
     named = [gpu for gpu in record.devices if not is_uuid(gpu)]
     if named:
         yield f"{GPU_MAP.name}: the ResourceSlices of GPUs do not show {', '.join(named)}; name GPUs by UUID"
