@@ -129,7 +129,6 @@ def precheck(pod: Pod, claim: Claim, rules: DressRules) -> Deny | None:
         no_unclaimable(claim, rules)
         or not_for_device_plugin(pod, claim, rules)
         or (no_node_name(pod) if claim.is_reserved_at_binding else None)
-        or (has_grace(pod) if claim.is_left_to_scheduler else None)
         or grace_within_limit(pod, rules)
         or no_bypass_fields(pod, rules)
     )
@@ -238,18 +237,6 @@ def grace_within_limit(pod: Pod, rules: DressRules) -> Deny | None:
         f"spec.terminationGracePeriodSeconds: {asked} s, probes included; a pod with GPUs may have at most "
         f"{most.total_seconds():g} s",
         hint="shorten the grace period, or ask the administrator to raise maxGrace",
-    )
-
-
-def has_grace(pod: Pod) -> Deny | None:
-    """A pod without a grace period is gone as soon as it is deleted. No reservation keeps the GPUs of its ResourceClaim
-    until its containers have ended."""
-    if pod.body.termination_grace_period_seconds != 0:
-        return None
-    return Deny(
-        Reason.INVALID_POD,
-        "spec.terminationGracePeriodSeconds: 0; each deletion would free the pod's GPUs while its containers run",
-        hint="set 1 or more",
     )
 
 
@@ -412,7 +399,7 @@ def matches_claim(raw: RawPod, pod: Pod, claim: Claim, rules: DressRules, claims
     unexpected = reservation_annotations(pod)
     if unexpected:
         return Deny(Reason.FORGED, f"metadata.annotations[{unexpected[0]}]: kube-scheduler chooses the pod's GPUs")
-    denied = no_unclaimable(claim, rules.of(claim)) or has_grace(pod) or is_as_asked(pod, claim, claims)
+    denied = no_unclaimable(claim, rules.of(claim)) or is_as_asked(pod, claim, claims)
     if denied is not None:
         return denied
     name = own_claim_of(raw.get("spec") or {})
