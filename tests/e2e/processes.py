@@ -5,6 +5,7 @@ import itertools
 import re
 from collections.abc import AsyncIterator, Collection, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -460,10 +461,19 @@ async def registered(kube: Kube, installation: Installation) -> AsyncIterator[No
 
 
 async def remove_nodes(kube: Kube, nodes: Collection[str], kinds: Sequence[Resource] = (GPU_NODES, NODES)) -> None:
-    """Deletes the nodes and their GPUNodes, including their finalizers."""
+    """Deletes the nodes and their GPUNodes, including their finalizers. The policies of a test, which may refuse that,
+    still apply for a moment after they were deleted."""
+
+    async def is_gone(of: Resource, node: str) -> bool:
+        with suppress(ApiError):
+            await kube.delete(of, node)
+            await kube.patch(of, node, {"metadata": {"finalizers": None}})
+        try:
+            await kube.get(of, node)
+        except ApiError as exc:
+            return exc.status == 404
+        return False
+
     for node in nodes:
         for of in kinds:
-            with suppress(ApiError):
-                await kube.patch(of, node, {"metadata": {"finalizers": None}})
-            with suppress(ApiError):
-                await kube.delete(of, node)
+            await wait_until(partial(is_gone, of, node))

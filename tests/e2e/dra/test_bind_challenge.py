@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, suppress
 from datetime import datetime
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -143,10 +144,11 @@ def evidence_flags(directory: Path) -> list[str]:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def here(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Challenges]:
-    directory = tmp_path_factory.mktemp("installation")
-    (directory / "nonce.key").write_bytes(os.urandom(32))
+async def here(cluster: Cluster) -> AsyncIterator[Challenges]:
     async with AsyncExitStack() as stack:
+        # pytest's directories are too long for the names of sockets.
+        directory = Path(stack.enter_context(TemporaryDirectory()))
+        (directory / "nonce.key").write_bytes(os.urandom(32))
         admin = await stack.enter_async_context(Kube(cluster.kubeconfig))
         user = await stack.enter_async_context(Kube(cluster.as_user("chal")))
         await installed(admin)
@@ -226,6 +228,8 @@ async def open_devices(here: Challenges, node: str) -> Sequence[str]:
 async def test_pod_is_bound_after_its_node_has_answered_a_new_challenge(
     both: Challenges, request: pytest.FixtureRequest
 ) -> None:
+    # The time of an allocation is in whole seconds: a challenge of the same second counts as newer.
+    await asyncio.sleep(1)
     before = {name: len(agent.audiences) for name, agent in both.agents.items()}
     began = await both.asks("train")
     node = await both.node_of("train")

@@ -181,7 +181,7 @@ async def test_device_for_a_hash_that_its_node_no_longer_proves_is_not_allocated
     """The node is proven for another hash, and the slice still offers the device."""
     past = "2026-01-01T00:00:00Z"
     # The second one is the device that `is_refused` allocates.
-    await write_ends(users, {NODE: NEVER}, proofs={f"{NODE}/{hash_attribute(HASH)}": past, f"{NODE}/r0": past})
+    await write_ends(users, {NODE: NEVER}, proofs={f"{NODE}/{hash_attribute(HASH)}": past, f"{NODE}/proof0": past})
     await pending(users, "waits", f"Node {NODE} is no longer proven for this hash")
     await write_ends(users, {NODE: NEVER}, proofs={f"{NODE}/other": past, f"other/{hash_attribute(HASH)}": past})
     await bound(users.admin, users.guarded, "waits", 60)
