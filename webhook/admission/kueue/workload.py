@@ -9,7 +9,7 @@ import msgspec
 from attrs import frozen
 
 from webhook.core.errors import GpuwardenError
-from webhook.core.pod import WireStruct
+from webhook.core.pod import OwnerReference, WireStruct
 from webhook.core.raw import Raw
 
 # The AdmissionChecks with this name in `spec.controllerName` are answered here.
@@ -48,7 +48,7 @@ class NamedWire(WireStruct, frozen=True):
     resource_version: str = ""
     generation: int = 0
     deletion_timestamp: str | None = None
-    owner_references: list[dict[str, Any]] | None = None
+    owner_references: list[OwnerReference] | None = None
 
 
 class ConditionWire(WireStruct, frozen=True):
@@ -202,7 +202,7 @@ class Workload:
             reserved.last_transition_time,
             {one.name: one for one in status.admission_checks},
             tuple(pod_sets_of(spec, status)),
-            any(one.get("kind") in OWNERS_WITH_PODS for one in wire.metadata.owner_references or ()),
+            any(one.kind in OWNERS_WITH_PODS for one in wire.metadata.owner_references or ()),
         )
 
     @property
