@@ -74,6 +74,8 @@ def test_demand_has_all_that_the_claim_wants() -> None:
         (record(17), "17 GPUs; a ResourceClaim has at most 16"),
         (record(hashes=tuple(map(str, range(65)))), "accepts 65 hashes"),
         (record(shared=True), "gpuwarden.io/shared: a ResourceClaim takes whole GPUs"),
+        (record(node="node-a", devices=(f"MIG-{UUID}/1/0",)), "the map names MIG devices"),
+        (record(2, node="node-a", devices=(UUID, UUID)), "the map names a GPU twice"),
         (record(requirements=("memory=80",)), "memory=80: the ResourceSlices of GPUs do not show it"),
         (record(requirements=("fudo.org/gpu.h100",)), "do not show it"),
         (record(requirements=("model=' || true || '",)), "do not show it"),

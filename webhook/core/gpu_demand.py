@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from webhook.core.claim_keys import GPU_MAP, REQUIREMENT_PREFIX, SHARED, ClaimRecord
-from webhook.core.device import is_uuid
+from webhook.core.device import is_mig, is_uuid
 from webhook.core.errors import InvalidPodError
 from webhook.core.native import MAX_GPUS
 from webhook.core.pod_claims import own_claim_of, own_template_of, pod_claim, pod_claim_from
@@ -51,6 +51,10 @@ def mistakes_in(record: ClaimRecord) -> Iterator[str]:
     named = [gpu for gpu in record.devices if not is_uuid(gpu)]
     if named:
         yield f"{GPU_MAP.name}: the ResourceSlices of GPUs do not show {', '.join(named)}; name GPUs by UUID"
+    if any(map(is_mig, record.devices)):
+        yield f"{GPU_MAP.name}: kube-scheduler gives whole GPUs; the map names MIG devices"
+    if len(set(record.devices)) < len(record.devices):
+        yield f"{GPU_MAP.name}: the map names a GPU twice"
 
 
 def pod_claim_of(record: ClaimRecord, name: str) -> dict[str, Any]:
