@@ -462,18 +462,27 @@ async def registered(kube: Kube, installation: Installation) -> AsyncIterator[No
 
 async def remove_nodes(kube: Kube, nodes: Collection[str], kinds: Sequence[Resource] = (GPU_NODES, NODES)) -> None:
     """Deletes the nodes and their GPUNodes, including their finalizers. The policies of a test, which may refuse that,
-    still apply for a moment after they were deleted."""
-
-    async def is_gone(of: Resource, node: str) -> bool:
-        with suppress(ApiError):
-            await kube.delete(of, node)
-            await kube.patch(of, node, {"metadata": {"finalizers": None}})
-        try:
-            await kube.get(of, node)
-        except ApiError as exc:
-            return exc.status == 404
-        return False
-
+    still apply for a moment after they were deleted. A running reconciler may create the objects again."""
     for node in nodes:
         for of in kinds:
-            await wait_until(partial(is_gone, of, node))
+            uid = await uid_of(kube, of, node)
+            if uid is not None:
+                await wait_until(partial(is_removed, kube, of, node, uid))
+
+
+async def uid_of(kube: Kube, of: Resource, name: str) -> str | None:
+    """None if there is no such object."""
+    try:
+        return str((await kube.get(of, name))["metadata"]["uid"])
+    except ApiError as exc:
+        if exc.status != 404:
+            raise
+        return None
+
+
+async def is_removed(kube: Kube, of: Resource, name: str, uid: str) -> bool:
+    """Deletes the object, and returns whether it is gone."""
+    with suppress(ApiError):
+        await kube.delete(of, name)
+        await kube.patch(of, name, {"metadata": {"finalizers": None}})
+    return await uid_of(kube, of, name) != uid
