@@ -20,8 +20,8 @@ from webhook.runtime.clock import utc_now
 
 Raw = dict[str, Any]
 NODES, GPUS = 1000, 8
-# An idle process has 80. On a quiet machine the peak is 102; on a busy one more is buffered.
-MOST_MIB = 120
+# An idle process has 80.
+MOST_MIB = 110
 PATIENCE = 240.0
 # Nodes list their images; pods and GPUNodes have managedFields.
 IMAGES = [{"names": [f"registry.example.org/{'i' * 120}/{k}:latest"], "sizeBytes": k} for k in range(60)]

@@ -16,8 +16,9 @@ from tests.builders import Raw
 from webhook.assembly.cluster import outdated_by
 from webhook.kube.watch import Trimmed, Watch, WatchGroup
 from webhook.runtime.backoff import Backoff
+from webhook.runtime.process import cancel_and_wait
 
-PATH = "/api/v1/configmaps"
+PATH, OTHER_PATH = "/api/v1/configmaps", "/api/v1/secrets"
 
 
 def config_map(name: str, version: int) -> Raw:
@@ -145,6 +146,34 @@ async def test_interrupted_list_is_discarded(failure: Response, trimmed: Trimmed
     assert asked == ["", "more", "", "", "more", "", "more", "", "", ""]
     unknown, interrupted = (False, False), (True, False)
     assert states == [*[unknown] * 5, *[interrupted] * 5]
+
+
+async def test_lists_that_share_a_lock_are_read_page_by_page_in_turn() -> None:
+    in_progress, most, begun = 0, 0, []
+
+    async def answer(request: Request) -> Response:
+        nonlocal in_progress, most
+        if "watch" in request.query_params:
+            await asyncio.Event().wait()
+        begun.append(request.url.path)
+        in_progress += 1
+        most = max(most, in_progress)
+        await asyncio.sleep(0.01)  # another request would arrive meanwhile
+        in_progress -= 1
+        return page("a", rest="" if "continue" in request.query_params else "more")
+
+    turn, first, second = asyncio.Lock(), Listening(), Listening()
+    async with answering(answer) as port, client_of(port) as api, asyncio.timeout(20):
+        watches = [
+            Watch(api, path, listening, trimmed=lambda raw: raw, turn=turn)
+            for path, listening in ((PATH, first), (OTHER_PATH, second))
+        ]
+        running = [asyncio.create_task(watch.run()) for watch in watches]
+        for watch in watches:
+            await watch.ready.wait()
+        await cancel_and_wait(running)
+    assert begun == [PATH, OTHER_PATH, PATH, OTHER_PATH]
+    assert most == 1
 
 
 def test_group_of_watches_is_current_when_each_of_them_is() -> None:

@@ -298,11 +298,13 @@ class ExportProcess:
             stored_open_uses=self._stored_open_uses,
         )
         pods = f"/api/v1/namespaces/{settings.namespace}/pods"
-        nodes_watch = Watch(api, NODES_PATH, self._nodes_view, trimmed=trim_node)
-        gpu_nodes_watch = Watch(api, GPU_NODES_PATH, self._uses.gpu_nodes, trimmed=trim_gpu_node)
+        turn = asyncio.Lock()
+        nodes_watch = Watch(api, NODES_PATH, self._nodes_view, trimmed=trim_node, turn=turn)
+        gpu_nodes_watch = Watch(api, GPU_NODES_PATH, self._uses.gpu_nodes, trimmed=trim_gpu_node, turn=turn)
         wanted = {"labelSelector": settings.label_selector}
-        self._watches = [Watch(api, pods, self._reader, wanted, trim_pod), nodes_watch]
-        self._history_watches = [gpu_nodes_watch, Watch(api, NODE_EVIDENCES_PATH, evidence, trimmed=trim_object)]
+        self._watches = [Watch(api, pods, self._reader, wanted, trim_pod, turn), nodes_watch]
+        evidence_watch = Watch(api, NODE_EVIDENCES_PATH, evidence, trimmed=trim_object, turn=turn)
+        self._history_watches = [gpu_nodes_watch, evidence_watch]
         # Requests for the Lease do not wait for other requests.
         urgent = RateLimitedClient(
             api, RateLimit(50, 100, loop.time), longest=settings.lease_renew_deadline.total_seconds()

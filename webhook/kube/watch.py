@@ -6,7 +6,8 @@ its state until a later answer.
 
 import asyncio
 import zlib
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
 from datetime import timedelta
 from typing import Protocol
 
@@ -27,6 +28,9 @@ from webhook.runtime.backoff import Backoff
 log = structlog.get_logger(__name__)
 
 Trimmed = Callable[[Raw], Raw]
+# Held for each page of a list, from the request until its objects are trimmed. Lists that share a lock hold one page in
+# memory together.
+PageTurn = AbstractAsyncContextManager[object]
 
 # The server ends a watch after this time, a little less than the usual timeout of proxies.
 WATCH_SECONDS = 290
@@ -74,6 +78,8 @@ class Watch:
     _only: Mapping[str, str] = field(factory=dict)
     # Reduces each object of a list to what the listener reads; a list may have many thousands of objects.
     _trimmed: Trimmed | None = None
+    # For lists that are trimmed.
+    _turn: PageTurn = field(factory=nullcontext)
     _silence: float = SILENCE
     _backoff: Backoff = BACKOFF
     _max_line: int = MAX_LINE
@@ -132,7 +138,7 @@ class Watch:
             found: Mapping[str, Raw]
             found, self._version = await whole_list(self._api, self.path, self._only)
         else:
-            found, self._version = await packed_list(self._api, self.path, self._only, self._trimmed)
+            found, self._version = await packed_list(self._api, self.path, self._only, self._trimmed, self._turn)
         self.lists += 1
         self._listener.replaced(found)
         self.is_current = True
@@ -233,14 +239,15 @@ class PackedObjects(Mapping[str, Raw]):
 
 
 async def packed_list(
-    api: client.ApiClient, path: str, only: Mapping[str, str], trimmed: Trimmed
+    api: client.ApiClient, path: str, only: Mapping[str, str], trimmed: Trimmed, turn: PageTurn
 ) -> tuple[PackedObjects, str]:
     """Like `whole_list`, with trimmed and compressed objects."""
     found, version = PackedObjects(), ""
-    async for page, at in pages(api, path, only):
-        for raw in page:
-            found.put(key_of(raw), trimmed(raw))
-        version = at
+    async with aclosing(pages(api, path, only, turn)) as listed:
+        async for page, at in listed:
+            for raw in page:
+                found.put(key_of(raw), trimmed(raw))
+            version = at
     return found, version
 
 
@@ -257,17 +264,19 @@ class PageWire(msgspec.Struct, frozen=True):
 
 
 async def pages(
-    api: client.ApiClient, path: str, only: Mapping[str, str] | None = None
-) -> AsyncIterator[tuple[Iterator[Raw], str]]:
+    api: client.ApiClient, path: str, only: Mapping[str, str] | None = None, turn: PageTurn | None = None
+) -> AsyncGenerator[tuple[Iterator[Raw], str]]:
     """The pages of a list, each with the version of the list. Objects are decoded one by one to save memory."""
     query = {**(only or {}), "limit": str(PAGE)}
+    turn = turn or nullcontext()
     while True:
-        page = await one_page(api, path, query)
-        query["continue"] = page.metadata.rest
-        yield objects_in(page), page.metadata.version
+        async with turn:
+            page = await one_page(api, path, query)
+            query["continue"] = page.metadata.rest
+            yield objects_in(page), page.metadata.version
+            del page  # frees some megabytes before the next page arrives
         if not query["continue"]:
             return
-        del page  # frees some megabytes before the next page arrives
 
 
 async def one_page(api: client.ApiClient, path: str, query: Mapping[str, str]) -> PageWire:
