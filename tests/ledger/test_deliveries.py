@@ -224,12 +224,21 @@ def test_ledger_converges_on_what_the_kubelet_gave(steps: list[tuple[str, int]],
 PLUGIN = ClaimRecord(gpus=1, asked={"main": 1}, injection=Injection.PLUGIN)
 
 
-def plugin_pod(given: tuple[str, ...] = (), *, name: str = POD.name, uid: str = POD.uid, node: str = "node-a") -> Raw:
+def plugin_pod(
+    given: tuple[str, ...] = (),
+    *,
+    name: str = POD.name,
+    uid: str = POD.uid,
+    node: str = "node-a",
+    record: ClaimRecord | None = None,
+    uuid: str = "",
+) -> Raw:
     """A pod without the GPUs in its annotations, as it is created."""
     annotations = {
+        **({"gpuwarden.io/gpu-uuid": uuid} if uuid else {}),
         "gpuwarden.io/reservation-id": "r1" if uid == POD.uid else uid,
         "gpuwarden.io/node": "node-a",
-        "gpuwarden.io/claim": PLUGIN.text(),
+        "gpuwarden.io/claim": (record or PLUGIN).text(),
     }
     raw = builders.raw_pod(name=name, namespace="ml", uid=uid, annotations=annotations, nodeName=node)
     devices = [{"resourceID": uuid, "health": "Healthy"} for uuid in given]
@@ -249,11 +258,11 @@ def test_pod_carries_a_reservation_before_its_gpus_are_known() -> None:
     assert elsewhere.given == (), "GPUs of another node"
 
 
-def adopted(*before: Reservation, given: tuple[str, ...] = (), devices: tuple[str, ...] = ("GPU-1", "GPU-2")) -> Held:
-    one = ReservedPod.of(plugin_pod(given))
-    assert one is not None
+def adopted(*before: Reservation, given: tuple[str, ...] = (), one: Raw | None = None) -> Held:
+    found = ReservedPod.of(one or plugin_pod(given))
+    assert found is not None
     held = {each.id: each for each in before}
-    Adopt(one, "node-a", tuple(map(DeviceUuid, devices))).apply(held, held, NOW, TIMES)
+    Adopt(found, "node-a", (DeviceUuid("GPU-1"), DeviceUuid("GPU-2"))).apply(held, held, NOW, TIMES)
     return held
 
 
@@ -262,6 +271,22 @@ def test_adopted_pod_keeps_as_many_gpus_and_its_own_if_they_are_free() -> None:
     made = adopted(given=("GPU-2",))[R1]
     assert (made.uuids, made.delivery) == (("GPU-2",), AWAITED)
     assert adopted(held_for("B", "GPU-2"), given=("GPU-2",))[R1].uuids == ("GPU-1",)
+
+
+@pytest.mark.parametrize(
+    ("one", "before"),
+    [
+        pytest.param(plugin_pod(), None, id="plugin"),
+        pytest.param(plugin_pod(record=ClaimRecord(gpus=1), uuid="GPU-2"), AWAITED, id="another injection"),
+    ],
+)
+def test_pod_is_adopted_beside_one_that_the_kubelet_could_confuse_if_it_has_started(
+    one: Raw, before: GpuDelivery | None
+) -> None:
+    other = held_for("B", "GPU-1", delivery=before)
+    assert set(adopted(other, one=one)) == {"B", R1}
+    with pytest.raises(SlotsTakenError):
+        adopted(other, one={**one, "status": {"phase": "Pending"}})
 
 
 def test_pod_without_a_free_gpu_on_its_node_is_not_adopted() -> None:

@@ -5,12 +5,15 @@ from typing import Any
 import pytest
 
 from tests import builders
+from tests.admission.test_evidence_loss import FakeNamespaces
 from tests.builders import HASH, NOW, OTHER_HASH, POD_UID, Raw, raw_container, raw_pod
 from tests.conftest import Build
 from tests.scheduler.bindings import FakeBindings
 from tests.web.harness import Harness
 from tests.web.replica import Shared, binding, sharing
+from webhook.core.claim_keys import ClaimRecord
 from webhook.core.extender_wire import BindArgs, ExtenderArgs, OfferedNodes, PreemptArgs, Victims
+from webhook.core.injection import Injection, Reserve
 from webhook.core.pod import Pod
 from webhook.core.reservation import PodIdentity
 from webhook.scheduler.extender import Extender, count_rejections
@@ -162,6 +165,16 @@ async def test_forged_record_does_not_waive_the_pods_request(extender: Extender,
     """Without a webhook in front, the pod's author writes its record."""
     raw = raw_pod(raw_container(gpus=1), annotations={**attested(HASH), "gpuwarden.io/claim": record})
     assert (await extender.filter(about(builders.created(raw)))).passed == passed
+
+
+async def test_namespaces_hashes_apply_to_a_request_that_a_review_has_removed(build: Build, shared: Shared) -> None:
+    """kube-scheduler chooses its GPUs."""
+    namespaces = FakeNamespaces()
+    namespaces.hashes["ml"] = OTHER_HASH
+    extender = Extender((await build(assemble=sharing(shared, namespaces))).parts, None)
+    record = ClaimRecord(gpus=1, asked={"main": 1}, injection=Injection.DRA, reserve=Reserve.BIND)
+    raw = builders.created(raw_pod(annotations={"gpuwarden.io/claim": record.text()}))
+    assert (await extender.filter(about(raw))).passed == {"node-b"}
 
 
 async def test_pod_with_a_hash_fits_nodes_with_that_evidence(

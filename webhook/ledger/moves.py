@@ -82,7 +82,7 @@ class HoldSlots:
             if self.ask.uid is not None:
                 known = held[known.id] = evolve(known, since=now)
             return known
-        if any(is_unclear_beside(one, self.ask) for one in held.values()):
+        if any(is_unclear_beside(one, self.ask.delivery) for one in held.values()):
             raise SlotsTakenError(self.ask.id)
         conflicting = [one for one in held.values() if collides(one, self.placement.slots, self.ask.is_shared)]
         for one in conflicting:
@@ -110,12 +110,12 @@ class HoldSlots:
         return taken
 
 
-def is_unclear_beside(one: Reservation, ask: ReservationRequest) -> bool:
-    """Whether the kubelet could choose a device for one of the two that the other has: it does not know reservations.
-    The decision excludes such nodes, and may have seen an older state."""
+def is_unclear_beside(one: Reservation, delivery: GpuDelivery | None) -> bool:
+    """Whether the kubelet could choose a device that this reservation or a new one with this delivery has: it does not
+    know reservations. The decision excludes such nodes, and may have seen an older state."""
     if one.phase is Phase.RELEASING:
         return False
-    if ask.delivery is None:
+    if delivery is None:
         return one.is_awaited
     return one.delivery is None or one.orphan is not None
 
@@ -239,7 +239,11 @@ class Adopt:
             if known.claim_digest != reserved_pod.claim_digest:
                 raise ReservationConflictError(known.id)
             return BindPod(known.id, reserved_pod.pod, PodProof.CONFIRMED).apply(stored, held, now, times)
-        uuids = reserved_pod.uuids if reserved_pod.delivery is None else self._placeholders(held)
+        # A pod that has started has its devices, whatever the kubelet chooses from now on.
+        delivery = reserved_pod.delivery
+        if not reserved_pod.has_started and any(is_unclear_beside(one, delivery) for one in held.values()):
+            raise SlotsTakenError(reserved_pod.reservation_id)
+        uuids = reserved_pod.uuids if delivery is None else self._placeholders(held)
         slots = tuple(sorted(Slot(uuid, first_free(uuid, held)) for uuid in uuids))
         is_odd = not has_claimed_gpu_count(uuids, reserved_pod.gpus)
         if is_odd or any(collides(one, slots, reserved_pod.is_shared) for one in held.values()):
@@ -256,7 +260,7 @@ class Adopt:
             pod_name=reserved_pod.pod.name,
             uid=reserved_pod.pod.uid,
             is_shared=reserved_pod.is_shared,
-            delivery=reserved_pod.delivery,
+            delivery=delivery,
         )
         held[adopted.id] = adopted
         return adopted

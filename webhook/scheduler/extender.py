@@ -99,7 +99,7 @@ class Extender:
         try:
             recorded = recorded_claim(pod)
             is_reserved = recorded is not None and recorded.count and not recorded.is_left_to_scheduler
-            asked = None if is_reserved else await self._asked(pod)
+            asked = None if is_reserved else await self._asked(pod, recorded)
         except InvalidPodError as exc:
             log.info("claim refused", pod=f"{pod.meta.namespace}/{pod.display_name}", mistakes=exc.mistakes[:20])
             return Refused(node_filter.unreadable(exc.mistakes))
@@ -111,9 +111,10 @@ class Extender:
             return NodeQuery(recorded)
         return await self._reserved_query(pod, recorded)
 
-    async def _asked(self, pod: Pod) -> Claim | None:
-        """The claim by the pod's own request and its namespace's rules."""
-        return claim_of(pod, await self._claims.within(pod.meta.namespace or ""))
+    async def _asked(self, pod: Pod, recorded: Claim | None) -> Claim | None:
+        """The claim by the pod's own request, also if a review has removed it, and its namespace's rules."""
+        removed = None if recorded is None else recorded.record.asked
+        return claim_of(pod, await self._claims.within(pod.meta.namespace or ""), removed)
 
     async def _reserved_query(self, pod: Pod, claim: Claim) -> NodeQuery | Refused:
         held = await recorded_reservation(self._ledger, pod)
