@@ -248,7 +248,9 @@ async def test_claim_is_made_after_a_restart_and_never_instead_of_a_foreign_one(
     await worker.kill()
     late = await claims.create("late")
     robbed = await claims.create("robbed")
-    foreign = {"metadata": {"name": claim_name_of(robbed)}, "spec": {"devices": {"requests": [any_gpu()]}}}
+    # While kube-scheduler tries to allocate the GPU of this claim, no other pod gets it, and the end of a try wakes none.
+    request = only_gpu(robbed["metadata"]["annotations"][GPUS])
+    foreign = {"metadata": {"name": claim_name_of(robbed)}, "spec": {"devices": {"requests": [request]}}}
     await kube.create(RESOURCE_CLAIMS, foreign, claims.namespace)
     await claims.still_waits("late")
     await kube.delete(
@@ -269,6 +271,11 @@ async def test_claim_is_made_after_a_restart_and_never_instead_of_a_foreign_one(
 
 def any_gpu() -> Raw:
     return {"name": "gpu0", "exactly": {"deviceClassName": GPU_DRIVER}}
+
+
+def only_gpu(uuid: str) -> Raw:
+    selector = {"cel": {"expression": f"device.attributes['{GPU_DRIVER}'].uuid == '{uuid}'"}}
+    return {"name": "gpu0", "exactly": {"deviceClassName": GPU_DRIVER, "selectors": [selector]}}
 
 
 async def test_gpu_of_a_foreign_claim_is_reserved_when_the_claim_is_gone(claims: Claims, kube: Kube) -> None:
