@@ -13,9 +13,10 @@ from tests.web.harness import Harness
 from tests.web.replica import Shared, binding, sharing
 from webhook.core.claim_keys import ClaimRecord
 from webhook.core.extender_wire import BindArgs, ExtenderArgs, OfferedNodes, PreemptArgs, Victims
-from webhook.core.injection import Injection, Reserve
+from webhook.core.injection import Injection
 from webhook.core.pod import Pod
 from webhook.core.reservation import PodIdentity
+from webhook.core.reserve import Reserve
 from webhook.scheduler.extender import Extender, count_rejections
 
 NODES = ("node-a", "node-b", "node-c")
