@@ -341,10 +341,11 @@ WEBHOOKS: Final = [
         "policies.blind",
         "auto",
         one_of("auto", "policy", "webhook", "nobody"),
-        "Who hides GPUs from the containers of pods without a claim in opted-in namespaces. policy: the API server, by "
-        "policies that about halve the rate of pod creation there; webhook: gpuwarden, which reviews every pod and "
-        "debug container there; `nobody`; auto: policy if Kubernetes is 1.36 or newer and settings.injection is not "
-        "cuda, else `nobody`.",
+        "What hides GPUs from the containers of pods without a claim in opted-in namespaces. With policy, policies in "
+        "the API server do, and about halve the rate of pod creation there. With webhook, gpuwarden does, and reviews "
+        "every pod and debug container there. With `nobody`, gpuwarden refuses or changes only pods whose manifest "
+        "exposes GPUs. auto is policy with Kubernetes 1.36 or newer and settings.injection other than cuda, else "
+        "`nobody`.",
     ),
     Value(
         "dra.guard",

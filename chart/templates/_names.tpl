@@ -123,7 +123,7 @@ http://{{ include "gpuwarden.component" (list . "score") }}.{{ .Release.Namespac
 {{- end -}}
 {{- end }}
 
-{{- /* Who hides GPUs from pods without a claim: policy, webhook or nobody. */ -}}
+{{- /* What hides GPUs from pods without a claim: policy, webhook or nobody. */ -}}
 {{- define "gpuwarden.blinds" -}}
 {{- if ne .Values.policies.blind "auto" }}{{ .Values.policies.blind }}
 {{- else if and (ne (default "nvidia" .Values.settings.injection) "cuda") (semverCompare ">=1.36.0-0" .Capabilities.KubeVersion.Version) }}policy

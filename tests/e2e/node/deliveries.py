@@ -93,8 +93,8 @@ class Deliveries:
             await asyncio.sleep(LOOK_EVERY)
 
     def violations(self, seen: Mapping[str, Sequence[Seen]], places: Callable[[str], Iterable[str]]) -> Iterator[str]:
-        """Describes every pod with started containers of which not all places say the same. `places` are those that
-        know a pod, by its name."""
+        """Describes each pod whose containers see other GPUs than a place names for it. A pod without started
+        containers is left out. `places` returns the places that have to know a pod of that name."""
         for uid, name in self.names.items():
             if name in seen:
                 said: dict[str, set[Gpus]] = {place: set() for place in places(name)}

@@ -73,7 +73,7 @@ USER_NAME = re.compile(r"[A-Za-z0-9@:._/-]+")
 
 
 class Blinds(StrEnum):
-    """Who hides GPUs from containers of pods without a claim."""
+    """What hides GPUs from containers of pods without a claim."""
 
     # A MutatingAdmissionPolicy, from Kubernetes 1.36 on.
     POLICY = "policy"
@@ -119,7 +119,7 @@ class Installation:
     # Not needed if the server watches pods. Bindings are reviewed as the last check before a pod starts on its node.
     reviews_deletes: bool = False
     reviews_bindings: bool = True
-    # Who hides GPUs from containers without a claim.
+    # What hides GPUs from containers of pods without a claim.
     blinds: Blinds = Blinds.POLICY
     # Native pods: the API server changes requests for GPUs into claims for proven GPUs, and calls no webhook.
     native: bool = False
