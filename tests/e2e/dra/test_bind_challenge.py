@@ -5,7 +5,6 @@ Nodes A and B are proven and have free GPUs. The scheduler prefers A, which has 
 
 import asyncio
 import os
-import subprocess
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, suppress
@@ -21,6 +20,7 @@ from attrs import define, field
 from scripts.controlplane.cluster import Cluster, gpu_node
 from tests.e2e.cluster_users import grant, resource_of
 from tests.e2e.conftest import new_namespace
+from tests.e2e.dra.clusters import cluster_with_roles
 from tests.e2e.dra.gpus import (
     GPU_DRIVER,
     RESOURCE_CLAIMS,
@@ -56,10 +56,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """No other test sees its policies."""
-    with Cluster(tmp_path_factory.mktemp("challenges")) as running:
-        subprocess.run([*running.kubectl, "create", "namespace", "gpuwarden"], check=True, capture_output=True)
-        roles = subprocess.run([GPUWARDEN, "manifests", "rbac"], check=True, capture_output=True).stdout
-        subprocess.run([*running.kubectl, "apply", "-f", "-"], input=roles, check=True, capture_output=True)
+    with cluster_with_roles(tmp_path_factory.mktemp("challenges")) as running:
         yield running
 
 

@@ -5,7 +5,6 @@ the API server refuses each allocation there.
 """
 
 import asyncio
-import subprocess
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -18,6 +17,7 @@ import pytest
 from scripts.controlplane.cluster import Cluster
 from tests.e2e.cluster_users import BINDING_ENDS, resource_of
 from tests.e2e.conftest import emptied_namespace
+from tests.e2e.dra.clusters import cluster_with_roles
 from tests.e2e.dra.gpus import allocation, bound, claim_template, ended, proof_devices
 from tests.e2e.dra.tenants import guards
 from tests.e2e.dra.test_proof_devices import HASH, LONG, A, B, Proofs, cleared
@@ -37,10 +37,7 @@ LIMIT = 20.0
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """No other test sees its policies."""
-    with Cluster(tmp_path_factory.mktemp("closing")) as running:
-        subprocess.run([*running.kubectl, "create", "namespace", "gpuwarden"], check=True, capture_output=True)
-        roles = subprocess.run([GPUWARDEN, "manifests", "rbac"], check=True, capture_output=True).stdout
-        subprocess.run([*running.kubectl, "apply", "-f", "-"], input=roles, check=True, capture_output=True)
+    with cluster_with_roles(tmp_path_factory.mktemp("closing")) as running:
         yield running
 
 
