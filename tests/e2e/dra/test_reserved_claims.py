@@ -248,7 +248,7 @@ async def test_claim_is_made_after_a_restart_and_never_instead_of_a_foreign_one(
     await worker.kill()
     late = await claims.create("late")
     robbed = await claims.create("robbed")
-    # While kube-scheduler tries to allocate the GPU of this claim, no other pod gets it, and the end of a try wakes none.
+    # kube-scheduler tries to allocate it repeatedly. A pod that waits for a GPU of such a try is not woken afterwards.
     request = only_gpu(robbed["metadata"]["annotations"][GPUS])
     foreign = {"metadata": {"name": claim_name_of(robbed)}, "spec": {"devices": {"requests": [request]}}}
     await kube.create(RESOURCE_CLAIMS, foreign, claims.namespace)
