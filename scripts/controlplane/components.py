@@ -29,6 +29,9 @@ REAL_NODE = "kubelet.test/real"
 PORTS = range(20_000, 30_000)
 # The components' default limits of 20 and 50 requests per second would slow down large tests.
 QPS, BURST = 500, 1000
+# A node is declared lost after this time without a heartbeat. On a busy machine kwok can be late by more than the
+# default of 50 s, and would lose all nodes at once.
+NODE_GRACE = "5m"
 
 
 class Components:
@@ -129,6 +132,7 @@ class Components:
             "root-ca-file": self._credentials.ca,
             "leader-elect": False,
             "secure-port": 0,
+            "node-monitor-grace-period": NODE_GRACE,
             "kube-api-qps": QPS,
             "kube-api-burst": BURST,
         }

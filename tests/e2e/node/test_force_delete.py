@@ -11,7 +11,7 @@ from typing import Any
 from attrs import frozen
 
 from scripts.controlplane.cluster import Cluster
-from scripts.controlplane.components import CONTROLLERS
+from scripts.controlplane.components import CONTROLLERS, NODE_GRACE
 from scripts.node.real import RealNode
 from tests.e2e.kube import NODES, PODS, ApiError, Kube, Raw, wait_until
 from tests.e2e.node.containers import container, is_ready, real_pod, runs
@@ -206,15 +206,15 @@ async def test_no_gpu_has_two_containers_while_the_kubelet_is_dead_for_longer_th
 @asynccontextmanager
 async def fast_node_monitoring(cluster: Cluster) -> AsyncIterator[None]:
     """Runs a controller manager that declares a kubelet dead before the margin ends."""
-    await asyncio.to_thread(cluster.restart, CONTROLLERS, *monitoring(period=1, grace=15))
+    await asyncio.to_thread(cluster.restart, CONTROLLERS, *monitoring("1s", "15s"))
     try:
         yield
     finally:
-        await asyncio.to_thread(cluster.restart, CONTROLLERS, *monitoring(period=5, grace=50))
+        await asyncio.to_thread(cluster.restart, CONTROLLERS, *monitoring("5s", NODE_GRACE))
 
 
-def monitoring(*, period: int, grace: int) -> list[str]:
-    return [f"--node-monitor-period={period}s", f"--node-monitor-grace-period={grace}s"]
+def monitoring(period: str, grace: str) -> list[str]:
+    return [f"--node-monitor-period={period}", f"--node-monitor-grace-period={grace}"]
 
 
 def now() -> float:
