@@ -169,6 +169,7 @@ def test_files_contain_the_expected_objects() -> None:
         ("ValidatingAdmissionPolicy", "gpuwarden-claim-evictions"),
         ("ValidatingAdmissionPolicyBinding", "gpuwarden-claim-evictions"),
         ("ValidatingAdmissionPolicyBinding", "gpuwarden-claim-evictions-alias"),
+        ("ValidatingAdmissionPolicyBinding", "gpuwarden-claim-evictions-labelled"),
     ]
 
 
@@ -528,6 +529,18 @@ def test_claims_with_our_label_are_guarded_in_all_namespaces(name: str, guard: D
     assert binding["spec"]["matchResources"] == {"objectSelector": labelled}
 
 
+def test_evictions_of_pods_with_our_claims_are_guarded_in_all_namespaces() -> None:
+    """Without such a claim, an eviction is allowed."""
+    name = "gpuwarden-claim-evictions-labelled"
+    binding = next(one for one in dra(Installation()) if one["metadata"]["name"] == name)
+    selector = {"matchLabels": {GPU_CLAIM: "true"}}
+    assert binding["spec"] == {
+        "policyName": "gpuwarden-claim-evictions",
+        "validationActions": ["Deny"],
+        "paramRef": {"selector": selector, "parameterNotFoundAction": "Allow"},
+    }
+
+
 def test_guards_select_the_namespaces_of_the_webhooks() -> None:
     hook, alias = (MUTATING[name]["namespaceSelector"] for name in ("mutate.gpuwarden.io", "mutate.alias.gpuwarden.io"))
     expected = {name: hook for name in GUARDS} | {f"{name}-alias": alias for name in GUARDS}
@@ -579,7 +592,7 @@ def test_invalid_classes_and_drivers_are_refused(name: str) -> None:
 def test_policy_with_the_ends_matches_labelled_claims_only() -> None:
     """Without its CRD or its object the API server refuses all that match, and never evaluates the conditions."""
     for one in dra(Installation()):
-        if one["spec"].get("paramKind"):
+        if one["spec"].get("paramKind", {}).get("kind") == "BindingEnds":
             assert one["spec"]["matchConstraints"]["objectSelector"] == {
                 "matchExpressions": [{"key": GPU_CLAIM, "operator": "Exists"}]
             }

@@ -53,6 +53,7 @@ from tests.e2e.dra.tenants import (
     labelled_template,
     outcomes,
     owned,
+    owner_pod,
     template,
     tenants_of,
     version,
@@ -174,6 +175,12 @@ def deletes_by_force(users: Tenants) -> Any:
 def deletes_pod(name: str, grace: int | None) -> Attack:
     options: Raw = {"dryRun": ["All"], **({} if grace is None else {"gracePeriodSeconds": grace})}
     return lambda users: users.tenant.call("DELETE", PODS.path(users.guarded, name), options)
+
+
+def evicts(name: str, grace: int) -> Attack:
+    options: Raw = {"dryRun": ["All"], "gracePeriodSeconds": grace}
+    eviction: Raw = {"metadata": {"name": name}, "deleteOptions": options}
+    return lambda users: users.tenant.call("POST", PODS.path(users.guarded, name, "eviction"), eviction)
 
 
 def deletes_pods_by_force(users: Tenants) -> Any:
@@ -347,6 +354,8 @@ PROOFS = f"Only claims and templates of gpuwarden ask for devices of {DRIVER}, n
 # Two policies refuse it, and the API server shows the sentence of one.
 NOT_OURS = f"{DRIVER}, not "
 FORCED = "A forced deletion would free the GPUs of pod runner while its containers run, so tom has to delete it without"
+EVICTED = "gracePeriodSeconds: 0 in an eviction would free the GPUs of pods while their containers run, so tom has to"
+SLOWLY = "gracePeriodSeconds: tom requests 86400 s; the maximum for evictions"
 MADE = (
     "A claim with the annotation resource.kubernetes.io/pod-claim-name is made from the template of a pod, not by tom"
 )
@@ -496,6 +505,10 @@ ATTACKS: dict[str, tuple[Attack, str]] = {
     "template with a suffix": (names_template("gpuwarden-1-aa11.x"), "is not one of gpuwarden"),
     "forced deletion": (deletes_by_force, FORCED),
     "forced deletion of a collection": (deletes_pods_by_force, FORCED),
+    "eviction at once": (evicts("owner", 0), EVICTED),
+    "eviction at once after the opt-out": (elsewhere(evicts("owner", 0)), EVICTED),
+    "eviction over days": (evicts("owner", 86_400), SLOWLY),
+    "eviction over days after the opt-out": (elsewhere(evicts("owner", 86_400)), SLOWLY),
     "pod that is always deleted by force": (stops_at_once, "tom has to set 1 or more"),
     "reservation for another pod": (
         reserves_for_another_pod,
@@ -651,6 +664,12 @@ async def test_namespace_without_opt_in_is_not_guarded(users: Tenants, name: str
     await ATTACKS[name][0](without_opt_in(users))
 
 
+async def test_pod_without_a_claim_of_ours_is_evicted_at_once_without_opt_in(users: Tenants) -> None:
+    plain = owner_pod()
+    await users.admin.create(PODS, {**plain, "metadata": {"name": "plain"}}, users.free)
+    await evicts("plain", 0)(without_opt_in(users))
+
+
 async def test_label_and_finalizer_are_guarded_without_opt_in(users: Tenants) -> None:
     """A namespace may opt in later, and GPUs of all namespaces are allocated by one scheduler."""
     free = without_opt_in(users)
@@ -677,6 +696,8 @@ async def test_guard_of_all_namespaces_includes_those_without_opt_in(users: Tena
             stack.push_async_callback(users.admin.delete, resource_of(one), content["metadata"]["name"])
         for attack in attacks:
             await wait_until(lambda attack=attack: is_denied(attack(elsewhere)))  # type: ignore[misc]  # bound now
+    for attack in attacks:
+        await wait_until(lambda attack=attack: is_denied(attack(elsewhere)), lambda denied: not denied)  # type: ignore[misc]
 
 
 async def test_older_label_guards_too(users: Tenants) -> None:

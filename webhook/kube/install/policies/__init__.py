@@ -251,7 +251,7 @@ def is_guard(manifest: Manifest) -> bool:
     return (
         manifest["kind"].endswith("Binding")
         and manifest["spec"]["policyName"] in GUARDS
-        and "namespaceSelector" in manifest["spec"]["matchResources"]
+        and "namespaceSelector" in manifest["spec"].get("matchResources", ())
     )
 
 
