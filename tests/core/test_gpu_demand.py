@@ -103,7 +103,7 @@ def test_selectors_name_hashes_attributes_and_uuids() -> None:
         "gpu0": f"has({gpu}.productName) && {gpu}.productName.matches('^H100[.]X[ -]80GB$')",
     }
     assert selectors(GpuDemand(1, (), (), (UUID,))) == {
-        "proof0": f"{own}.mode == 'native' && {gpu}.uuid == '{UUID}'",
+        "proof0": f"{own}.mode in ['native', 'mapped'] && {gpu}.uuid == '{UUID}'",
         "gpu0": f"{gpu}.uuid == '{UUID}'",
     }
 

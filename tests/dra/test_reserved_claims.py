@@ -27,6 +27,7 @@ from webhook.core.claim import ClaimRules
 from webhook.core.claim_keys import ClaimRecord
 from webhook.core.dress import Allocation, DressRules, dressed, left_to_scheduler, waiting
 from webhook.core.fleet import Fleet
+from webhook.core.gpu_map import MapOwner, SetId
 from webhook.core.hashes import NO_HASH_POLICY, HashPolicy
 from webhook.core.injection import Injection
 from webhook.core.proof_claims import reserved_claim_spec
@@ -574,6 +575,23 @@ async def test_no_claim_is_made(policy: HashPolicy | None, raw: Raw) -> None:
     scene = within(policy)
     scene.claims.changed(raw)
     assert await scene.step() == []
+
+
+async def test_claim_for_a_map_waits_while_its_gpu_is_set_aside_for_another_stateful_set() -> None:
+    scene = within(NO_HASH_POLICY)
+    record = {"gpus": 1, "injection": "dra", "reserve": "bind", "node": "node-a", "devices": ["GPU-1"]}
+    raw = demanding(ownerReferences=[{"kind": "StatefulSet", "name": "web", "uid": "own", "controller": True}])
+    raw["metadata"]["annotations"]["gpuwarden.io/claim"] = json.dumps(record)
+    scene.claims.changed(raw)
+    for other in (SetId("other", "ml"), SetId("own", "another-namespace")):
+        scene.fleet.set_aside({"node-a": {"GPU-1": MapOwner("2026-01-01", other)}}, {"node-a"})
+        assert await scene.step() == []
+    scene.fleet.set_aside({"node-a": {"GPU-1": MapOwner("2026-01-01", SetId("own", "ml"))}}, {"node-a"})
+    assert await scene.step() == [f"create {NAME}"]
+    found = scene.objects.claims[NAME]["spec"]["devices"]["requests"]
+    (selector,) = found[0]["exactly"]["selectors"]
+    uuid = "device.attributes['gpu.nvidia.com'].uuid == 'GPU-1'"
+    assert selector["cel"]["expression"] == f"{OWN}.mode in ['native', 'mapped'] && {uuid}"
 
 
 async def test_forged_record_makes_no_claim() -> None:

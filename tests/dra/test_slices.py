@@ -165,16 +165,31 @@ async def test_node_without_fresh_evidence_has_no_device(scene: Scene, word: Evi
     assert await scene.step() == []
 
 
-async def test_unhealthy_disputed_held_and_reserved_gpus_have_no_device(scene: Scene) -> None:
-    scene.proven(A, "GPU-1", "GPU-2", "GPU-3", "GPU-4")
+async def test_unhealthy_disputed_and_held_gpus_have_no_device(scene: Scene) -> None:
+    scene.proven(A, "GPU-1", "GPU-2", "GPU-4")
     scene.proven(B, "GPU-1", "GPU-b")
     scene.fleet.hold(reservation(slot("GPU-2"), node=A))
-    scene.fleet.set_aside({A: {"GPU-3": MapOwner("2026-01-01", SetId("set", "ml"))}}, {A})
     sick = (*scene.fleet.indexed_nodes[A].node.devices, Device(DeviceUuid("GPU-5"), is_healthy=False))
     scene.fleet.put(Node(A, devices=sick), NOW)
     await scene.step()
     assert scene.devices().keys() == {"gpu-4-aa11"}
     assert scene.devices(B).keys() == {"gpu-b-aa11"}
+
+
+async def test_gpus_that_are_set_aside_for_maps_have_devices_of_their_own_mode(scene: Scene) -> None:
+    scene.proven(A, "GPU-1", "GPU-2", "GPU-3")
+    await scene.step()
+    assert set(modes(scene).values()) == {"native"}
+    mapped = {A: {"GPU-2": MapOwner("2026-01-01", SetId("set", "ml"))}}
+    scene.fleet.set_aside(mapped, {A})
+    assert await scene.step() == ["replace gpuwarden-node-a-0"]
+    assert modes(scene) == {"gpu-1-aa11": "native", "gpu-2-aa11": "mapped", "gpu-3-aa11": "native"}
+    numbers = [one["attributes"] for one in scene.raw["spec"]["devices"]]
+    assert [(one["index"]["int"], one["count"]["int"]) for one in numbers] == [(0, 2), (0, 1), (1, 2)]
+    assert await scene.step() == []
+    scene.fleet.set_aside({}, {A})
+    await scene.step()
+    assert set(modes(scene).values()) == {"native"}
 
 
 async def test_node_whose_kubelet_has_still_to_choose_gpus_has_no_device(scene: Scene) -> None:

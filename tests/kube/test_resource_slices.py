@@ -4,6 +4,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
+from attrs import evolve
 
 from tests.builders import NOW, Raw
 from webhook.core.names import MAX_SUBDOMAIN
@@ -78,7 +79,8 @@ def test_slice_has_at_most_as_many_devices_as_the_api_server_accepts(devices: in
 
 
 def test_written_devices_are_read_again() -> None:
-    devices = [*proofs(2), ProofDevice.of("GPU-x", "sha256:bb22", None)]
+    mapped = evolve(ProofDevice.of("GPU-y", "sha256:bb22", None), is_mapped=True)
+    devices = [*proofs(2), ProofDevice.of("GPU-x", "sha256:bb22", None), mapped]
     (raw,) = slices_of("node-a", devices, 7, DRIVER)
     found = any_slice(raw)
     assert (found.node, found.generation, list(found.devices)) == ("node-a", 7, devices)

@@ -369,7 +369,7 @@ class ClaimSearch:
         """If the maps of two StatefulSets name a device, the older set gets it. A shared device serves both."""
         claim, fleet = self.claim, self.fleet
         return fleet.is_available(device) and (
-            claim.is_shared or not fleet.is_set_aside_for_other(device, claim.stateful_set)
+            claim.is_shared or not fleet.is_set_aside_for_other(device.uuid, claim.stateful_set)
         )
 
     def set_aside_for_others(self) -> list[Device]:
@@ -380,7 +380,7 @@ class ClaimSearch:
         names = self.allowed_names() or ()
         indexed_nodes = (fleet.indexed_nodes[name] for name in names if name in fleet.indexed_nodes)
         named = (device for indexed in indexed_nodes for device in mapped_devices(indexed, entry))
-        return [device for device in named if fleet.is_set_aside_for_other(device, self.claim.stateful_set)]
+        return [device for device in named if fleet.is_set_aside_for_other(device.uuid, self.claim.stateful_set)]
 
     def can_serve(self, device: Device) -> bool:
         return self.fleet.kind_of(device) in self.kinds

@@ -403,9 +403,9 @@ class Fleet:
         """Available to a claim without a placement map: no map has set it aside."""
         return device.uuid not in self._set_aside and self.is_available(device)
 
-    def is_set_aside_for_other(self, device: Device, stateful_set: SetId | None) -> bool:
-        """Whether it is set aside for the map of another StatefulSet."""
-        owner = self._set_aside.get(device.uuid)
+    def is_set_aside_for_other(self, uuid: DeviceUuid, stateful_set: SetId | None) -> bool:
+        """Whether the GPU is set aside for the map of another StatefulSet."""
+        owner = self._set_aside.get(uuid)
         return owner is not None and owner.set != stateful_set
 
     @property

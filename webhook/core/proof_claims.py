@@ -114,7 +114,8 @@ def proof_selector(k: int, demand: GpuDemand, uuid: str | None, gpu_driver: str,
     own = f"device.attributes['{DRIVER}']"
     places = f"{own}.index >= {k} && {own}.index <= {k - demand.count} + {own}.count"
     place = places if uuid is None else f"device.attributes['{gpu_driver}'].uuid == '{uuid}'"
-    return " && ".join([*hash_terms(demand.hashes), f"{own}.mode == '{mode}'", place])
+    has_mode = f"{own}.mode == '{mode}'" if uuid is None else f"{own}.mode in ['{mode}', '{ProofMode.MAPPED}']"
+    return " && ".join([*hash_terms(demand.hashes), has_mode, place])
 
 
 def hash_terms(hashes: Sequence[str]) -> list[str]:

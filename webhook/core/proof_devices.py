@@ -33,6 +33,8 @@ class ProofMode(StrEnum):
 
     DRA = "dra"
     NATIVE = "native"
+    # The same, of GPUs that are set aside for placement maps: only claims that name the GPU take them.
+    MAPPED = "mapped"
     # Those that the scheduler chooses for, with a fresh challenge before the pod is bound.
     CHALLENGED = "challenged"
 
@@ -49,6 +51,8 @@ class ProofDevice:
     is_closed: bool = False
     # For claims with a fresh challenge: a pod is bound after the node has answered one (decision 37).
     is_challenged: bool = False
+    # Its GPU is set aside for a placement map.
+    is_mapped: bool = False
 
     @classmethod
     def of(cls, uuid: str, hash: str, end: datetime | None) -> "ProofDevice":
@@ -163,11 +167,13 @@ def removal_of(ended: ProofDevice, now: datetime) -> datetime:
 
 
 def is_write_due(wanted: Iterable[ProofDevice], written: Mapping[str, ProofDevice], now: datetime) -> bool:
-    """Whether the slice has to be written: the devices differ, one is to be closed or opened, an end is nearer than
-    written, or at most half of the time that is left is written."""
+    """Whether the slice has to be written: the devices differ, one is to be closed or opened, maps want other GPUs, an
+    end is nearer than written, or at most half of the time that is left is written."""
     devices = {one.name: one for one in wanted}
     return devices.keys() != written.keys() or any(
-        one.is_closed != written[name].is_closed or is_end_due(one, written[name], now) for name, one in devices.items()
+        (one.is_closed, one.is_mapped) != (written[name].is_closed, written[name].is_mapped)
+        or is_end_due(one, written[name], now)
+        for name, one in devices.items()
     )
 
 

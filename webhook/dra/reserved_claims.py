@@ -21,10 +21,13 @@ from attrs import define, field, frozen
 from msgspec import structs
 
 from webhook.core import keys
+from webhook.core.claim import stateful_set_of
 from webhook.core.claim_keys import ClaimRecord
+from webhook.core.device import DeviceUuid
 from webhook.core.errors import InvalidPodError
 from webhook.core.fleet import Fleet
 from webhook.core.gpu_demand import demand_of
+from webhook.core.gpu_map import SetId
 from webhook.core.hashes import HashPolicy
 from webhook.core.pod import Metadata, Pod
 from webhook.core.pod_claims import own_claim_of
@@ -85,6 +88,7 @@ class ClaimingPod:
     # Empty if kube-scheduler chooses the GPUs.
     reservation_id: str
     record: ClaimRecord
+    stateful_set: SetId | None = None
 
     @classmethod
     def of(cls, raw: Raw) -> "ClaimingPod | None":
@@ -103,7 +107,8 @@ class ClaimingPod:
             return None
         if record.is_left_to_scheduler == bool(reservation_id) or not meta.uid:
             return None
-        return cls(PodIdentity(meta.namespace or "", meta.name or "", meta.uid), name, reservation_id, record)
+        identity = PodIdentity(meta.namespace or "", meta.name or "", meta.uid)
+        return cls(identity, name, reservation_id, record, stateful_set_of(pod))
 
     def has(self, held: Reservation) -> bool:
         """Whether it is the pod of the reservation."""
@@ -237,9 +242,9 @@ class ReservedClaims:
 
     def _demanded(self, one: ClaimingPod) -> Raw | None:
         """The spec of the claim by the pod's record. None if the namespace has not opted in or allows none of the
-        hashes: the pod may be older than its rules."""
+        hashes: the pod may be older than its rules. None also while a GPU is set aside for another StatefulSet."""
         policy = self._policy_of(one.pod.namespace)
-        if policy is None or policy.mistakes:
+        if policy is None or policy.mistakes or self._wants_gpus_of_others(one):
             return None
         hashes = policy.restrict(one.record.hashes)
         if one.record.hashes and not hashes:
@@ -250,6 +255,12 @@ class ReservedClaims:
             return None
         form = self._form
         return demanded_spec(demand, gpu_driver=form.gpu_driver, gpu_class=form.gpu_class, evicts=form.evicts)
+
+    def _wants_gpus_of_others(self, one: ClaimingPod) -> bool:
+        """Whether the pod's map names a GPU that is set aside for another StatefulSet."""
+        return any(
+            self._fleet.is_set_aside_for_other(DeviceUuid(uuid), one.stateful_set) for uuid in one.record.devices
+        )
 
     def _reserved(self, one: ClaimingPod, held: Reservation) -> Raw | None:
         """The spec of the claim for the reserved GPUs. None while their node is not proven."""

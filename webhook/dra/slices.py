@@ -237,13 +237,17 @@ class ProofSlices:
                 yield from (nearer(one, written[one.name]) for one in still_proven(known, undecided))
             return
         claimed = self._claims.proofs_in_use(node)
-        for device in self._fleet.indexed_nodes[node].node.devices:
-            one = ProofDevice.of(device.uuid, evidence.hash, evidence.until)
-            for each in (one, one.with_challenge) if self._can_be_challenged(node, evidence) else (one,):
-                if self._is_offered(node, device) or each.name in claimed:
-                    yield each
         # While claims are not watched, one that counts as used may be free: a reservation ends it.
         yield from still_proven((one for one in known if one.name in claimed or not self._is_held(node, one)), evidence)
+        # These replace the same devices above.
+        for device in self._fleet.indexed_nodes[node].node.devices:
+            one = ProofDevice.of(device.uuid, evidence.hash, evidence.until)
+            if self._mode(node) is ProofMode.NATIVE and device.uuid in self._fleet.set_aside_devices:
+                one = evolve(one, is_mapped=True)
+            may_wait = not one.is_mapped and self._can_be_challenged(node, evidence)
+            for each in (one, one.with_challenge) if may_wait else (one,):
+                if self._is_offered(node, device) or each.name in claimed:
+                    yield each
 
     def _can_be_challenged(self, node: str, evidence: Evidence) -> bool:
         has_answered = evidence.challenged is not None and evidence.until is not None
@@ -275,9 +279,9 @@ class ProofSlices:
         return rest if state_of(rest, now) is EvidenceState.FRESH else None
 
     def _is_offered(self, node: str, device: Device) -> bool:
-        """Healthy, on this node only, and not held by a reservation or set aside for one. On a node whose GPUs come
-        from the claims of reservations, those are offered too: such a claim names the UUIDs of its reservation. If
-        kube-scheduler and reservations share the cluster, the label of a node says whose its GPUs are."""
+        """Healthy, on this node only, and not held by a reservation. On a node whose GPUs come from the claims of
+        reservations, those are offered too: such a claim names the UUIDs of its reservation. If kube-scheduler and
+        reservations share the cluster, the label of a node says whose its GPUs are."""
         injection = self._injection(node)
         if injection is Injection.DRA:
             return self._fleet.may_be_proven(device.uuid)
@@ -288,8 +292,7 @@ class ProofSlices:
             return False  # pods with the injection `plugin` may get any GPU until the kubelet has chosen
         if device.is_mig:
             return False  # claims that the scheduler chooses for ask for whole GPUs, and would try its proof in vain
-        is_set_aside = device.uuid in self._fleet.set_aside_devices
-        return self._fleet.may_be_proven(device.uuid) and not is_set_aside and not self._fleet.holders(device.uuid)
+        return self._fleet.may_be_proven(device.uuid) and not self._fleet.holders(device.uuid)
 
     def _awaits_kubelet(self, node: str) -> bool:
         return self._fleet.node_class(self._fleet.indexed_nodes[node].node_group.node_class).awaits_kubelet

@@ -1,7 +1,7 @@
 """Reads and writes ResourceSlices of gpuwarden's driver. A node is one pool."""
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Annotated
 
@@ -148,7 +148,8 @@ def proof_device(wire: ProofDeviceWire) -> ProofDevice:
     uuid = next((one.string for name, one in wire.attributes.items() if name.endswith("/uuid")), "")
     hash = wire.attributes.get(HASH, AttributeWire()).string
     is_closed = any(one.key == EVIDENCE_ENDED for one in wire.taints)
-    return ProofDevice(wire.name, uuid, hash, end_of(wire), is_closed, CHALLENGED in wire.binding_conditions)
+    is_mapped = wire.attributes.get(MODE, AttributeWire()).string == ProofMode.MAPPED
+    return ProofDevice(wire.name, uuid, hash, end_of(wire), is_closed, CHALLENGED in wire.binding_conditions, is_mapped)
 
 
 def end_of(wire: ProofDeviceWire) -> datetime | None:
@@ -167,7 +168,8 @@ def slices_of(
 ) -> list[Raw]:
     """The slices of a node, in order. Without devices there are none."""
     parts = [devices[first : first + MAX_DEVICES] for first in range(0, len(devices), MAX_DEVICES)]
-    places = {name: place for group in (False, True) for name, place in places_of(devices, is_challenged=group)}
+    modes = {one.name: mode_of(one, mode) for one in devices}
+    places = {name: place for group in set(modes.values()) for name, place in places_of(modes, group)}
     return [
         {
             "apiVersion": API_VERSION,
@@ -177,16 +179,23 @@ def slices_of(
                 "driver": DRIVER,
                 "pool": {"name": node, "generation": generation, "resourceSliceCount": len(parts)},
                 "nodeSelector": on_node(node),
-                "devices": [raw_device(one, *places[one.name], gpu_driver, mode) for one in part],
+                "devices": [raw_device(one, *places[one.name], gpu_driver, modes[one.name]) for one in part],
             },
         }
         for number, part in enumerate(parts)
     ]
 
 
-def places_of(devices: Iterable[ProofDevice], *, is_challenged: bool) -> list[tuple[str, tuple[int, int]]]:
-    """The place of each device among those that the same claims take, and their number."""
-    names = [one.name for one in devices if one.is_challenged is is_challenged]
+def mode_of(one: ProofDevice, mode: ProofMode) -> ProofMode:
+    """The mode of a device on a node of this mode."""
+    if one.is_challenged:
+        return ProofMode.CHALLENGED
+    return ProofMode.MAPPED if one.is_mapped and mode is ProofMode.NATIVE else mode
+
+
+def places_of(modes: Mapping[str, ProofMode], mode: ProofMode) -> list[tuple[str, tuple[int, int]]]:
+    """The place of each device of the mode, and their number."""
+    names = [name for name, own in modes.items() if own is mode]
     return [(name, (place, len(names))) for place, name in enumerate(names)]
 
 
@@ -202,7 +211,7 @@ def raw_device(one: ProofDevice, place: int, count: int, gpu_driver: str, mode: 
         HASH: {"string": one.hash},
         INDEX: {"int": place},
         COUNT: {"int": count},
-        MODE: {"string": (ProofMode.CHALLENGED if one.is_challenged else mode).value},
+        MODE: {"string": mode.value},
     }
     raw: Raw = {"name": one.name, "attributes": attributes}
     if one.is_challenged:

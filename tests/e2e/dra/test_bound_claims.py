@@ -28,7 +28,19 @@ from tests.e2e.dra.gpus import (
     refused_by_scheduler,
 )
 from tests.e2e.dra.test_reserved_claims import HASH, LEASES, A, B, Claims, claims_site
-from tests.e2e.kube import EVENTS, PODS, ApiError, Kube, Raw, Resource, pod, wait_until
+from tests.e2e.kube import (
+    EVENTS,
+    NAMESPACES,
+    PODS,
+    STATEFUL_SETS,
+    ApiError,
+    Kube,
+    Raw,
+    Resource,
+    pod,
+    stateful_set,
+    wait_until,
+)
 from tests.e2e.measurements import report_figures
 from tests.e2e.test_ledger import GPU_NODES
 from webhook.core.device import CLAIMED
@@ -107,6 +119,31 @@ async def test_all_demands_get_proven_gpus_and_nothing_is_reserved(claims: Claim
         await kube.create(PODS, asking(name, 2), claims.namespace)
     assert len({one.gpu for name in ("first", "second") for one in await pairs(claims, name)}) == 4
     assert await claims.here.held() == {}
+
+
+async def test_gpu_of_a_map_is_kept_for_its_stateful_set(claims: Claims, kube: Kube) -> None:
+    where, gpu = claims.namespace, f"GPU-{B}-1"
+    await kube.patch(NAMESPACES, where, {"metadata": {"labels": {"gpuwarden.io/maps": "true"}}})
+    mapped = {"gpuwarden.io/gpu-map": f"0={B}:{gpu}", "gpuwarden.io/required-hash": HASH}
+    await kube.create(STATEFUL_SETS, stateful_set("web", 1, 1, mapped), where)
+    for name in ("one", "two", "three"):
+        await kube.create(PODS, asking(name), where)
+    assert [one.gpu for one in await pairs(claims, "web-0")] == [gpu]
+    others = {one.gpu for name in ("one", "two", "three") for one in await pairs(claims, name)}
+    assert others == {f"GPU-{A}-0", f"GPU-{A}-1", f"GPU-{B}-0"}
+    await kube.create(PODS, asking("fourth"), where)
+    await refused_by_scheduler(kube, where, "fourth")
+    old = await claims.get("web-0")
+    await kube.delete(PODS, "web-0", where)
+    await wait_until(
+        lambda: kube.find(PODS, "web-0", where),
+        lambda found: found is not None and found["metadata"]["uid"] != old["metadata"]["uid"],
+    )
+    assert [one.gpu for one in await pairs(claims, "web-0")] == [gpu]
+    assert not (await claims.get("fourth"))["spec"].get("nodeName")
+    # Without the set the GPU is for all.
+    await kube.delete(STATEFUL_SETS, "web", where)
+    assert [one.gpu for one in await pairs(claims, "fourth")] == [gpu]
 
 
 async def claimed(kube: Kube) -> set[str]:
