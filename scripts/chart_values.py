@@ -265,9 +265,10 @@ WEBHOOKS: Final = [
         "native",
         False,
         BOOL,
-        "Native pods: the API server changes requests for GPUs with one required hash into ResourceClaims for proven "
-        "GPUs. No webhook configurations are created, settings.proofDevices is true, and `serve` is needed only for "
-        "evidence. Requires Kubernetes 1.36 or newer and a DRA driver for the GPUs.",
+        "Native pods: policies of the API server replace requests for GPUs with ResourceClaims for GPUs of nodes that "
+        "have proven the required hash. No webhook configurations are created, settings.proofDevices is true, and "
+        "`serve` is needed only for evidence. Requires Kubernetes 1.36 or newer, a DRA driver for the GPUs, and "
+        "attest.kubeletPlugins: docs/how-to/dra.md.",
     ),
     Value("webhooks.enabled", True, BOOL, "Create the webhook configurations. You may enable this later."),
     Value(
@@ -351,14 +352,16 @@ WEBHOOKS: Final = [
         "dra.guard",
         "opted-in",
         one_of("opted-in", "all"),
-        "Namespaces where only gpuwarden writes ResourceClaims for GPUs, with settings.proofDevices: those that have "
-        "opted in, or all besides kube-system, the release's own and webhooks.excludedNamespaces.",
+        "Namespaces where only gpuwarden may write ResourceClaims and ResourceClaimTemplates, except for "
+        "dra.deviceClasses. opted-in: those with the opt-in label; all: all besides kube-system, the release's own and "
+        "webhooks.excludedNamespaces. In effect with native, settings.proofDevices or settings.injection dra.",
     ),
     Value(
         "dra.deviceClasses",
         [],
         {"type": "array", "items": {"type": "string", "pattern": f"^{SUBDOMAIN.pattern}$", "maxLength": MAX_SUBDOMAIN}},
-        "DeviceClasses of other devices, such as network cards, that all users' claims may have in these namespaces.",
+        "DeviceClasses of other devices, such as network cards, whose claims all users may write in the namespaces of "
+        "dra.guard.",
     ),
     Value(
         "crds.install",
@@ -409,7 +412,8 @@ RECONCILE: Final = component(
 ATTEST: Final = [
     *component(
         "attest",
-        "Run `attest`, which proves each node to `serve`, for settings.evidence jwt-svid.",
+        "Run `attest`, which proves each node to `serve` (settings.evidence jwt-svid), or is the kubelet's plugin for "
+        "proof devices (attest.kubeletPlugins), or both.",
         on=False,
         replicas=None,
         resources=asking("10m", "64Mi", "128Mi"),
