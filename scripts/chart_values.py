@@ -353,8 +353,9 @@ WEBHOOKS: Final = [
         "opted-in",
         one_of("opted-in", "all"),
         "Namespaces where only gpuwarden may write ResourceClaims and ResourceClaimTemplates, except for "
-        "dra.deviceClasses. opted-in: those with the opt-in label; all: all besides kube-system, the release's own and "
-        "webhooks.excludedNamespaces. In effect with native, settings.proofDevices or settings.injection dra.",
+        "the classes in dra.deviceClasses. opted-in: those with the opt-in label; all: all besides kube-system, the "
+        "release's own and webhooks.excludedNamespaces. In effect with native, settings.proofDevices or "
+        "settings.injection dra.",
     ),
     Value(
         "dra.deviceClasses",
