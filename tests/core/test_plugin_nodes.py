@@ -76,7 +76,7 @@ UNCOUNTED: dict[str, Reservation] = {
     "orphan": evolve(OWN, orphan=Orphan(NOW, SECOND)),
     "orphan before its delivery": evolve(OWN, delivery=GpuDelivery.AWAITED, orphan=Orphan(NOW, SECOND)),
 }
-IN_USE = (Reason.NO_FREE_DEVICE, "1 has a GPU in use that its device plugin takes for free")
+IN_USE = (Reason.NO_FREE_DEVICE, "1 has a GPU in use that its device plugin considers free")
 
 
 @pytest.mark.parametrize("held", UNCOUNTED.values(), ids=UNCOUNTED.keys())

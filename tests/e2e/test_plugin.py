@@ -17,7 +17,7 @@ NODE: Final = "plugged-0"
 GPUS: Final = tuple(f"GPU-{NODE}-{number}" for number in range(4))
 INJECTION: Final = "gpuwarden.io/injection"
 ANNOTATION: Final = "gpuwarden.io/gpu-uuid"
-IN_USE: Final = "a GPU in use that its device plugin takes for free"
+IN_USE: Final = "a GPU in use that its device plugin considers free"
 
 
 @pytest.fixture
@@ -189,7 +189,7 @@ async def test_node_is_used_only_while_its_device_plugin_offers_enough(plugged: 
 
 async def assert_injection_can_change(plugged: Site) -> None:
     """Pods of another injection come when the kubelet has chosen. Pods of this one come back when no GPU is in use that
-    its device plugin takes for free."""
+    its device plugin considers free."""
     kube, namespace = plugged.kube, plugged.namespace
     await runs(plugged, "before")
     await kube.patch(NODES, NODE, {"metadata": {"labels": {INJECTION: "nvidia"}}})

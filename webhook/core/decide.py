@@ -41,7 +41,7 @@ class Objection(StrEnum):
     TAINTED = "an untolerated taint"
     DEVICE_PLUGIN = "a device plugin for its GPUs"
     NO_DEVICE_PLUGIN = "no device plugin for its GPUs"
-    UNCOUNTED = "a GPU in use that its device plugin takes for free"
+    UNCOUNTED = "a GPU in use that its device plugin considers free"
     AWAITED = "a GPU that its kubelet has not chosen yet"
     AMBIGUOUS_GPU = "several GPUs that match one name in the map"
     DUPLICATE_GPU = "a GPU that the map names twice"

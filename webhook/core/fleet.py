@@ -76,7 +76,7 @@ class Fleet:
         self._claimed: Counter[DeviceUuid] = Counter()  # a ResourceClaim has them, and no reservation
         self._held: dict[DeviceUuid, dict[int, ReservationId]] = {}
         self._held_exclusively: set[DeviceUuid] = set()  # by a pod that did not ask to share
-        # Held devices that a device plugin takes for free: its kubelet has not given them to a pod that it knows.
+        # Held devices that a device plugin considers free: its kubelet has not given them to a pod that it knows.
         self._uncounted: set[DeviceUuid] = set()
         self._awaited: set[DeviceUuid] = set()  # held until the kubelet has chosen
         self._mapped: Mapped = {}

@@ -44,7 +44,7 @@ class NodeClass:
     injection: Injection | None = None
     # The kubelet chooses the GPUs of claims there, and no device plugin offers any.
     lacks_plugin: bool = False
-    # The same, and a GPU is in use that the device plugin takes for free.
+    # The same, and a GPU is in use that the device plugin considers free.
     has_uncounted_gpus: bool = False
     # The kubelet chooses no GPUs there, and has not yet chosen those of an older reservation.
     awaits_kubelet: bool = False
