@@ -70,6 +70,10 @@ class Cluster:
         return self._components.api_server
 
     @property
+    def etcd(self) -> str:
+        return self._components.etcd
+
+    @property
     def ca(self) -> Path:
         return self.credentials.ca
 

@@ -3,7 +3,8 @@
 import asyncio
 import itertools
 import random
-from bisect import bisect_left, bisect_right
+import time
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -15,53 +16,70 @@ from attrs import define, field
 
 from tests.e2e.dra.seen import DeviceKey, SeenClaim, SeenObjects, SeenPod
 from tests.e2e.dra.test_proof_devices import Proofs
-from tests.e2e.kube import CONFIG_MAPS, PODS, ApiError, Kube, Raw
+from tests.e2e.kube import CONFIG_MAPS, PODS, ApiError, Kube, NotInTimeError, Raw, wait_until
 from tests.e2e.processes import running_tasks
 from webhook.core.proof_devices import hash_attribute
 from webhook.runtime.clock import utc_now
 
 Answer = TypeVar("Answer")
-TICK = 0.1
+RETRY_AFTER = 0.1
+LOOK_EVERY, WRITE_EVERY = 0.05, 0.5
+# A read of etcd that is cheap: its answer has the revision.
+ONE_KEY = {"key": "AA==", "serializable": True}
 CLIENTS = 16
 # For pods whose evidence ends just before the churn does.
-SETTLED = 5.0
+PATIENCE = 60.0
 
 
 @define(eq=False)
 class RevisionClock:
-    """When a resource version was written. A ConfigMap that is written all the time tells it."""
+    """When a resource version was written. It asks etcd for its revision all the time: that is quick even while the API
+    server is slow."""
 
-    _kube: Kube
-    _namespace: str
-    _versions: list[int] = field(factory=list)
+    _etcd: str
+    _revisions: list[int] = field(factory=list)
     _begun: list[datetime] = field(factory=list)
     _ended: list[datetime] = field(factory=list)
 
     async def run(self) -> None:
         """Runs until cancelled."""
-        made = await self._kube.create(CONFIG_MAPS, {"metadata": {"generateName": "clock-"}}, self._namespace)
-        for number in itertools.count():
-            begun = utc_now()
-            with suppress(httpx.HTTPError):
-                change = {"data": {"tick": str(number)}}
-                made = await self._kube.patch(CONFIG_MAPS, made["metadata"]["name"], change, self._namespace)
-                self._versions.append(int(made["metadata"]["resourceVersion"]))
-                self._begun.append(begun)
-                self._ended.append(utc_now())
-            await asyncio.sleep(TICK)
-
-    @property
-    def writes(self) -> list[float]:
-        """How long each write took, in seconds."""
-        return [(ended - begun).total_seconds() for begun, ended in zip(self._begun, self._ended, strict=True)]
+        async with httpx.AsyncClient(base_url=self._etcd, trust_env=False) as client:
+            while True:
+                begun = utc_now()
+                with suppress(httpx.HTTPError):
+                    answer = await client.post("/v3/kv/range", json=ONE_KEY)
+                    self._revisions.append(int(answer.json()["header"]["revision"]))
+                    self._begun.append(begun)
+                    self._ended.append(utc_now())
+                await asyncio.sleep(LOOK_EVERY)
 
     def earliest(self, version: int) -> datetime:
         """A moment before the version was written."""
-        return self._begun[max(0, bisect_right(self._versions, version) - 1)]
+        return self._begun[max(0, bisect_left(self._revisions, version) - 1)]
 
     def latest(self, version: int) -> datetime:
         """A moment after the version was written."""
-        return self._ended[min(len(self._ended) - 1, bisect_left(self._versions, version))]
+        return self._ended[min(len(self._ended) - 1, bisect_left(self._revisions, version))]
+
+
+@define(eq=False)
+class WriteTimes:
+    """How long a write to the API server takes, in seconds."""
+
+    _kube: Kube
+    _namespace: str
+    seconds: list[float] = field(factory=list)
+
+    async def run(self) -> None:
+        """Writes a ConfigMap until cancelled."""
+        made = await self._kube.create(CONFIG_MAPS, {"metadata": {"generateName": "written-"}}, self._namespace)
+        for number in itertools.count():
+            begun = time.monotonic()
+            with suppress(httpx.HTTPError):
+                change = {"data": {"number": str(number)}}
+                await self._kube.patch(CONFIG_MAPS, made["metadata"]["name"], change, self._namespace)
+                self.seconds.append(time.monotonic() - begun)
+            await asyncio.sleep(WRITE_EVERY)
 
 
 @define
@@ -75,8 +93,8 @@ class Period:
 
 @define(eq=False)
 class ProofChurn:
-    """Changes the evidence of all nodes, and keeps twice as many pods as there are GPUs. A node stays as it is for
-    about `pace` seconds."""
+    """Changes the evidence of all nodes, and keeps as many pods as there are GPUs: some run, the others wait for a
+    proven GPU. A node stays as it is for about `pace` seconds."""
 
     proofs: Proofs
     gpus: Mapping[DeviceKey, str]
@@ -84,24 +102,28 @@ class ProofChurn:
     pace: float
     asking: Callable[[str, int, str], Raw]
     clock: RevisionClock = field(init=False)
+    writes: WriteTimes = field(init=False)
     seen: SeenObjects = field(init=False)
     periods: dict[str, list[Period]] = field(factory=lambda: defaultdict(list), init=False)
+    begun: datetime = field(factory=utc_now, init=False)
     over: datetime = field(factory=utc_now, init=False)
     _rng: random.Random = field(factory=lambda: random.Random(7), init=False)  # noqa: S311 - a plan, not a secret
 
     def __attrs_post_init__(self) -> None:
-        self.clock = RevisionClock(self.proofs.kube, self.proofs.namespace)
+        self.clock = RevisionClock(self.proofs.cluster.etcd)
+        self.writes = WriteTimes(self.proofs.kube, self.proofs.namespace)
         self.seen = SeenObjects(self.proofs.kube, self.proofs.namespace)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """At the end the evidence stays as it is, and what follows from its last changes is seen."""
         nodes = sorted({pool for _, pool, _ in self.gpus})
-        async with self.seen.watching(), running_tasks(self.clock.run()):
+        async with self.seen.watching(), running_tasks(self.clock.run(), self.writes.run()):
             async with running_tasks(self._create_pods(), self._remove_ended(), *map(self._change_evidence, nodes)):
                 yield
             self.over = utc_now()
-            await asyncio.sleep(SETTLED)
+            with suppress(NotInTimeError):  # the figures tell
+                await wait_until(self._are_all_marked, seconds=PATIENCE)
 
     async def end(self) -> None:
         """Deletes all pods. One request for thousands of them takes longer than a client waits."""
@@ -158,7 +180,7 @@ class ProofChurn:
     # Pods.
 
     async def _create_pods(self) -> None:
-        for _ in range(2 * len(self.gpus)):
+        for _ in self.gpus:
             self.seen.removed.put_nowait("")
         names = (f"p-{number}" for number in itertools.count())
         await asyncio.gather(*(self._create_in_turn(names) for _ in range(CLIENTS)))
@@ -177,13 +199,13 @@ class ProofChurn:
             await insisted(lambda: self.proofs.kube.create(PODS, content, self.proofs.namespace))
 
     async def _remove_ended(self) -> None:
-        asked: set[str] = set()
+        await asyncio.gather(*(self._remove_in_turn() for _ in range(CLIENTS)))
+
+    async def _remove_in_turn(self) -> None:
         while True:
-            for name in [one.name for one in self.seen.pods.values() if one.ended and not one.marked]:
-                if name not in asked:
-                    asked.add(name)
-                    await self._delete(name)
-            await asyncio.sleep(TICK)
+            name = await self.seen.ended.get()
+            if not self.seen.pods[name].marked:
+                await self._delete(name)
 
     async def _delete(self, name: str) -> None:
         with suppress(ApiError):  # it is gone
@@ -231,6 +253,10 @@ class ProofChurn:
                 found.append((stops - due).total_seconds() if stops else float("inf"))
         return found
 
+    async def _are_all_marked(self) -> bool:
+        await asyncio.sleep(1)  # it looks at all pods
+        return float("inf") not in self.seconds_until_marked()
+
     def _end_of(self, proof: DeviceKey, pod: SeenPod, stops: datetime) -> datetime | None:
         """When the proof of the bound pod ended; None if it did not before the pod stopped. An end that was moved away
         within a second does not count: the pod may have stayed or not."""
@@ -253,4 +279,4 @@ async def insisted(request: Callable[[], Awaitable[Answer]]) -> Answer:
         try:
             return await request()
         except httpx.HTTPError:
-            await asyncio.sleep(TICK)
+            await asyncio.sleep(RETRY_AFTER)

@@ -79,6 +79,8 @@ class SeenObjects:
     faults: list[str] = field(factory=list)
     removed: asyncio.Queue[str] = field(factory=asyncio.Queue)
     """The names of pods that are gone."""
+    ended: asyncio.Queue[str] = field(factory=asyncio.Queue)
+    """The names of pods whose containers have ended."""
     _holders: dict[DeviceKey, str] = field(factory=dict)
     _live: int = 0
 
@@ -122,6 +124,7 @@ class SeenObjects:
             one.node, one.bound = raw["spec"]["nodeName"], version
         if not one.ended and raw["status"].get("phase") in ENDED:
             one.ended, one.has_failed = version, raw["status"]["phase"] == "Failed"
+            self.ended.put_nowait(one.name)
         if not one.marked and (is_deleted or "deletionTimestamp" in meta):
             one.marked = version
         if is_deleted:

@@ -65,17 +65,20 @@ async def test_pods_have_proven_gpus_while_proofs_come_and_go(
 
 
 def check_figures(churn: ProofChurn, request: pytest.FixtureRequest) -> None:
-    late, marked, write = churn.seconds_bound_late(), churn.seconds_until_marked(), percentile(churn.clock.writes, 0.99)
+    late, marked = churn.seconds_bound_late(), churn.seconds_until_marked()
+    write = percentile(churn.writes.seconds, 0.99)
     faults, figures = churn.faults(), {"bound_late_max": max(late), "marked_p99": percentile(marked, 0.99)}
     report_figures(
         request,
         pods=len(late),
+        pods_per_second=len(late) / (churn.over - churn.begun).total_seconds(),
         changes_of_evidence=sum(map(len, churn.periods.values())),
         wrong_pairs=len(faults),
         bound_after_the_end=sum(one > 0 for one in late),
         marked=len(marked),
         marked_p50=percentile(marked, 0.5),
         marked_max=max(marked),
+        write_p50=percentile(churn.writes.seconds, 0.5),
         write_p99=write,
         **figures,
     )

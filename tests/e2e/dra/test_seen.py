@@ -60,7 +60,8 @@ def seen(*pods: Raw, claims: tuple[Raw, ...] = (), end: str = "2999-01-01T00:00:
 
 def churn(objects: SeenObjects, proven_for: timedelta = timedelta(hours=1)) -> ProofChurn:
     """Version n is written n seconds after the start of the evidence."""
-    made = ProofChurn(SimpleNamespace(kube=None, namespace="ml"), UUIDS, (HASH,), 1, lambda *_: {})  # type: ignore[arg-type]
+    proofs: Any = SimpleNamespace(kube=None, namespace="ml", cluster=SimpleNamespace(etcd=""))
+    made = ProofChurn(proofs, UUIDS, (HASH,), 1, lambda *_: {})
     made.seen, made.over = objects, NOW + timedelta(hours=1)
     made.periods = defaultdict(list, {"node-a": [Period(HASH, NOW, NOW + proven_for)]})
 
