@@ -8,6 +8,7 @@ from typing import Any, Final
 import pytest
 
 from scripts.controlplane.cluster import Cluster
+from tests.e2e.device_plugin import given
 from tests.e2e.kube import EVENTS, NAMESPACES, NODES, PODS, ApiError, Kube, Raw, gone, pod, pod_in_phase, wait_until
 from tests.e2e.processes import Site, reconciler_account, site, with_policies
 from tests.e2e.test_ledger import GPU_NODES
@@ -48,10 +49,7 @@ async def give(here: Site, name: str, *uuids: str, namespace: str = "") -> None:
     """Writes the pod's status as a kubelet does that gave these GPUs to its container."""
     where = namespace or here.namespace
     found = await here.kube.get(PODS, name, where)
-    (status,) = found["status"]["containerStatuses"]
-    given = [{"name": "nvidia.com/gpu", "resources": [{"resourceID": one, "health": "Healthy"} for one in uuids]}]
-    statuses = [{**status, "allocatedResourcesStatus": given}]
-    await here.kube.patch(PODS, name, {"status": {"containerStatuses": statuses}}, where, "status")
+    await here.kube.patch(PODS, name, given(found, uuids), where, "status")
 
 
 async def has(here: Site, name: str) -> list[str]:

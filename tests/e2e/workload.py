@@ -46,6 +46,8 @@ class Workload:
     storm: Storm
     seen: SeenObjects
     uuids: Mapping[DeviceKey, str]
+    is_reserved: bool = True
+    """Whether GPUs are reserved for the pods. Else kube-scheduler chooses them."""
     _asked: set[str] = field(factory=set, init=False)
 
     @property
@@ -94,8 +96,13 @@ class Workload:
         wanted = await self._bound() + count
         await wait_until(self._bound, lambda now: now >= wanted, PATIENCE)
 
+    @property
+    def bound(self) -> list[str]:
+        """The names of the pods that are or were on a node."""
+        return [one.name for one in self.seen.pods.values() if one.bound]
+
     async def _bound(self) -> int:
-        return sum(one.bound > 0 for one in self.seen.pods.values())
+        return len(self.bound)
 
     async def delete(self, name: str) -> None:
         self._asked.add(name)
@@ -128,18 +135,18 @@ class Workload:
     def _other_gpus(self) -> Iterator[str]:
         for claim in self.seen.claims.values():
             pod, allocated = self.seen.pods[claim.pod], {self.uuids[gpu] for gpu, _ in claim.pairs}
-            if allocated != pod.gpus:
+            if allocated != pod.gpus and (self.is_reserved or pod.gpus):
                 yield f"{pod.name} has reserved {pod.gpus} and is allocated {allocated}"
 
 
 @asynccontextmanager
-async def workload(here: Site, namespace: str, seed: int) -> AsyncIterator[Workload]:
+async def workload(here: Site, namespace: str, seed: int, *, is_reserved: bool = True) -> AsyncIterator[Workload]:
     uuids = {
         (GPU_DRIVER, node, f"gpu-{number}"): f"GPU-{node}-{number}"
         for node in here.nodes
         for number in range(len(here.gpus) // len(here.nodes))
     }
     storm = Storm(evolve(here, namespace=namespace), clients=CLIENTS, seed=seed)
-    one = Workload(storm, SeenObjects(here.kube, namespace), uuids)
+    one = Workload(storm, SeenObjects(here.kube, namespace), uuids, is_reserved)
     async with one.seen.watching(), running_tasks(one.end_pods()):
         yield one
