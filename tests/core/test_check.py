@@ -52,6 +52,7 @@ from webhook.core.injection import Injection
 from webhook.core.pod import Pod
 from webhook.core.reasons import Reason
 from webhook.core.reservation import Phase, PodIdentity, Reservation
+from webhook.core.reserve import Reserve
 from webhook.core.verdict import Deny
 
 Raw = dict[str, Any]
@@ -229,6 +230,21 @@ def test_grace_period_over_the_limit_is_denied(spec: Raw, *, is_refused: bool) -
     assert (refused is not None) == is_refused
     assert refused is None or refused.reason is Reason.INVALID_POD
     assert grace_within_limit(pod, RULES) is None
+
+
+@pytest.mark.parametrize(
+    ("rules", "is_refused"),
+    [
+        (DressRules(injection=Injection.PLUGIN), True),
+        (DressRules(injection=Injection.DRA, reserve=Reserve.BIND), True),
+        (DressRules(injection=Injection.DRA), False),
+        (DressRules(injection=Injection.NVIDIA, reserve=Reserve.BIND), False),
+    ],
+)
+def test_grace_period_of_0_is_denied_where_gpus_are_given_away_at_once(rules: DressRules, *, is_refused: bool) -> None:
+    refused = grace_within_limit(Pod.parse({"spec": {"terminationGracePeriodSeconds": 0}}), rules)
+    assert (refused is not None) == is_refused
+    assert grace_within_limit(Pod.parse({"spec": {"terminationGracePeriodSeconds": 1}}), rules) is None
 
 
 def test_claim_that_differs_from_the_reservation_is_denied() -> None:

@@ -1,13 +1,16 @@
 """Pods whose GPUs the kubelet chooses, on simulated nodes: the test writes the status as a kubelet does.
 tests/e2e/node/test_plugin.py has a real one."""
 
+import signal
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
 
 from scripts.controlplane.cluster import Cluster
+from tests.e2e.cluster_users import grant
 from tests.e2e.device_plugin import given
 from tests.e2e.kube import EVENTS, NAMESPACES, NODES, PODS, ApiError, Kube, Raw, gone, pod, pod_in_phase, wait_until
 from tests.e2e.processes import Site, reconciler_account, site, with_policies
@@ -110,7 +113,7 @@ async def test_ledger_holds_what_the_kubelet_chose(plugged: Site) -> None:
     await assert_second_lock(plugged, recorded=second)
 
 
-async def test_gpu_has_one_pod_whatever_the_kubelet_gives_away(plugged: Site) -> None:
+async def test_gpu_has_one_pod_whatever_the_kubelet_gives_away(plugged: Site, cluster: Cluster) -> None:
     await runs(plugged, "owner")
     await give(plugged, "owner", GPUS[2])
     await wait_until_has(plugged, "owner", GPUS[2])
@@ -125,6 +128,7 @@ async def test_gpu_has_one_pod_whatever_the_kubelet_gives_away(plugged: Site) ->
     assert len(await plugged.held()) == 2
     await plugged.kube.delete(PODS, "owner", plugged.namespace)
     await wait_until_has(plugged, "second", GPUS[2])
+    await assert_only_administrators_delete_by_force(plugged, cluster, "second")
     await assert_no_pod_comes_beside_a_deleted_one(plugged, "second")
 
 
@@ -158,13 +162,43 @@ async def assert_second_lock(here: Site, recorded: str) -> None:
     assert "cannot become one that the kubelet chooses" in await said(change(recorded, "delivery", "awaited"))
 
 
+async def assert_only_administrators_delete_by_force(plugged: Site, cluster: Cluster, name: str) -> None:
+    """The kubelet would give the GPU to another pod while the containers run."""
+    place, ended_at_once = PODS.path(plugged.namespace, name), plugin_pod("late", 1)
+    forced: Raw = {"gracePeriodSeconds": 0, "dryRun": ["All"]}
+    eviction: Raw = {"metadata": {"name": name}, "deleteOptions": forced}
+    ended_at_once["spec"]["terminationGracePeriodSeconds"] = 0
+    assert "each deletion would free the pod's GPUs" in await refusal(plugged, ended_at_once)
+    async with AsyncExitStack() as stack:
+        rules: list[Raw] = [
+            {"apiGroups": [""], "resources": ["pods"], "verbs": ["delete"]},
+            {"apiGroups": [""], "resources": ["pods/eviction"], "verbs": ["create"]},
+        ]
+        await grant(plugged.kube, stack, "may-delete", rules, {"kind": "User", "name": "tom"})
+        tom = await stack.enter_async_context(Kube(cluster.as_user("tom")))
+        with pytest.raises(ApiError, match=f"A forced deletion would free the GPUs of pod {name} .* so tom has to"):
+            await tom.call("DELETE", place, forced)
+        with pytest.raises(ApiError, match=f"in this eviction would free the GPUs of pod {name} .* so tom has to"):
+            await tom.call("POST", f"{place}/eviction", eviction)
+        for options in {**forced, "gracePeriodSeconds": 1}, {"dryRun": ["All"]}:
+            await tom.call("DELETE", place, options)
+            await tom.call("POST", f"{place}/eviction", {**eviction, "deleteOptions": options})
+    await plugged.kube.call("DELETE", place, forced)
+    await plugged.kube.call("POST", f"{place}/eviction", eviction)
+
+
 async def assert_no_pod_comes_beside_a_deleted_one(plugged: Site, forced: str) -> None:
-    """The kubelet takes the GPU of a pod that was deleted by force for free."""
+    """The kubelet takes the GPU of a pod that was deleted by force for free, also before `reconcile` has seen it."""
     kube, namespace = plugged.kube, plugged.namespace
     await kube.create(PODS, plugin_pod("waits", 1, schedulerName="none"), namespace)
     binding = {"metadata": {"name": "waits"}, "target": {"kind": "Node", "name": NODE}}
     await kube.call("POST", PODS.path(namespace, "waits", "binding"), binding, {"dryRun": "All"})
+    (reconciler,) = plugged.reconcilers
+    reconciler.process.send_signal(signal.SIGSTOP)
     await kube.delete(PODS, forced, namespace, grace=0)
+    with pytest.raises(ApiError, match=IN_USE):
+        await kube.post(PODS, "waits", "binding", binding, namespace)
+    reconciler.process.send_signal(signal.SIGCONT)
     await wait_until(lambda: refusal(plugged, plugin_pod("late", 1)), lambda text: IN_USE in text)
     with pytest.raises(ApiError, match=IN_USE):
         await kube.post(PODS, "waits", "binding", binding, namespace)

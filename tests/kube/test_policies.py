@@ -113,6 +113,8 @@ def test_files_contain_the_expected_objects() -> None:
         ("ValidatingAdmissionPolicyBinding", "gpuwarden-grace"),
         ("ValidatingAdmissionPolicy", "gpuwarden-grace-of-evictions"),
         ("ValidatingAdmissionPolicyBinding", "gpuwarden-grace-of-evictions"),
+        ("ValidatingAdmissionPolicy", "gpuwarden-forced-deletions"),
+        ("ValidatingAdmissionPolicyBinding", "gpuwarden-forced-deletions"),
         ("MutatingAdmissionPolicy", "gpuwarden-strip"),
         ("MutatingAdmissionPolicyBinding", "gpuwarden-strip"),
         ("MutatingAdmissionPolicy", "gpuwarden-blind"),
@@ -164,8 +166,6 @@ def test_files_contain_the_expected_objects() -> None:
         ("ValidatingAdmissionPolicy", "gpuwarden-claiming-pods"),
         ("ValidatingAdmissionPolicyBinding", "gpuwarden-claiming-pods"),
         ("ValidatingAdmissionPolicyBinding", "gpuwarden-claiming-pods-alias"),
-        ("ValidatingAdmissionPolicy", "gpuwarden-forced-deletions"),
-        ("ValidatingAdmissionPolicyBinding", "gpuwarden-forced-deletions"),
         ("ValidatingAdmissionPolicy", "gpuwarden-claim-evictions"),
         ("ValidatingAdmissionPolicyBinding", "gpuwarden-claim-evictions"),
         ("ValidatingAdmissionPolicyBinding", "gpuwarden-claim-evictions-alias"),
@@ -630,7 +630,7 @@ def test_names_of_driver_label_and_templates_are_those_of_the_code() -> None:
 def test_claim_from_a_template_is_guarded_from_forced_deletions_whatever_its_pod_says() -> None:
     """Without `policies.protect` or `policies.strip` a tenant can write the annotation of a reservation."""
     first, *_ = named("gpuwarden-forced-deletions")["spec"]["matchConditions"]
-    templates, named_claims = first["expression"].split("||")
+    templates, named_claims, _ = first["expression"].split("||")
     assert "resourceClaimTemplateName" in templates
     assert keys.RESERVATION_ID.name not in templates
     assert "resourceClaimName" in named_claims

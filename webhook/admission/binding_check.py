@@ -95,11 +95,24 @@ class BindingCheck:
             or check.binds_as_reserved(binding, held, living)
             or check.still_proven(claim, binding.node, fleet, policy)
             or check.kubelet_counts_gpus(claim, binding.node, fleet)
+            or await self._check_pods_beside(claim, binding.node, living)
         )
         # The pod may run from now on. A pending reservation would count as proof that it never ran.
         if refused is None and held is not None and held.phase is Phase.PENDING and not is_dry_run:
             refused = await bind_to_pod(self._ledger, PodProof.CONFIRMED, held, check.identity_of(living))
         return refused
+
+    async def _check_pods_beside(self, claim: Claim, node: str, living: Pod) -> Deny | None:
+        """Checks that the pods exist whose GPUs the kubelet has chosen. It takes those of a pod that is gone for free,
+        and `reconcile` may not have marked them yet. The GPUNode was read just before."""
+        if claim.delivery is None:
+            return None
+        counted = [one for one in self._ledger.on(node) if one.delivery is not None and one.phase is Phase.FINALIZED]
+        for one in counted:
+            is_other = one.uid != living.meta.uid and one.pod_name
+            if is_other and await self._pods.uid_of(one.namespace, one.pod_name or "") != one.uid:
+                return check.has_uncounted_gpu(claim, node)
+        return None
 
     async def _check_without_gpus(self, binding: Binding, living: Pod, recorded: Claim) -> Deny | None:
         """Checks a pod without a reservation for evidence, by its record and by its own request."""

@@ -221,9 +221,9 @@ def no_undemandable(claim: Claim) -> Deny | None:
 
 
 def grace_within_limit(pod: Pod, rules: DressRules) -> Deny | None:
-    """The reconciler keeps the GPUs of a pod whose end it has not seen for the longest grace period that is allowed. No
-    ledger holds those that kube-scheduler chooses."""
-    if rules.leaves_to_scheduler and pod.body.termination_grace_period_seconds == 0:
+    """The reconciler keeps the GPUs of a pod whose end it has not seen for the longest grace period that is allowed.
+    Those that kube-scheduler or the kubelet chooses are given away at once."""
+    if (rules.leaves_to_scheduler or rules.uses_device_plugin) and pod.body.termination_grace_period_seconds == 0:
         return Deny(
             Reason.INVALID_POD,
             "spec.terminationGracePeriodSeconds: 0: each deletion would free the pod's GPUs while its containers run",
@@ -551,6 +551,11 @@ def kubelet_counts_gpus(claim: Claim, node: str, fleet: Fleet) -> Deny | None:
         return None
     if not fleet.node_class(indexed.node_group.node_class).has_uncounted_gpus:
         return None
+    return has_uncounted_gpu(claim, node)
+
+
+def has_uncounted_gpu(claim: Claim, node: str) -> Deny:
+    """The kubelet may give a GPU to the pod that a container uses."""
     return Deny(
         Reason.NO_FREE_DEVICE,
         f"{claim.sentence}: node {node}: {Objection.UNCOUNTED}",

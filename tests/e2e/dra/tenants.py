@@ -252,8 +252,8 @@ async def outcomes(users: Tenants, attacks: Mapping[str, Attack]) -> Outcomes:
 def guards(installation: Installation | None = None) -> list[Manifest]:
     """The policies of proof devices, and the one that guards the ends."""
     chosen = installation or Installation(device_classes=(NIC,))
-    ends = [one for one in policies(chosen) if one["metadata"]["name"] == "gpuwarden-bindingends"]
-    return [*ends, *dra(chosen)]
+    others = ("gpuwarden-bindingends", "gpuwarden-forced-deletions")
+    return [*(one for one in policies(chosen) if one["metadata"]["name"] in others), *dra(chosen)]
 
 
 @asynccontextmanager
