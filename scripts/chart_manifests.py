@@ -231,19 +231,22 @@ def asked_about_all(text: str) -> str:
 
 def policies_template() -> str:
     found = [labelled(with_room(one)) for one in policies(RELEASE)]
-    ends = [one for one in found if one["metadata"]["name"] == "gpuwarden-bindingends"]
+    needed = [
+        one for one in found if one["metadata"]["name"] in ("gpuwarden-bindingends", "gpuwarden-forced-deletions")
+    ]
     isolate = [one for one in found if one["metadata"]["name"].startswith("gpuwarden-isolation")]
     blind = [one for one in found if one["metadata"]["name"].startswith("gpuwarden-blind")]
     strip = [one for one in found if one["kind"].startswith("Mutating") and one not in blind]
-    protect = [one for one in found if one not in (*isolate, *blind, *strip, *ends)]
+    protect = [one for one in found if one not in (*isolate, *blind, *strip, *needed)]
     assert all(one["kind"].startswith("Validating") for one in protect)  # noqa: S101 - another kind would be dropped
     strips = when('include "gpuwarden.strips" .', template(strip))
     blinds = when('eq (include "gpuwarden.blinds" .) "policy"', template(blind))
     isolates = when(".Values.policies.isolate", template(isolate))
-    # With webhooks or proof devices, other policies read the ends, also without `policies.protect`.
-    guards_ends = when(f"or .Values.policies.protect .Values.webhooks.enabled {PROOFS}", template(ends))
+    # With webhooks or proof devices, also without `policies.protect`: other policies read the ends, and kube-scheduler
+    # or the kubelet gives away the GPUs of pods that are gone.
+    guards_needed = when(f"or .Values.policies.protect .Values.webhooks.enabled {PROOFS}", template(needed))
     natives = when(".Values.native", template(labelled(with_room(one)) for one in native(NATIVE_RELEASE)))
-    parts = (when(".Values.policies.protect", template(protect)), guards_ends, isolates, strips, blinds, natives)
+    parts = (when(".Values.policies.protect", template(protect)), guards_needed, isolates, strips, blinds, natives)
     return HEAD + "".join(parts)
 
 

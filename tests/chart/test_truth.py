@@ -170,8 +170,9 @@ def test_guards_leave_out_excluded_namespaces() -> None:
     ],
     ids=["policies", "webhooks", "proof-devices"],
 )
-def test_ends_are_guarded_wherever_they_are_read(values: Raw) -> None:
-    assert one(rendered(values), "ValidatingAdmissionPolicy", "gpuwarden-bindingends")
+@pytest.mark.parametrize("name", ["gpuwarden-bindingends", "gpuwarden-forced-deletions"])
+def test_policies_that_others_rely_on_are_installed_without_the_protection(values: Raw, name: str) -> None:
+    assert one(rendered(values), "ValidatingAdmissionPolicy", name)
 
 
 def test_configured_names_are_rendered_in_webhooks_and_policies() -> None:
