@@ -533,7 +533,7 @@ def test_evictions_of_pods_with_our_claims_are_guarded_in_all_namespaces() -> No
     """Without such a claim, an eviction is allowed."""
     name = "gpuwarden-claim-evictions-labelled"
     binding = next(one for one in dra(Installation()) if one["metadata"]["name"] == name)
-    selector = {"matchLabels": {GPU_CLAIM: "true"}}
+    selector = {"matchExpressions": [{"key": GPU_CLAIM, "operator": "Exists"}]}
     assert binding["spec"] == {
         "policyName": "gpuwarden-claim-evictions",
         "validationActions": ["Deny"],
