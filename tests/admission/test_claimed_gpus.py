@@ -103,6 +103,28 @@ def test_claim_of_another_form_is_marked_when_the_reservation_ends(scene: Scene)
     assert scene.seen() == {ONE: CLAIMED}
 
 
+def test_mark_of_a_claim_without_a_reservation_stays_when_its_node_takes_reservations(scene: Scene) -> None:
+    """Such claims have names of the same form where kube-scheduler chooses the GPUs."""
+    scene.takes(OWN)
+    assert scene.seen() == {ONE: CLAIMED}
+    scene.fleet.put(Node(A, {"gpuwarden.io/injection": "nvidia"}, (Device(ONE, mismatch=CLAIMED), Device(TWO))), NOW)
+    assert scene.seen() is None
+    scene.marks.begin()
+    assert scene.seen() == {ONE: CLAIMED}
+
+
+def test_another_claim_for_the_gpu_of_a_reservation_that_has_ended_is_marked_at_once(scene: Scene) -> None:
+    held = reservation(slot(ONE))
+    scene.fleet.hold(held)
+    scene.takes(OWN)
+    scene.seen()
+    scene.ends(OWN)
+    scene.seen()
+    scene.fleet.free(held)
+    scene.takes(OWN.replace("1", "2"))
+    assert scene.seen() == {ONE: CLAIMED}
+
+
 def test_claim_with_admin_access_takes_no_gpu(scene: Scene) -> None:
     scene.takes(is_admin=True)
     assert scene.seen() is None

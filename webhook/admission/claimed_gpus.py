@@ -8,7 +8,6 @@ from attrs import define, field
 
 from webhook.core.device import CLAIMED, DeviceUuid
 from webhook.core.fleet import Fleet
-from webhook.core.injection import injection_of_node
 from webhook.core.pod_claims import CLAIM_NAME
 from webhook.dra.claims import AllocatedClaims
 from webhook.inventory.discovery import DeviceMarks
@@ -33,6 +32,8 @@ class ClaimedGpus:
     _changed: set[str] = field(init=False)
     # The last marks of each node, since the election.
     _last: dict[str, Mapping[DeviceUuid, str]] = field(factory=dict, init=False)
+    # The uids of the claims that devices have had while reservations held them.
+    _of_reservations: dict[DeviceUuid, frozenset[str]] = field(factory=dict, init=False)
     # Since when the claim of a reservation outlasts it, and the nodes of these claims.
     _left_over: dict[DeviceUuid, datetime] = field(factory=dict, init=False)
     _waiting: set[str] = field(factory=set, init=False)
@@ -43,6 +44,7 @@ class ClaimedGpus:
     def begin(self) -> None:
         """This process was elected: another leader may have written marks since."""
         self._last.clear()
+        self._of_reservations.clear()
         self._left_over.clear()
         self._changed.update(self._fleet.indexed_nodes)
 
@@ -70,20 +72,17 @@ class ClaimedGpus:
             claims = self._claims_of(device)
             if not claims or self._fleet.holders(uuid):
                 self._left_over.pop(uuid, None)
+                self._of_reservations.pop(uuid, None)
+                if claims:
+                    self._of_reservations[uuid] = frozenset(one.uid for one in claims if CLAIM_NAME.fullmatch(one.name))
             elif (
-                self._may_be_reserved(node)
-                and all(CLAIM_NAME.fullmatch(one.name) for one in claims)
+                self._of_reservations.get(uuid, frozenset()).issuperset(one.uid for one in claims)
                 and now < self._left_over.setdefault(uuid, now) + LEFT_OVER
             ):
                 self._waiting.add(node)
             else:
                 marks[uuid] = CLAIMED
         return marks
-
-    def _may_be_reserved(self, node: str) -> bool:
-        """Whether the claims of the node are those of reservations."""
-        indexed = self._fleet.indexed_nodes.get(node)
-        return indexed is None or injection_of_node(indexed.labels, self._fleet.injection) is not None
 
     def _claims_of(self, device: PoolDevice) -> list[AllocatedClaim]:
         """The claims that take the device from others."""
