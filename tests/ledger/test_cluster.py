@@ -17,7 +17,7 @@ from webhook.admission.reserving import Reserver
 from webhook.core.claim import Claim
 from webhook.core.claim_keys import ClaimRecord
 from webhook.core.decide import MAX_PLACEMENTS, EvidencePolicy
-from webhook.core.device import DeviceUuid, Node
+from webhook.core.device import CLAIMED, DeviceUuid, Node
 from webhook.core.errors import (
     DeadlinePassedError,
     LedgerUnavailableError,
@@ -253,6 +253,20 @@ async def test_one_of_four_replicas_wins_each_device_without_watches(bench: Clus
     winners = [one for one in results if isinstance(one, Reservation)]
     assert sorted(one.uuids for one in winners) == [("GPU-a0",), ("GPU-a1",), ("GPU-a2",), ("GPU-a3",)]
     assert all(isinstance(one, Reservation | SlotsTakenError) for one in results)
+
+
+@pytest.mark.parametrize(
+    "change", [{"mismatch": CLAIMED}, {"mismatch": "given"}, {"healthy": False}, {"uuid": "GPU-z"}]
+)
+async def test_stale_replica_does_not_take_devices_that_are_not_offered_any_more(
+    bench: ClusterBench, change: Raw
+) -> None:
+    raw = bench.store.objects["node-a"]
+    devices = [{**one, **(change if one["uuid"] == "GPU-a0" else {})} for one in raw["spec"]["devices"]]
+    bench.store.apply({**raw, "spec": {"devices": devices}})
+    with pytest.raises(SlotsTakenError):
+        await bench.reserve(ask(1), on("node-a", "GPU-a0"))
+    assert (await bench.reserve(ask(2), on("node-a", "GPU-a1"))).node == "node-a"
 
 
 async def test_stale_replica_does_not_take_devices_reserved_by_another_replica(bench: ClusterBench) -> None:

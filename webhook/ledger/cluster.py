@@ -508,8 +508,8 @@ class ClusterLedger(Ledger):
         stale: list[PendingWrite] = []
         now = self._clock()
         for write in writes:
-            if node.is_being_deleted and isinstance(write.move, HoldSlots) and write.move.ask.id not in held:
-                write.fail(SlotsTakenError(f"GPUNode {node.name} is being deleted"))
+            if isinstance(write.move, HoldSlots) and write.move.ask.id not in held and not offers(node, write.move):
+                write.fail(SlotsTakenError(f"GPUNode {node.name} does not offer all of these devices"))
                 continue
             try:
                 write.result = write.move.apply(node.stored, held, now, self._times)
@@ -609,6 +609,11 @@ def is_settled(node: GpuNode) -> bool:
     """Whether the object lists its reservations and their count, and has a finalizer exactly as long as it needs
     one."""
     return node.is_rebuilt and node.has_correct_counts and has_correct_finalizer(node)
+
+
+def offers(node: GpuNode, move: HoldSlots) -> bool:
+    """Whether the object has all of these devices, usable. The decision may have seen an older state."""
+    return {slot.uuid for slot in move.placement.slots} <= {one.uuid for one in node.devices if one.is_usable}
 
 
 def has_correct_finalizer(node: GpuNode) -> bool:
