@@ -192,6 +192,24 @@ async def test_gpus_that_are_set_aside_for_maps_have_devices_of_their_own_mode(s
     assert set(modes(scene).values()) == {"native"}
 
 
+async def test_pod_is_evicted_if_its_node_proves_another_hash_that_begins_with_the_same_digits(scene: Scene) -> None:
+    begin = "sha256:0123456789ab"
+    scene.node(A, "GPU-1")
+    scene.says(A, evidence(A, f"{begin}cc", until=END))
+    await scene.step()
+    (name,) = scene.devices()
+    scene.use(device=name)
+    scene.says(A, evidence(A, f"{begin}dd", until=END + HOUR))
+    await scene.step()
+    end = scene.devices()[name]
+    assert end is not None
+    assert end <= scene.now
+    scene.unuse()
+    await scene.step(KEPT_AFTER_END + MINUTE)
+    await scene.step()
+    assert scene.devices() == {name: END + HOUR}
+
+
 async def test_node_whose_kubelet_has_still_to_choose_gpus_has_no_device(scene: Scene) -> None:
     """Its label was changed: the kubelet may give the pod another GPU than the held one."""
     scene.proven(A, "GPU-1", "GPU-2")

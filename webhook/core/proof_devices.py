@@ -75,6 +75,10 @@ class ProofDevice:
         name = device_name(self.uuid, attribute, is_challenged=self.is_challenged)
         return self.hash == attribute and self.name == name
 
+    def is_for_other_hash(self, written: "ProofDevice") -> bool:
+        """Whether the written device of the same name is for another hash, as far as it tells one."""
+        return bool(written.hash) and self.hash != written.hash
+
     def ended(self, now: datetime, skew: timedelta) -> "ProofDevice":
         """The device with an end that has passed by every clock, unless it has ended by itself."""
         return self if self.has_ended(now) else evolve(self, end=whole(now - skew))
@@ -148,9 +152,13 @@ def published(
     A device that is no longer proven ends at once, also by a clock of Kubernetes that is late by `skew`. It is removed
     later, and not while a pod uses it: without the device, the pod would not be evicted. For the same reason a device
     in use that somebody else has removed is published again. All that have ended are closed.
+
+    A name has only some digits of the hash. A device of the same name for another hash is published after the written
+    one was removed.
     """
-    wanted = {one.name: one for one in proven}
-    for one in written:
+    before = {one.name: one for one in written}
+    wanted = {one.name: one for one in proven if one.name not in before or not one.is_for_other_hash(before[one.name])}
+    for one in before.values():
         if one.name not in wanted:
             ended = one.ended(now, skew)
             if one.name in used or now < removal_of(ended, now):
