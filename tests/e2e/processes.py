@@ -199,6 +199,8 @@ class Site:
     flags: tuple[str, ...]
     replicas: list[Worker] = field(factory=list)
     reconcilers: list[Worker] = field(factory=list)
+    reconcile_account: Path | None = None
+    """The kubeconfig of reconcilers that are given none; None: the administrator's."""
     _numbers: Any = field(factory=itertools.count)
 
     async def replica(
@@ -231,7 +233,7 @@ class Site:
         # kwok runs no containers, so the reconciler need not wait long for deletions that it did not observe.
         short = [] if "--max-grace" in self.flags else ["--max-grace", "1s", "--orphan-margin", "1s"]
         flags = ["--ui-port", "0", "--lease-namespace", self.own_namespace, "--log-level", "info", *short]
-        worker = await self._started("reconcile", flags, kubeconfig, program=program)
+        worker = await self._started("reconcile", flags, kubeconfig or self.reconcile_account, program=program)
         self.reconcilers.append(worker)
         await worker.wait_for_log("leading" if leads else "watching")
         return worker

@@ -2,6 +2,7 @@
 ledger (GPUNodes) and `/devices`."""
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 
@@ -10,7 +11,7 @@ from attrs import define, field
 
 from scripts.controlplane.cluster import Cluster
 from tests.e2e.dra.gpus import GPU_DRIVER, RESOURCE_CLAIMS, RESOURCE_SLICES
-from tests.e2e.kube import ApiError, Kube, Raw, Resource
+from tests.e2e.kube import PODS, ApiError, Kube, Raw, Resource
 from tests.e2e.node.containers import Seen
 from tests.e2e.node.test_delivery import devices_by_uuid
 from tests.e2e.processes import Site, cancel_and_wait
@@ -29,8 +30,13 @@ class Deliveries:
     cluster: Cluster
     gpus: Sequence[str]
     """The GPUs of the node, in the order of its device nodes."""
+    is_by_kubelet: bool = False
+    """Whether the kubelet chooses the GPUs, for each container its own. Before the choice is recorded, `/devices` shows
+    other GPUs, so only the last ones count."""
     names: dict[str, str] = field(factory=dict)
     """The names of pods by uid."""
+    containers: dict[str, int] = field(factory=dict)
+    """The number of containers of pods by uid."""
     found: dict[tuple[str, str], set[Gpus]] = field(factory=dict)
     """GPUs by uid of the pod and place."""
     published: dict[tuple[str, str], str] = field(factory=dict)
@@ -39,8 +45,13 @@ class Deliveries:
     @asynccontextmanager
     async def recording(self) -> AsyncIterator[None]:
         kube = self.here.kube
-        watches = (follow(kube, GPU_NODES, self._ledger), follow(kube, RESOURCE_CLAIMS, self._claim))
-        tasks = [asyncio.create_task(one) for one in (*watches, follow(kube, RESOURCE_SLICES, self._slice))]
+        observed = {
+            PODS: self._pod,
+            GPU_NODES: self._ledger,
+            RESOURCE_CLAIMS: self._claim,
+            RESOURCE_SLICES: self._slice,
+        }
+        tasks = [asyncio.create_task(follow(kube, of, observe)) for of, observe in observed.items()]
         tasks.append(asyncio.create_task(self._follow_page()))
         try:
             yield
@@ -48,13 +59,19 @@ class Deliveries:
             await cancel_and_wait(tasks)
 
     def created(self, pod: Raw) -> None:
-        uid, annotated = pod["metadata"]["uid"], pod["metadata"]["annotations"].get("gpuwarden.io/gpu-uuid")
+        uid = pod["metadata"]["uid"]
         self.names[uid] = pod["metadata"]["name"]
-        if annotated:
-            self._note(uid, ANNOTATION, annotated.split(","))
+        self.containers[uid] = len(pod["spec"]["containers"])
 
-    def says(self, uid: str, place: str) -> bool:
-        return (uid, place) in self.found
+    def agree(self, uid: str, places: Iterable[str]) -> bool:
+        """Whether all these places name the same GPUs of the pod."""
+        said = [self.found.get((uid, place)) for place in places]
+        return None not in said and all(one == said[0] for one in said)
+
+    def _pod(self, raw: Raw) -> None:
+        annotated = (raw["metadata"].get("annotations") or {}).get("gpuwarden.io/gpu-uuid")
+        if annotated:
+            self._note(raw["metadata"]["uid"], ANNOTATION, annotated.split(","))
 
     def _note(self, uid: str, place: str, gpus: Iterable[str]) -> None:
         self.found.setdefault((uid, place), set()).add(tuple(sorted(gpus)))
@@ -73,7 +90,8 @@ class Deliveries:
 
     def _ledger(self, raw: Raw) -> None:
         held = raw.get("status", {}).get("held") or {}
-        self._note_all(LEDGER, ((slot.partition("/")[0], one.get("uid")) for slot, one in held.items()))
+        known = {slot: one for slot, one in held.items() if one.get("delivery") != "awaited"}
+        self._note_all(LEDGER, ((slot.partition("/")[0], one.get("uid")) for slot, one in known.items()))
 
     def _note_all(self, place: str, pairs: Iterable[tuple[str, str | None]]) -> None:
         by_uid: dict[str, list[str]] = {}
@@ -88,9 +106,20 @@ class Deliveries:
             devices = {}
             with suppress(httpx.HTTPError, IndexError):  # the replica was killed
                 devices = await devices_by_uuid(self.here, self.cluster)
-            pairs = ((gpu, one["assignment"].get("uid")) for gpu, one in devices.items() if one.get("assignment"))
+            pairs = [(gpu, one["assignment"].get("uid")) for gpu, one in devices.items() if one.get("assignment")]
+            if self.is_by_kubelet:
+                for _, uid in pairs:
+                    self.found.pop((uid, PAGE), None)
             self._note_all(PAGE, pairs)
+            self._note_claimed({gpu for gpu, one in devices.items() if one["state"] == "claimed"})
             await asyncio.sleep(LOOK_EVERY)
+
+    def _note_claimed(self, claimed: set[str]) -> None:
+        """`/devices` does not name the pods of these GPUs."""
+        for (uid, place), found in list(self.found.items()):
+            for gpus in found if place == CLAIM else ():
+                if claimed.issuperset(gpus):
+                    self._note(uid, PAGE, gpus)
 
     def violations(self, seen: Mapping[str, Sequence[Seen]], places: Callable[[str], Iterable[str]]) -> Iterator[str]:
         """Describes each pod whose containers see other GPUs than a place names for it. A pod without started
@@ -98,18 +127,28 @@ class Deliveries:
         for uid, name in self.names.items():
             if name in seen:
                 said: dict[str, set[Gpus]] = {place: set() for place in places(name)}
-                said |= {place: gpus for (of, place), gpus in self.found.items() if of == uid}
-                yield from (f"{name}: {one}" for one in disagreements(seen[name], said, self.gpus))
+                known = {place: gpus for (of, place), gpus in self.found.items() if of == uid}
+                if self.is_by_kubelet and PAGE not in said:
+                    known.pop(PAGE, None)
+                own = self.containers[uid] if self.is_by_kubelet else None
+                yield from (f"{name}: {one}" for one in disagreements(seen[name], said | known, self.gpus, own))
 
 
-def disagreements(seen: Sequence[Seen], said: Mapping[str, set[Gpus]], gpus: Sequence[str]) -> Iterator[str]:
+def disagreements(
+    seen: Sequence[Seen], said: Mapping[str, set[Gpus]], gpus: Sequence[str], containers: int | None = None
+) -> Iterator[str]:
     """Describes differences between what the containers of a pod saw and what was said of it, on a node with these
-    GPUs."""
+    GPUs. If each container has GPUs of its own, `containers` is their number."""
     for one in seen:
         devices = tuple(f"nvidia{number}" for number, gpu in enumerate(gpus) if gpu in one.uuids)
         if not one.uuids or one.devices != (*devices, "nvidiactl"):
             yield f"a container sees {one.uuids} and has {one.devices}"
     uuids = {tuple(sorted(one.uuids)) for one in seen}
+    if containers is not None:
+        started = len(uuids)
+        (own,) = uuids = {tuple(sorted(itertools.chain(*uuids)))}
+        if started < containers:
+            said = {place: {tuple(gpu for gpu in one if gpu in own) for one in found} for place, found in said.items()}
     if len(uuids) != 1 or any(found != uuids for found in said.values()):
         yield f"its containers see {uuids}, and {dict(said)}"
 

@@ -46,8 +46,9 @@ async def installed_on(
         await stack.enter_async_context(with_policies(here))
         await kube.patch(NAMESPACES, here.namespace, WRITES_TO_HOST)
         stack.push_async_callback(wait_until_empty, here)
-        account = await stack.enter_async_context(reconciler_account(here, cluster)) if has_account else None
-        await here.reconciler(account)
+        if has_account:
+            here.reconcile_account = await stack.enter_async_context(reconciler_account(here, cluster))
+        await here.reconciler()
         if attesting is not None:
             await stack.enter_async_context(attesting(here))
         await here.wait_until_offered()

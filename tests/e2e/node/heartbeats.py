@@ -82,14 +82,27 @@ def seen_in_containers(beats: Path) -> dict[str, list[Seen]]:
     return found
 
 
-def overlaps(lives: Iterable[Life]) -> list[str]:
-    """Describes every overlap of two containers on one GPU. Containers of one pod share its GPUs."""
+@frozen
+class Overlap:
+    """Two containers on one GPU at the same time."""
+
+    earlier: Life
+    later: Life
+
+    def __str__(self) -> str:
+        one, other = self.later, self.earlier
+        seconds = min(one.last, other.last) - one.first
+        return f"{one.gpu}: {one.pod} beside {other.pod} for {seconds:.2f} s from {one.first} on"
+
+
+def overlaps(lives: Iterable[Life], *, are_shared: bool = True) -> list[Overlap]:
+    """Every overlap of two containers on one GPU. With `are_shared`, containers of one pod share its GPUs."""
     by_gpu: dict[str, list[Life]] = {}
     for one in sorted(lives):
         by_gpu.setdefault(one.gpu, []).append(one)
     return [
-        f"{one.gpu}: {one.pod} beside {other.pod} for {min(one.last, other.last) - one.first:.2f} s from {one.first} on"
+        Overlap(other, one)
         for of_gpu in by_gpu.values()
         for other, one in itertools.combinations(of_gpu, 2)
-        if one.first <= other.last and (one.pod != other.pod or one.container == other.container)
+        if one.first <= other.last and not (are_shared and one.pod == other.pod and one.container != other.container)
     ]

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from datetime import timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
 
 from attrs import frozen
@@ -11,6 +11,7 @@ from attrs import frozen
 from scripts.controlplane.cluster import Cluster
 from scripts.node.files import RUNTIME
 from scripts.node.real import DRA_DRIVER, RealNode
+from tests.e2e.cluster_users import BINDING_ENDS
 from tests.e2e.dra.gpus import (
     GPU_DRIVER,
     RESOURCE_CLAIM_TEMPLATES,
@@ -31,6 +32,7 @@ from webhook.core.native import MAX_GPUS
 from webhook.core.proof_claims import template_name
 from webhook.core.proof_devices import DRIVER, hash_attribute
 from webhook.kube.install.policies import Installation, dra, policies
+from webhook.runtime.clock import utc_now
 
 LONG = timedelta(hours=2)
 
@@ -95,9 +97,16 @@ def manifests_of(here: Site, *, is_native: bool) -> list[Raw]:
 
 
 async def prove(kube: Kube, node: str, gpus: int) -> None:
-    """Writes evidence of the node, and waits until its GPUs have proof devices."""
+    """Writes evidence of the node, and waits until its GPUs have proof devices that can be allocated."""
     await write_evidence(kube, node, HASH, LONG)
     await wait_until(lambda: proof_devices(kube, node), lambda found: len(found) == gpus, START_TIMEOUT)
+
+    async def may_be_allocated() -> bool:
+        ends = await kube.find(BINDING_ENDS, "gpuwarden")
+        listed = (ends or {}).get("spec", {}).get("nodes") or {}
+        return node in listed and datetime.fromisoformat(listed[node]) > utc_now()
+
+    await wait_until(may_be_allocated, seconds=START_TIMEOUT)
 
 
 async def templates_are_there(kube: Kube, namespace: str) -> None:
