@@ -1,8 +1,14 @@
 """The webhook configurations, admission policies and roles.
 
 In the files, `CLAIM_ANNOTATIONS` and `CLAIM_LABELS` stand for the keys that make a claim, `CLAIM_DETAILS` for those
-that only refine one. CEL does not know these names, so the API server refuses a file as it is. All other names are
-those of an installation in the namespace `gpuwarden`.
+that only refine one, and `INJECTING_ANNOTATIONS` for those by which runtimes inject devices. CEL does not know these
+names, so the API server refuses a file as it is. All other names are those of an installation in the namespace
+`gpuwarden`.
+
+The API server converts the objects of a request once for the `matchConditions` of a policy, and three times for its
+validations, messages and audit annotations, of which it evaluates all, also for a request that it allows. So the
+conditions end most requests that the validations would allow. They may only end such requests. A condition that fails
+refuses the request.
 """
 
 import base64
@@ -17,6 +23,7 @@ from attrs import field, frozen
 
 from webhook.core import claim_keys, keys
 from webhook.core.host_paths import mistake_in
+from webhook.core.isolation import INJECTING
 from webhook.core.names import is_label_key, is_object_name
 from webhook.core.proof_devices import DRIVER
 from webhook.kube.install import crds
@@ -33,10 +40,11 @@ DRA = ("dra.yaml", "proofs.yaml", "claims.yaml", "evictions.yaml")
 GUARDS = frozenset(("gpuwarden-claims", "gpuwarden-consumers", "gpuwarden-claiming-pods", "gpuwarden-claim-evictions"))
 
 # The names that stand in a list for a placeholder in the files.
-CLAIM_NAMES: Mapping[str, tuple[str, ...]] = {
+LISTED_NAMES: Mapping[str, tuple[str, ...]] = {
     "CLAIM_ANNOTATIONS": tuple(name for key in claim_keys.CLAIM_KEYS if key.makes_claim for name in key.names),
     "CLAIM_LABELS": tuple(key.name for key in claim_keys.CLAIM_KEYS if key.makes_claim and key.is_label),
     "CLAIM_DETAILS": tuple(name for key in claim_keys.CLAIM_KEYS if not key.makes_claim for name in key.names),
+    "INJECTING_ANNOTATIONS": INJECTING,
 }
 
 # Debug containers are added through a subresource.
@@ -241,9 +249,9 @@ def guarding(manifest: Manifest, installation: Installation) -> Manifest:
     """A binding of a guard selects the namespaces that are guarded."""
     if not is_guard(manifest) or installation.dra_guard is DraGuard.OPTED_IN:
         return manifest
-    selector = manifest["spec"]["matchResources"]["namespaceSelector"]
-    anywhere = {key: value for key, value in selector.items() if key != "matchLabels"}
-    return {**manifest, "spec": {**manifest["spec"], "matchResources": {"namespaceSelector": anywhere}}}
+    matched = manifest["spec"]["matchResources"]
+    anywhere = {key: value for key, value in matched["namespaceSelector"].items() if key != "matchLabels"}
+    return {**manifest, "spec": {**manifest["spec"], "matchResources": {**matched, "namespaceSelector": anywhere}}}
 
 
 def is_guard(manifest: Manifest) -> bool:
@@ -296,7 +304,7 @@ def manifests(*files: str) -> list[Manifest]:
 
 def text(name: str) -> str:
     found = (resources.files("webhook.kube.install") / "policies" / name).read_text()
-    for placeholder, names in CLAIM_NAMES.items():
+    for placeholder, names in LISTED_NAMES.items():
         found = found.replace(placeholder, quoted(names))
     return found
 
