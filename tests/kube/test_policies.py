@@ -147,8 +147,6 @@ def test_files_contain_the_expected_objects() -> None:
         ("ValidatingAdmissionPolicyBinding", "gpuwarden-proof-claims"),
         ("ValidatingAdmissionPolicy", "gpuwarden-proof-ends"),
         ("ValidatingAdmissionPolicyBinding", "gpuwarden-proof-ends"),
-        ("ValidatingAdmissionPolicy", "gpuwarden-proof-conditions"),
-        ("ValidatingAdmissionPolicyBinding", "gpuwarden-proof-conditions"),
         ("ValidatingAdmissionPolicy", "gpuwarden-gpu-claims"),
         ("ValidatingAdmissionPolicyBinding", "gpuwarden-gpu-claims"),
         ("ValidatingAdmissionPolicy", "gpuwarden-proof-slices"),
