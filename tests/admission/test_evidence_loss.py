@@ -24,6 +24,8 @@ from webhook.core.device import Taint
 from webhook.core.evidence import Evidence, EvidenceState, combined
 from webhook.core.fleet import Fleet
 from webhook.core.hashes import NO_HASH_POLICY, HashPolicy
+from webhook.core.pod_claims import pod_claim_from
+from webhook.core.proof_devices import hash_attribute
 from webhook.core.reasons import Reason
 from webhook.core.reservation import PodIdentity
 from webhook.runtime.telemetry import Metrics
@@ -290,6 +292,18 @@ async def test_unreviewed_pod_is_checked_against_its_namespaces_policy() -> None
     scene.namespaces.hashes["research"] = HASH  # its event comes after its pod's
     assert await scene.settle() == [("train", LOST), ("trains", LOST)]
     assert scene.done[0] == "evict train"
+
+
+async def test_native_pod_is_checked_against_the_hash_of_its_template() -> None:
+    """Its namespace may accept others by now."""
+    scene = Scene()
+    scene.namespaces.hashes["research"] = f"{OTHER_HASH},{HASH}"
+    raw = on_a_node("train", A, {"gpuwarden.io/native": "true"})
+    raw["spec"]["resourceClaims"] = [pod_claim_from(f"gpuwarden-1-{hash_attribute(HASH)}")]
+    scene.continuous.changed(raw)
+    assert await scene.settle() == []
+    scene.proves(A, evidence(A, OTHER_HASH))
+    assert await scene.settle() == [(A, CHANGED), ("train", LOST), ("trains", LOST)]
 
 
 async def test_unreadable_claim_is_checked_against_its_namespaces_policy() -> None:

@@ -28,6 +28,9 @@ from webhook.core.fleet import Fleet
 from webhook.core.fleet_index import IndexedNode
 from webhook.core.hashes import HashPolicy
 from webhook.core.pod import OwnerReference, Pod
+from webhook.core.pod_claims import own_template_of
+from webhook.core.proof_claims import hash_of_template
+from webhook.core.proof_devices import hash_attribute
 from webhook.core.raw import Raw
 from webhook.core.reasons import Reason
 from webhook.core.reservation import PodIdentity, Reservation
@@ -90,6 +93,8 @@ class BoundPod:
     is_bound: bool = False
     owner: Subject | None = None
     is_leaving: bool = False
+    # Of the hash in the template of a native pod, which may name none itself.
+    attribute: str | None = None
 
     @classmethod
     def of(cls, raw: Raw, rules: ClaimRules) -> "BoundPod | None":
@@ -105,17 +110,19 @@ class BoundPod:
             recorded = recorded_claim_or_none(pod)
             is_reserved = recorded and recorded.count and pod.annotations.get(keys.RESERVATION_ID.name)
             claim = recorded if is_reserved else unreserved_claim(recorded, asked_of(pod, rules))
+            attribute = hash_of_template(own_template_of({"resourceClaims": pod.body.resource_claims}))
         except (msgspec.ValidationError, InvalidPodError):
             return None
-        if claim is None:
+        if claim is None and attribute is None:
             return None
         return cls(
             pod=PodIdentity(meta.namespace or "", meta.name or "", meta.uid),
             node=node,
-            claim=claim,
+            claim=claim or Claim(ClaimRecord()),
             is_bound=not is_reserved,
             owner=controller_of(meta.owner_references or (), meta.namespace or ""),
             is_leaving=meta.deletion_timestamp is not None,
+            attribute=attribute,
         )
 
 
@@ -315,7 +322,8 @@ class EvidenceLoss:
         if not bond or not bond.hashes:
             return one.claim
         record = one.claim.record
-        hashes = bond.restrict(record.hashes) or record.hashes
+        own = record.hashes or [hash for hash in bond.hashes if hash_attribute(hash) == one.attribute]
+        hashes = bond.restrict(own) or record.hashes
         return Claim(msgspec.structs.replace(record, hashes=hashes), one.claim.nodes)
 
     def _report_losses(self, lost: Iterable[LostEvidence], now: datetime) -> None:
