@@ -118,6 +118,25 @@ async def test_binding_is_denied_with_another_pods_reservation(
     assert refusal(await second.validate(binding("node-b", dry_run=dry_run))) == (403, "NotReserved")
 
 
+@pytest.mark.parametrize("beside", ["finalized", "pending"])
+async def test_pod_is_not_bound_beside_one_that_is_gone_if_the_kubelet_chooses(
+    build: Build, shared: Shared, beside: str
+) -> None:
+    """The kubelet takes the GPU of the other pod for free, and its containers may still run. A pending reservation is
+    of a pod that never ran."""
+    nodes = [{**node, "labels": {"gpuwarden.io/injection": "plugin"}} for node in INVENTORY["nodes"][:1]]
+    first, second = [await build({"nodes": nodes}, assemble=sharing(shared), injection="plugin") for _ in range(2)]
+    other = await first.create(gpu_pod(name="other"), uid="review-of-other", pod_uid="uid-of-other")
+    shared.change("node-a", phase=beside)
+    await created(first, shared, gpu_pod())
+    if beside == "finalized":
+        refused = await second.validate(binding("node-a"))
+        assert refusal(refused) == (429, "NoFreeDevice")
+        assert "a GPU in use that its device plugin considers free" in refused["status"]["message"]
+        shared.has(other)
+    assert (await second.validate(binding("node-a")))["allowed"]
+
+
 async def test_binding_is_denied_for_a_record_without_a_reservation_id(
     first: Harness, second: Harness, shared: Shared
 ) -> None:
