@@ -39,10 +39,10 @@ COMMANDS = [
     *("certs dev", "certs ensure", "certs keep", "config show", "config check", "config reference"),
     "record verify",
 ]
-# Flags of kube-apiserver, kubectl, etcdutl, helm, cosign, gh, pytest, make and the benchmarks.
+# Flags of kube-apiserver, kube-controller-manager, kubectl, etcdutl, helm, cosign, gh, pytest, make and the benchmarks.
 OTHERS = {
     *("--admission-control-config-file", "--audience", "--field-selector", "--patch", "--type", "--dry-run"),
-    *("--bump-revision", "--mark-compacted"),
+    *("--bump-revision", "--mark-compacted", "--concurrent-device-taint-eviction-syncs", "--kube-api-qps"),
     *("--api-versions", "--create-namespace", "--kube-version", "--reuse-values", "--set", "--take-ownership"),
     *("--certificate-identity-regexp", "--certificate-oidc-issuer", "--new-bundle-format", "--repo"),
     *(

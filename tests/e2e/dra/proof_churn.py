@@ -123,11 +123,11 @@ class ProofChurn:
                 yield
             self.over = utc_now()
             with suppress(NotInTimeError):  # the figures tell
-                await wait_until(self._are_all_marked, seconds=PATIENCE)
+                await wait_until(self._is_settled, seconds=PATIENCE)
 
     async def end(self) -> None:
         """Deletes all pods. One request for thousands of them takes longer than a client waits."""
-        names = iter([one.name for one in self.seen.pods.values()])
+        names = iter([one.name for one in self.seen.pods.values() if not one.marked])
 
         async def delete_in_turn() -> None:
             for name in names:
@@ -218,10 +218,19 @@ class ProofChurn:
 
     def faults(self) -> list[str]:
         """What must never be: a device of two claims, a pair of two GPUs, a proof for another hash, another node."""
-        return [*self.seen.faults, *(words for one in self.seen.claims.values() for words in self._wrong_pairs(one))]
+        wrong = (words for one in self.seen.claims.values() for words in self._wrong_pairs(one))
+        return [*self.seen.faults, *wrong, *self._unseen()]
+
+    def _unseen(self) -> Iterator[str]:
+        """A watch may be late, so this counts at the end only."""
+        claims = {one.pod for one in self.seen.claims.values()}
+        yield from (f"{name} has a claim and was not seen" for name in sorted(claims - self.seen.pods.keys()))
+        yield from (f"{one.name} is bound without a claim" for one in self.bound() if one.name not in claims)
 
     def _wrong_pairs(self, claim: SeenClaim) -> Iterator[str]:
-        pod = self.seen.pods[claim.pod]
+        pod = self.seen.pods.get(claim.pod)
+        if pod is None:
+            return
         for gpu, proof in claim.pairs:
             proven = {(one.uuid, one.hash) for one in self.seen.devices[proof]}
             if proven != {(self.gpus[gpu], hash_attribute(pod.hash))}:
@@ -246,6 +255,8 @@ class ProofChurn:
         claims = {one.pod: one for one in self.seen.claims.values()}
         found = []
         for pod in self.bound():
+            if pod.name not in claims:
+                continue
             stops = min((self.clock.latest(one) for one in (pod.marked, pod.ended) if one), default=None)
             ends = [self._end_of(proof, pod, stops or utc_now()) for _, proof in claims[pod.name].pairs]
             due = min((one for one in ends if one is not None), default=self.over)
@@ -253,9 +264,9 @@ class ProofChurn:
                 found.append((stops - due).total_seconds() if stops else float("inf"))
         return found
 
-    async def _are_all_marked(self) -> bool:
+    async def _is_settled(self) -> bool:
         await asyncio.sleep(1)  # it looks at all pods
-        return float("inf") not in self.seconds_until_marked()
+        return not list(self._unseen()) and float("inf") not in self.seconds_until_marked()
 
     def _end_of(self, proof: DeviceKey, pod: SeenPod, stops: datetime) -> datetime | None:
         """When the proof of the bound pod ended; None if it did not before the pod stopped. An end that was moved away

@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -60,8 +60,10 @@ async def test_pods_have_proven_gpus_while_proofs_come_and_go(
         churn = ProofChurn(proofs, gpus, HASHES, size.pace, asking)
         stack.push_async_callback(churn.end)
         async with churn.running():
-            await wait_until(lambda: number_bound(churn), lambda count: count >= size.pods, size.patience)
+            with suppress(NotInTimeError):  # the figures of fewer pods are worth seeing
+                await wait_until(lambda: number_bound(churn), lambda count: count >= size.pods, size.patience)
         check_figures(churn, request)
+        assert await number_bound(churn) >= size.pods
 
 
 def check_figures(churn: ProofChurn, request: pytest.FixtureRequest) -> None:
