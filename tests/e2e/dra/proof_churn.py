@@ -218,11 +218,10 @@ class ProofChurn:
 
     def faults(self) -> list[str]:
         """What must never be: a device of two claims, a pair of two GPUs, a proof for another hash, another node."""
-        wrong = (words for one in self.seen.claims.values() for words in self._wrong_pairs(one))
-        return [*self.seen.faults, *wrong, *self._unseen()]
+        return [*self.seen.faults, *(words for one in self.seen.claims.values() for words in self._wrong_pairs(one))]
 
-    def _unseen(self) -> Iterator[str]:
-        """A watch may be late, so this counts at the end only."""
+    def unseen(self) -> Iterator[str]:
+        """What a watch that is late has not shown yet."""
         claims = {one.pod for one in self.seen.claims.values()}
         yield from (f"{name} has a claim and was not seen" for name in sorted(claims - self.seen.pods.keys()))
         yield from (f"{one.name} is bound without a claim" for one in self.bound() if one.name not in claims)
@@ -266,7 +265,7 @@ class ProofChurn:
 
     async def _is_settled(self) -> bool:
         await asyncio.sleep(1)  # it looks at all pods
-        return not list(self._unseen()) and float("inf") not in self.seconds_until_marked()
+        return not list(self.unseen()) and float("inf") not in self.seconds_until_marked()
 
     def _end_of(self, proof: DeviceKey, pod: SeenPod, stops: datetime) -> datetime | None:
         """When the proof of the bound pod ended; None if it did not before the pod stopped. An end that was moved away

@@ -94,8 +94,11 @@ FAULTS: dict[str, tuple[Callable[[], list[str]], str]] = {
         lambda: churn(seen(pod_raw(2, "node-b"), claims=(claim_raw(2),))).faults(),
         "is on node-b",
     ),
-    "claim of a pod that was not seen": (lambda: churn(seen(claims=(claim_raw(2),))).faults(), "train has a claim"),
-    "bound without a claim": (lambda: churn(seen(pod_raw(2))).faults(), "train is bound without a claim"),
+    "claim of a pod that was not seen": (
+        lambda: list(churn(seen(claims=(claim_raw(2),))).unseen()),
+        "train has a claim",
+    ),
+    "bound without a claim": (lambda: list(churn(seen(pod_raw(2))).unseen()), "train is bound without a claim"),
     "sound workload": (lambda: workload_of(seen(pod_raw(2), claims=(claim_raw(2),))).faults(), ""),
     "pod that was ended": (
         lambda: workload_of(seen(pod_raw(2), pod_raw(3, deletionTimestamp="now"))).faults(),
