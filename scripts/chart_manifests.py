@@ -304,7 +304,7 @@ SOMETIMES: Final[Mapping[tuple[str, str, str], str]] = {
     ("serve", "priorityclasses", "list"): f'{KEEPS} (include "gpuwarden.scorer" .)',
     ("reconcile", "resourceslices", "get"): PROOFS,
     ("reconcile", "resourceclaims", "list"): PROOFS,
-    ("reconcile", "resourceclaims/status", "patch"): AT_BIND,
+    ("reconcile", "resourceclaims/status", "patch"): PROOFS,
     ("reconcile", "resourceclaims/driver", "arbitrary-node:patch"): AT_BIND,
     ("reconcile", "resourceclaimtemplates", "list"): '(include "gpuwarden.templates" .)',
     ("reconcile", "pods/status", "patch"): '(eq (default "create" .Values.settings.reserve) "bind")',

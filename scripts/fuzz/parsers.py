@@ -89,7 +89,8 @@ def allocations_of(found: Any) -> object:
     awaited = resource_claims.awaited_challenge(found)
     if awaited is not None:
         resource_claims.with_answer(found, awaited, {})
-    return resource_claims.allocated_claim(found), resource_claims.proof_allocation(found)
+    unused = resource_claims.unused_allocation(found)
+    return resource_claims.allocated_claim(found), resource_claims.proof_allocation(found), unused
 
 
 def closed_devices_of(found: Any) -> object:

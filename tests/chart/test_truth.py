@@ -282,11 +282,11 @@ def test_conditional_permissions_are_rendered_only_if_needed() -> None:
     assert may("reconcile", {"settings.reserve": "bind"}) - may("reconcile", {}) == {("pods/status", "patch")}
     proving = may("reconcile", {"settings.proofDevices": True}) - may("reconcile", {})
     slices = {("resourceslices", verb) for verb in ("get", "list", "watch", "create", "update", "delete")}
-    assert proving == slices | {("resourceclaims", "list"), ("resourceclaims", "watch")}
+    statuses = {("resourceclaims/status", "patch"), ("resourceclaims/binding", "patch")}
+    assert proving == slices | statuses | {("resourceclaims", "list"), ("resourceclaims", "watch")}
     native = {"native": True, **CHALLENGES, "attest.enabled": True, "attest.kubeletPlugins": "/var/lib/kubelet"}
     at_bind = {**native, "settings.challengeAtBind": True}
-    answering = {("resourceclaims/status", "patch"), ("resourceclaims/driver", "arbitrary-node:patch")}
-    assert may("reconcile", at_bind) - may("reconcile", native) == answering
+    assert may("reconcile", at_bind) - may("reconcile", native) == {("resourceclaims/driver", "arbitrary-node:patch")}
     watching = {("resourceslices", "list"), ("resourceslices", "watch")}
     assert may("attest", at_bind) - may("attest", native) == watching
     assert may("reconcile", {"settings.onMismatch": "evict"}) == evicting

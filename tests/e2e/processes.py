@@ -412,6 +412,37 @@ async def reconciler_account(here: Site, cluster: Cluster) -> AsyncIterator[Path
         yield cluster.service_account_kubeconfig(own, "gpuwarden-reconcile")
 
 
+@asynccontextmanager
+async def bindings_refused(kube: Kube, namespace: str, node: str) -> AsyncIterator[None]:
+    """A policy of someone else refuses the Bindings of the namespace, after our webhooks have reviewed them."""
+    name = f"no-bindings-{namespace}"
+    rule = {"apiGroups": [""], "apiVersions": ["v1"], "operations": ["CREATE"], "resources": ["pods/binding"]}
+    spec: Raw = {
+        "matchConstraints": {"resourceRules": [rule]},
+        "validations": [{"expression": "false", "message": "not today"}],
+    }
+    only = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": namespace}}}
+    bound = {"policyName": name, "validationActions": ["Deny"], "matchResources": only}
+    target = {"apiVersion": "v1", "kind": "Node", "name": node}
+    binding = {"apiVersion": "v1", "kind": "Binding", "metadata": {"name": "probe"}, "target": target}
+
+    async def refused() -> bool:
+        try:
+            await kube.call("POST", PODS.path(namespace, "probe", "binding"), binding, {"dryRun": "All"})
+        except ApiError as exc:
+            return "not today" in exc.message
+        return False
+
+    async with AsyncExitStack() as stack:
+        for kind, content in (("ValidatingAdmissionPolicy", spec), ("ValidatingAdmissionPolicyBinding", bound)):
+            await kube.create(KINDS[kind], {"metadata": {"name": name}, "spec": content})
+            stack.push_async_callback(kube.delete, KINDS[kind], name)
+        await kube.create(PODS, pod("probe", schedulerName="nobody"), namespace)
+        await wait_until(refused)
+        await kube.delete(PODS, "probe", namespace)
+        yield
+
+
 async def is_blinded(here: Site) -> bool:
     try:
         made = await here.kube.create(PODS, pod("probe"), here.namespace, dryRun="All")

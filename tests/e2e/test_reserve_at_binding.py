@@ -5,7 +5,6 @@ import asyncio
 import statistics
 import time
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 
 import pytest
@@ -30,7 +29,7 @@ from tests.e2e.kube import (
     wait_until,
 )
 from tests.e2e.measurements import report_figures
-from tests.e2e.processes import KINDS, OPT_IN
+from tests.e2e.processes import OPT_IN, bindings_refused
 from tests.e2e.webhook_configurations import is_reviewed
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -43,7 +42,6 @@ RETRIED = 4 * PATIENCE
 # A reservation whose Binding was lost: 15 s until the last review, 60 s for the API server, two clock skews of 5 s, and
 # a pass of the reconciler every 10 s.
 LOST = 15 + 60 + 2 * 5 + 10 + PATIENCE
-POLICIES, POLICY_BINDINGS = KINDS["ValidatingAdmissionPolicy"], KINDS["ValidatingAdmissionPolicyBinding"]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -97,33 +95,6 @@ async def agrees(here: Harness, raw: Raw) -> bool:
     written = raw["metadata"]["annotations"]
     ids = {entry["reservation"] for entry in held.values() if entry.get("uid") == raw["metadata"]["uid"]}
     return sorted(written[UUID].split(",")) == sorted(own) and ids == {written[ID]}
-
-
-@asynccontextmanager
-async def bindings_refused(here: Harness) -> AsyncIterator[None]:
-    """A policy of someone else refuses the Bindings of the namespace, after our webhooks have reviewed them."""
-    name = f"no-bindings-{here.namespace}"
-    rule = {"apiGroups": [""], "apiVersions": ["v1"], "operations": ["CREATE"], "resources": ["pods/binding"]}
-    spec: Raw = {
-        "matchConstraints": {"resourceRules": [rule]},
-        "validations": [{"expression": "false", "message": "not today"}],
-    }
-    only = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": here.namespace}}}
-    bound = {"policyName": name, "validationActions": ["Deny"], "matchResources": only}
-    async with AsyncExitStack() as stack:
-        for of, content in ((POLICIES, spec), (POLICY_BINDINGS, bound)):
-            await here.kube.create(of, {"metadata": {"name": name}, "spec": content})
-            stack.push_async_callback(here.kube.delete, of, name)
-        probe = await create(here, "probe", gpus=0, schedulerName="nobody")
-        node = here.proven[0]
-
-        async def refused() -> bool:
-            said = await bind(here, probe["metadata"]["name"], node, dryRun="All")
-            return said is not None and "not today" in said.message
-
-        await wait_until(refused)
-        await here.kube.delete(PODS, "probe", here.namespace)
-        yield
 
 
 async def holders(here: Harness, raw: Raw) -> list[str]:
@@ -211,7 +182,7 @@ async def test_evidence_that_ended_between_creation_and_binding_is_none(harness:
 
 
 async def test_refused_binding_is_tried_again_and_leaves_one_reservation(harness: Harness) -> None:
-    async with bindings_refused(harness):
+    async with bindings_refused(harness.kube, harness.namespace, harness.proven[0]):
         raw = await create(harness, "retried", gpus=2)
         await wait_until(partial(holders, harness, raw))
         assert await harness.node_of("retried") is None
@@ -226,7 +197,7 @@ async def test_refused_binding_is_tried_again_and_leaves_one_reservation(harness
 async def test_reservation_of_a_lost_binding_is_released(harness: Harness, request: pytest.FixtureRequest) -> None:
     node = harness.proven[0]
     raw = await create(harness, "lost", node=node, schedulerName="nobody")
-    async with bindings_refused(harness):
+    async with bindings_refused(harness.kube, harness.namespace, harness.proven[0]):
         began = time.monotonic()
         assert await bind(harness, "lost", node) is not None
         assert await holders(harness, raw) == [node]

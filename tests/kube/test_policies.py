@@ -147,6 +147,8 @@ def test_files_contain_the_expected_objects() -> None:
         ("ValidatingAdmissionPolicyBinding", "gpuwarden-proof-claims"),
         ("ValidatingAdmissionPolicy", "gpuwarden-proof-ends"),
         ("ValidatingAdmissionPolicyBinding", "gpuwarden-proof-ends"),
+        ("ValidatingAdmissionPolicy", "gpuwarden-own-allocations"),
+        ("ValidatingAdmissionPolicyBinding", "gpuwarden-own-allocations"),
         ("ValidatingAdmissionPolicy", "gpuwarden-gpu-claims"),
         ("ValidatingAdmissionPolicyBinding", "gpuwarden-gpu-claims"),
         ("ValidatingAdmissionPolicy", "gpuwarden-proof-slices"),
@@ -824,11 +826,11 @@ def test_roles_grant_no_more_than_expected() -> None:
     ours = {"gpunodes", "gpunodes/status", "nodeevidences", "nodeevidences/status"}
     ours |= {"bindingends", "trustbundles", "trustbundles/status"}  # with --bundle-endpoint
     by_policy = {"nodes", "pods/eviction"}  # with --on-evidence-lost and --on-mismatch
-    with_proofs = {"resourceslices", "resourceclaimtemplates"}  # with --proof-devices, --native-templates
+    with_proofs = {"resourceslices", "resourceclaims/status", "resourceclaims/binding"}  # with --proof-devices
+    with_templates = {"resourceclaimtemplates"}  # with --native-templates
     with_claims = {"resourceclaims", "pods/finalizers"}  # with the injection `dra`
-    with_challenges = {"resourceclaims/status"}  # with --challenge-at-bind
     at_binding = {"pods/status"}  # with --reserve bind
-    assert may_write == ours | by_policy | with_proofs | with_claims | with_challenges | at_binding | {
+    assert may_write == ours | by_policy | with_proofs | with_claims | with_templates | at_binding | {
         "pods",
         "events",
         "leases",

@@ -12,6 +12,7 @@ from starlette.responses import JSONResponse, Response
 
 from tests.api_client import answering, client_of
 from tests.builders import Raw
+from webhook.core.reservation import PodIdentity
 from webhook.kube.requests import ApiRefusesError, ApiUnavailableError, RateLimit, RateLimitedClient
 from webhook.kube.resource_claims import AllocatedDevice, ResourceClaims, allocated_claim
 
@@ -72,7 +73,7 @@ class Server:
 
 @asynccontextmanager
 async def claims_of(server: Server) -> AsyncIterator[ResourceClaims]:
-    async with answering(server.answer, "GET", "POST", "DELETE") as port, client_of(port) as api:
+    async with answering(server.answer, "GET", "POST", "DELETE", "PATCH") as port, client_of(port) as api:
         yield ResourceClaims(RateLimitedClient(api, RateLimit(100, 100, lambda: 0.0)))
 
 
@@ -128,3 +129,24 @@ async def test_failed_deletion_is_an_error() -> None:
     async with claims_of(Server(DELETE=(403, {"message": "not allowed"}))) as claims:
         with pytest.raises(ApiRefusesError, match="not allowed"):
             await claims.delete("ml", "gpuwarden-a", "u-1")
+
+
+async def test_allocation_is_taken_back_at_one_version_only() -> None:
+    """The API server answers 409 if the claim has changed."""
+    server = Server(PATCH=(409, {"message": "changed"}))
+    claim_at_7 = {"metadata": {**FOUND["metadata"], "resourceVersion": "7"}}
+    async with claims_of(server) as claims:
+        with pytest.raises(ApiRefusesError, match="changed"):
+            await claims.clear_allocation(claim_at_7)
+    ((method, path, body),) = server.requests
+    assert (method, path) == ("PATCH", f"{PATH}/gpuwarden-a/status")
+    only = {"uid": "u-1", "resourceVersion": "7"}
+    assert json.loads(body) == {"metadata": only, "status": {"allocation": None}}
+
+
+@pytest.mark.parametrize(("status", "uid", "is_found"), [(200, "p1", True), (200, "another", False), (404, "", False)])
+async def test_pod_of_a_claim_is_found_by_its_uid(status: int, uid: str, is_found: bool) -> None:
+    server = Server(GET=(status, {"metadata": {"name": "train", "uid": uid}}))
+    async with claims_of(server) as claims:
+        assert (await claims.pod_of(PodIdentity("ml", "train", "p1")) is not None) is is_found
+    assert server.requests == [("GET", "/api/v1/namespaces/ml/pods/train", b"")]

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Callable
 from functools import partial
 
 from attrs import frozen
@@ -11,6 +12,7 @@ from webhook.admission.evidence_loss import OnEvidenceLost
 from webhook.admission.placement_maps import opted_in
 from webhook.assembly.cluster import ClusterWriters, slices_of_driver, whole
 from webhook.core.fleet import Fleet
+from webhook.core.hashes import HashPolicy
 from webhook.core.native import NativeClaim
 from webhook.core.proof_claims import claim_spec
 from webhook.core.proof_devices import DRIVER
@@ -19,10 +21,12 @@ from webhook.dra.bind_challenges import BindChallenges
 from webhook.dra.claims import AllocatedClaims
 from webhook.dra.slices import ProofSlices
 from webhook.dra.templates import ClaimTemplates
+from webhook.dra.unused_allocations import UnusedAllocations
 from webhook.inventory.published_gpus import PublishedGpus
 from webhook.kube.api_objects import ApiObjects
 from webhook.kube.claim_templates import TEMPLATES_PATH, ApiClaimTemplates
 from webhook.kube.client import ApiClient
+from webhook.kube.events import Events
 from webhook.kube.paths import RESOURCE_CLAIMS_PATH, RESOURCE_SLICES
 from webhook.kube.requests import REQUEST_TIMEOUT, RateLimit, RateLimitedClient
 from webhook.kube.resource_claims import ResourceClaims
@@ -49,13 +53,21 @@ class ClaimedParts:
     claims: AllocatedClaims
     published: PublishedGpus
     gpus: ClaimedGpus
+    unused: UnusedAllocations
     # None if claims with a fresh challenge are not served.
     challenges: BindChallenges | None
     watches: WatchGroup
 
 
-def claimed_parts(settings: Settings, api: ApiClient, fleet: Fleet, watches: WatchGroup) -> ClaimedParts | None:
-    """None without proof devices."""
+def claimed_parts(
+    settings: Settings,
+    api: ApiClient,
+    fleet: Fleet,
+    watches: WatchGroup,
+    events: Events,
+    policy_of: Callable[[str], HashPolicy | None],
+) -> ClaimedParts | None:
+    """None without proof devices. `policy_of` says what an opted-in namespace requires."""
     if not settings.proof_devices:
         return None
     claims, published, of_claims = AllocatedClaims(), PublishedGpus(utc_now), WatchGroup()
@@ -64,12 +76,12 @@ def claimed_parts(settings: Settings, api: ApiClient, fleet: Fleet, watches: Wat
         return watches.are_current() and of_claims.are_current()
 
     gpus = ClaimedGpus(fleet, claims, published, settings.gpu_driver, utc_now, is_current)
-    challenges = None
-    if settings.challenge_at_bind:
-        challenges = BindChallenges(ResourceClaims(rate_limited(api)), fleet, utc_now, is_current)
-    listeners = (claims,) if challenges is None else (claims, challenges)
+    objects = ResourceClaims(rate_limited(api))
+    unused = UnusedAllocations(objects, fleet, events, utc_now, is_current, policy_of)
+    challenges = BindChallenges(objects, fleet, utc_now, is_current) if settings.challenge_at_bind else None
+    listeners = (claims, unused) if challenges is None else (claims, unused, challenges)
     of_claims.add(Watch(api, RESOURCE_CLAIMS_PATH, ListenerGroup(*listeners), trimmed=whole))
-    return ClaimedParts(claims, published, gpus, challenges, of_claims)
+    return ClaimedParts(claims, published, gpus, unused, challenges, of_claims)
 
 
 @frozen

@@ -37,6 +37,7 @@ from webhook.assembly.dra import claimed_parts, native_parts, proof_parts, rate_
 from webhook.assembly.parts import injection_of_nodes, policy_of, rules_of, times_of
 from webhook.core import keys
 from webhook.core.fleet import Fleet
+from webhook.core.hashes import HashPolicy
 from webhook.dra.reserved_claims import ClaimForm, OnEveryChange, ReservedClaims
 from webhook.dra.unplaced_pods import UnplacedPods
 from webhook.evidence.cluster import EvidenceView
@@ -136,6 +137,11 @@ def reconciler_parts(settings: Settings, api: ApiClient, metrics: Metrics) -> Re
     )
     offers = Offers(ApiObjects(api, GPU_NODES), fleet, utc_now, needs_evidence=policy.is_always_required)
     plugins = DevicePlugins(fleet, events, settings.gpu_resource, is_strict=settings.strict_devices)
+
+    def policy_within(name: str) -> HashPolicy | None:
+        """What an opted-in namespace requires."""
+        return rules.claims.known_within(name).hash_policy if ends.namespaces.get(name) else None
+
     claims = ReservedClaims(
         ResourceClaims(rate_limited(api)),
         ledger.of_pod,
@@ -151,10 +157,10 @@ def reconciler_parts(settings: Settings, api: ApiClient, metrics: Metrics) -> Re
             needs_evidence=policy.is_always_required,
         ),
         is_current=watches.are_current,
-        policy_of=lambda name: rules.claims.known_within(name).hash_policy if ends.namespaces.get(name) else None,
+        policy_of=policy_within,
     )
     unplaced = UnplacedPods(fleet, policy, events, utc_now)
-    claimed = claimed_parts(settings, api, fleet, watches)
+    claimed = claimed_parts(settings, api, fleet, watches, events, policy_within)
     writers = ClusterWriters(
         settings,
         api,
@@ -281,7 +287,7 @@ def reconciler_parts(settings: Settings, api: ApiClient, metrics: Metrics) -> Re
         optional_watches += proofs.watches
         # The ends first: no pod is bound to a node whose devices are about to end.
         challenges = () if claimed.challenges is None else (claimed.challenges,)
-        passes.append(Passes((ends, *challenges, proofs.slices), proofs.loss))
+        passes.append(Passes((ends, *challenges, proofs.slices, claimed.unused), proofs.loss))
         begin += [proofs.slices.begin, claimed.gpus.begin, *(one.begin for one in challenges)]
     if settings.native_templates:
         native = native_parts(settings, api, fleet, watches)

@@ -55,6 +55,7 @@ class Reason(StrEnum):
     DEVICE_PLUGIN_FOUND = "DevicePluginFound"
     GATE_OPENED = "GateOpened"
     RESOURCE_CLAIM_TAKEN = "ResourceClaimTaken"
+    ALLOCATION_CLEARED = "AllocationCleared"
 
 
 # The status codes that clients of the API server get with the reasons.
@@ -105,6 +106,7 @@ EVENTS_ONLY = frozenset(
         Reason.DEVICE_PLUGIN_FOUND,
         Reason.GATE_OPENED,
         Reason.RESOURCE_CLAIM_TAKEN,
+        Reason.ALLOCATION_CLEARED,
     }
 )
 

@@ -7,14 +7,19 @@ from typing import Any, Final
 import msgspec
 from attrs import frozen
 
+from webhook.core.pod import OwnerReference
+from webhook.core.proof_claims import CLAIM_LABELS
 from webhook.core.proof_devices import DRIVER
 from webhook.core.raw import Raw
+from webhook.core.reservation import PodIdentity
+from webhook.kube.pods import path_names
 from webhook.kube.requests import ApiRefusesError, RateLimitedClient
 from webhook.kube.resource_slices import CHALLENGE_FAILED, CHALLENGED, Timestamp
 
 IN_NAMESPACE: Final = "/apis/resource.k8s.io/v1/namespaces/{namespace}/resourceclaims"
 NAMED: Final = IN_NAMESPACE + "/{name}"
 STATUS: Final = NAMED + "/status"
+POD: Final = "/api/v1/namespaces/{namespace}/pods/{name}"
 NOT_FOUND, CONFLICT = 404, 409
 
 
@@ -74,10 +79,12 @@ class ClaimStatusWire(msgspec.Struct, frozen=True, rename="camel"):
     devices: Any = None
 
 
-class MetadataWire(msgspec.Struct, frozen=True):
+class MetadataWire(msgspec.Struct, frozen=True, rename="camel"):
     name: str
     uid: str
     namespace: str = ""
+    labels: dict[str, str] | None = None
+    owner_references: list[OwnerReference] | None = None
 
 
 class ClaimWire(msgspec.Struct, frozen=True):
@@ -128,6 +135,14 @@ class ProofAllocation:
 
 
 @frozen
+class UnusedAllocation:
+    """The proof devices of a claim that no pod may use yet, and the pod that owns the claim."""
+
+    pod: PodIdentity
+    proofs: tuple[AllocatedDevice, ...]
+
+
+@frozen
 class AwaitedChallenge:
     """What a claim waits for: the node has to answer a challenge that is newer than the allocation. `hash` is the
     attribute that the claim asks for."""
@@ -165,6 +180,20 @@ def proof_allocation(raw: Raw) -> ProofAllocation:
         AllocatedProof(one, hashes_for(one.request, config)) for one in devices_of(allocation) if one.driver == DRIVER
     )
     return ProofAllocation(wire.metadata.uid, proofs, pods_of(wire))
+
+
+def unused_allocation(raw: Raw) -> UnusedAllocation | None:
+    """None if the claim is not one of ours, has no proof devices, or a consumer. A claim that cannot be parsed raises
+    msgspec.ValidationError."""
+    wire = msgspec.convert(raw, ClaimWire)
+    meta, status = wire.metadata, wire.status
+    if status is None or status.reserved_for or not (meta.labels or {}).items() >= CLAIM_LABELS.items():
+        return None
+    proofs = tuple(one for one in devices_of(status.allocation) if one.driver == DRIVER)
+    owner = next((one for one in meta.owner_references or () if one.controller and one.kind == "Pod"), None)
+    if not proofs or owner is None:
+        return None
+    return UnusedAllocation(PodIdentity(meta.namespace, owner.name, owner.uid), proofs)
 
 
 def awaited_challenge(raw: Raw) -> AwaitedChallenge | None:
@@ -232,7 +261,7 @@ def is_for(request: str, requests: list[str] | None) -> bool:
 
 
 class ResourceClaims:
-    """Single claims in the API server. All methods raise ApiUnavailableError or ApiRefusesError."""
+    """Single claims in the API server, and their pods. All methods raise ApiUnavailableError or ApiRefusesError."""
 
     def __init__(self, client: RateLimitedClient) -> None:
         self._client = client
@@ -263,9 +292,21 @@ class ResourceClaims:
             if exc.status != CONFLICT:
                 raise
 
+    async def pod_of(self, pod: PodIdentity) -> Raw | None:
+        """The pod as it is now. None if there is none of this uid."""
+        found = await self._client.call("GET", POD, path_names(pod))
+        return found if found is not None and found["metadata"]["uid"] == pod.uid else None
+
+    async def clear_allocation(self, raw: Raw) -> None:
+        """Takes back what was allocated if the claim is still at this version."""
+        await self._patch_status(raw, {"allocation": None})
+
     async def patch_devices(self, raw: Raw, devices: list[Raw]) -> None:
         """Replaces the status of the devices if the claim is still at this version."""
+        await self._patch_status(raw, {"devices": devices})
+
+    async def _patch_status(self, raw: Raw, status: Raw) -> None:
         meta = raw["metadata"]
         only = {"uid": meta["uid"], "resourceVersion": meta["resourceVersion"]}
         names = {"namespace": meta["namespace"], "name": meta["name"]}
-        await self._client.call("PATCH", STATUS, names, {"metadata": only, "status": {"devices": devices}})
+        await self._client.call("PATCH", STATUS, names, {"metadata": only, "status": status})

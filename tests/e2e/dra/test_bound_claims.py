@@ -21,6 +21,7 @@ from tests.e2e.dra.gpus import (
     RESOURCE_CLAIM_TEMPLATES,
     RESOURCE_CLAIMS,
     AllocatedPair,
+    bound,
     claim_of_pod,
     claiming_pod,
     marked_for_deletion,
@@ -42,16 +43,19 @@ from tests.e2e.kube import (
     wait_until,
 )
 from tests.e2e.measurements import report_figures
+from tests.e2e.processes import bindings_refused, reconciler_account
 from tests.e2e.test_ledger import GPU_NODES
 from webhook.core.device import CLAIMED
 from webhook.core.pod_claims import own_claim_of
-from webhook.kube.install.policies import Installation, policies
+from webhook.core.proof_claims import CLAIM_LABELS
+from webhook.kube.install.policies import Installation, dra, policies
 from webhook.runtime.clock import utc_now
 
 OTHER_HASH = "sha256:bb22"
 QUOTAS = Resource("api/v1", "resourcequotas")
 BIND = ("--reserve", "bind", "--native-templates", "true", "--on-evidence-lost", "evict")
 TEMPLATE = "gpuwarden-1-aa11"
+OWN_ALLOCATIONS = "gpuwarden-own-allocations"
 
 
 @pytest.fixture
@@ -144,6 +148,68 @@ async def test_gpu_of_a_map_is_kept_for_its_stateful_set(claims: Claims, kube: K
     # Without the set the GPU is for all.
     await kube.delete(STATEFUL_SETS, "web", where)
     assert [one.gpu for one in await pairs(claims, "fourth")] == [gpu]
+
+
+async def test_pod_whose_binding_failed_is_bound_elsewhere_when_its_node_proves_another_hash(
+    claims: Claims, kube: Kube, cluster: Cluster
+) -> None:
+    """kube-scheduler keeps what it has allocated, and a policy refuses it for good."""
+    name, where = "unlucky", claims.namespace
+
+    async def allocation() -> Raw | None:
+        """What the claim has been allocated, while no pod uses it."""
+        status = (await claim_of_pod(kube, where, name)).get("status") or {}
+        return None if status.get("reservedFor") else status.get("allocation")
+
+    async with reconciler_account(claims.here, cluster) as account, Kube(account) as reconciler:
+        async with bindings_refused(kube, where, A):
+            await kube.create(PODS, asking(name), where)
+            first = pool_of(await wait_until(allocation))
+            other = B if first == A else A
+            proven, now = json.dumps({A: HASH, B: HASH}), json.dumps({first: OTHER_HASH, other: HASH})
+            claims.here.flags = tuple(now if one == proven else one for one in claims.here.flags)
+            await claims.here.reconcilers[-1].kill()
+            await kube.delete(LEASES, "gpuwarden-reconcile", claims.here.own_namespace)
+            await assert_only_takes_back(claims, reconciler, await claim_of_pod(kube, where, name))
+            await claims.here.reconciler(account)
+        found = await bound(kube, where, name, 60)
+        assert found["spec"]["nodeName"] == other
+        assert [one.node for one in await pairs(claims, name)] == [other]
+        told = await kube.list(EVENTS, where, fieldSelector=f"involvedObject.name={name}")
+        assert "AllocationCleared" in {one["reason"] for one in told}
+
+
+def pool_of(allocation: Raw | None) -> str:
+    assert allocation is not None
+    (pool,) = {one["pool"] for one in allocation["devices"]["results"]}
+    return str(pool)
+
+
+async def assert_only_takes_back(claims: Claims, reconciler: Kube, claim: Raw) -> None:
+    """The account of `reconcile` allocates nothing, and writes no consumer."""
+    (policy,) = (
+        one
+        for one in dra(Installation(claims.here.own_namespace))
+        if one["metadata"]["name"] == OWN_ALLOCATIONS and "validations" in one["spec"]
+    )
+    await claims.kube.patch(resource_of(policy), OWN_ALLOCATIONS, {"spec": policy["spec"]})
+    (owner,) = claim["metadata"]["ownerReferences"]
+    free = {"name": "free", "labels": CLAIM_LABELS, "ownerReferences": [owner]}
+    await claims.kube.create(RESOURCE_CLAIMS, {"metadata": free, "spec": claim["spec"]}, claims.namespace)
+    allocated = {"allocation": claim["status"]["allocation"]}
+    consumer = {"reservedFor": [{"resource": "pods", "name": owner["name"], "uid": owner["uid"]}]}
+    for name, change in (("free", allocated), ("free", allocated | consumer), (claim["metadata"]["name"], consumer)):
+        place = RESOURCE_CLAIMS.path(claims.namespace, name, "status")
+
+        async def refused(place: str = place, change: Raw = change) -> str:
+            try:
+                await reconciler.call("PATCH", place, {"status": change}, {"dryRun": "All"})
+            except ApiError as exc:
+                return exc.message
+            return ""
+
+        await wait_until(refused, lambda text: "may only take back the allocation" in text)
+    await claims.kube.delete(RESOURCE_CLAIMS, "free", claims.namespace)
 
 
 async def claimed(kube: Kube) -> set[str]:
