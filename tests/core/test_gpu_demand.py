@@ -103,9 +103,16 @@ def test_selectors_name_hashes_attributes_and_uuids() -> None:
         "gpu0": f"has({gpu}.productName) && {gpu}.productName.matches('^H100[.]X[ -]80GB$')",
     }
     assert selectors(GpuDemand(1, (), (), (UUID,))) == {
-        "proof0": f"{own}.mode in ['native', 'mapped'] && {gpu}.uuid == '{UUID}'",
+        "proof0": f"{own}.mode == 'native' && {gpu}.uuid == '{UUID}'",
         "gpu0": f"{gpu}.uuid == '{UUID}'",
     }
+
+
+def test_only_claims_of_a_stateful_set_that_name_a_gpu_take_one_that_is_kept_for_it() -> None:
+    own, gpu = "device.attributes['attested.gpuwarden.io']", "device.attributes['gpu.nvidia.com']"
+    named = selectors(GpuDemand(1, uuids=(UUID,), kept_for="0a1b"))
+    assert named["proof0"] == f"{own}.mode in ['native', 'mapped-0a1b'] && {gpu}.uuid == '{UUID}'"
+    assert selectors(GpuDemand(1, kept_for="0a1b")) == selectors(GpuDemand(1))
 
 
 def test_plugin_on_the_node_is_told_the_hashes() -> None:

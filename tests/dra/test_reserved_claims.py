@@ -27,7 +27,7 @@ from webhook.core.claim import ClaimRules
 from webhook.core.claim_keys import ClaimRecord
 from webhook.core.dress import Allocation, DressRules, dressed, left_to_scheduler, waiting
 from webhook.core.fleet import Fleet
-from webhook.core.gpu_map import MapOwner, SetId
+from webhook.core.gpu_map import SetId
 from webhook.core.hashes import NO_HASH_POLICY, HashPolicy
 from webhook.core.injection import Injection
 from webhook.core.proof_claims import reserved_claim_spec
@@ -86,6 +86,7 @@ class Scene:
 
     def __init__(self, form: ClaimForm = FORM) -> None:
         self.now, self.is_current = NOW, True
+        self.policy: HashPolicy | None = None
         self.fleet = Fleet(injection=Injection.DRA)
         self.fleet.put(node("node-a", device("GPU-1"), device("GPU-2")), NOW)
         self.proves(HASH)
@@ -527,6 +528,7 @@ def demanding(hashes: str = f"{OTHER_HASH},{HASH}", **meta: Any) -> Raw:
 
 def within(policy: HashPolicy | None) -> Scene:
     scene = Scene()
+    scene.policy = policy
     scene.claims = ReservedClaims(
         scene.objects,
         scene.ledger.get,
@@ -535,7 +537,7 @@ def within(policy: HashPolicy | None) -> Scene:
         lambda: scene.now,
         FORM,
         lambda: scene.is_current,
-        lambda _: policy,
+        lambda _: scene.policy,
     )
     return scene
 
@@ -577,21 +579,52 @@ async def test_no_claim_is_made(policy: HashPolicy | None, raw: Raw) -> None:
     assert await scene.step() == []
 
 
-async def test_claim_for_a_map_waits_while_its_gpu_is_set_aside_for_another_stateful_set() -> None:
-    scene = within(NO_HASH_POLICY)
+def of_map(uid: str | None) -> Raw:
+    """A pod whose map names GPU-1, of a StatefulSet with this uid."""
     record = {"gpus": 1, "injection": "dra", "reserve": "bind", "node": "node-a", "devices": ["GPU-1"]}
-    raw = demanding(ownerReferences=[{"kind": "StatefulSet", "name": "web", "uid": "own", "controller": True}])
+    owners = [] if uid is None else [{"kind": "StatefulSet", "name": "web", "uid": uid, "controller": True}]
+    raw = demanding(ownerReferences=owners)
     raw["metadata"]["annotations"]["gpuwarden.io/claim"] = json.dumps(record)
-    scene.claims.changed(raw)
-    for other in (SetId("other", "ml"), SetId("own", "another-namespace")):
-        scene.fleet.set_aside({"node-a": {"GPU-1": MapOwner("2026-01-01", other)}}, {"node-a"})
-        assert await scene.step() == []
-    scene.fleet.set_aside({"node-a": {"GPU-1": MapOwner("2026-01-01", SetId("own", "ml"))}}, {"node-a"})
+    return raw
+
+
+@pytest.mark.parametrize(
+    ("uid", "modes"),
+    [("own", f"in ['native', 'mapped-{SetId('own', 'ml').digest}']"), (None, "== 'native'")],
+    ids=["of a set", "of none"],
+)
+async def test_claim_for_a_map_takes_a_gpu_that_is_kept_for_its_own_stateful_set_only(
+    uid: str | None, modes: str
+) -> None:
+    scene = within(NO_HASH_POLICY)
+    scene.claims.changed(of_map(uid))
     assert await scene.step() == [f"create {NAME}"]
-    found = scene.objects.claims[NAME]["spec"]["devices"]["requests"]
-    (selector,) = found[0]["exactly"]["selectors"]
-    uuid = "device.attributes['gpu.nvidia.com'].uuid == 'GPU-1'"
-    assert selector["cel"]["expression"] == f"{OWN}.mode in ['native', 'mapped'] && {uuid}"
+    assert selectors(scene.objects.claims[NAME])["proof0"] == f"{OWN}.mode {modes} && {UUID_OF.format('GPU-1')}"
+
+
+def test_stateful_sets_of_two_namespaces_are_told_apart() -> None:
+    """A pod can name any uid in its owner references."""
+    assert SetId("own", "ml").digest != SetId("own", "another-namespace").digest
+
+
+@pytest.mark.parametrize("policy", [None, HashPolicy("ml", ("sha256:cc33",))], ids=["not opted in", "another hash"])
+@pytest.mark.parametrize("is_elected", [False, True])
+async def test_claim_is_withdrawn_when_its_namespace_no_longer_allows_it(
+    policy: HashPolicy | None, is_elected: bool
+) -> None:
+    scene = within(NO_HASH_POLICY)
+    raw = demanding()
+    scene.claims.changed(raw)
+    assert await scene.step() == [f"create {NAME}"]
+    if is_elected:
+        made, scene = scene.objects.claims, within(policy)
+        scene.objects.claims |= made
+        scene.claims.changed(raw)
+    else:
+        scene.policy = policy
+    for _ in range(2):
+        await scene.step(CHECKED_EVERY)
+    assert scene.objects.claims == {}
 
 
 async def test_forged_record_makes_no_claim() -> None:

@@ -180,13 +180,19 @@ async def test_gpus_that_are_set_aside_for_maps_have_devices_of_their_own_mode(s
     scene.proven(A, "GPU-1", "GPU-2", "GPU-3")
     await scene.step()
     assert set(modes(scene).values()) == {"native"}
-    mapped = {A: {"GPU-2": MapOwner("2026-01-01", SetId("set", "ml"))}}
+    owner = SetId("set", "ml")
+    mapped = {A: {"GPU-2": MapOwner("2026-01-01", owner)}}
     scene.fleet.set_aside(mapped, {A})
     assert await scene.step() == ["replace gpuwarden-node-a-0"]
-    assert modes(scene) == {"gpu-1-aa11": "native", "gpu-2-aa11": "mapped", "gpu-3-aa11": "native"}
+    kept = f"mapped-{owner.digest}"
+    assert modes(scene) == {"gpu-1-aa11": "native", "gpu-2-aa11": kept, "gpu-3-aa11": "native"}
     numbers = [one["attributes"] for one in scene.raw["spec"]["devices"]]
     assert [(one["index"]["int"], one["count"]["int"]) for one in numbers] == [(0, 2), (0, 1), (1, 2)]
     assert await scene.step() == []
+    older = SetId("set", "another-namespace")
+    scene.fleet.set_aside({A: {"GPU-2": MapOwner("2025-01-01", older)}}, {A})
+    assert await scene.step() == ["replace gpuwarden-node-a-0"]
+    assert modes(scene)["gpu-2-aa11"] == f"mapped-{older.digest}" != kept
     scene.fleet.set_aside({}, {A})
     await scene.step()
     assert set(modes(scene).values()) == {"native"}

@@ -79,7 +79,7 @@ def test_slice_has_at_most_as_many_devices_as_the_api_server_accepts(devices: in
 
 
 def test_written_devices_are_read_again() -> None:
-    mapped = evolve(ProofDevice.of("GPU-y", "sha256:bb22", None), is_mapped=True)
+    mapped = evolve(ProofDevice.of("GPU-y", "sha256:bb22", None), kept_for="0a1b")
     devices = [*proofs(2), ProofDevice.of("GPU-x", "sha256:bb22", None), mapped]
     (raw,) = slices_of("node-a", devices, 7, DRIVER)
     found = any_slice(raw)

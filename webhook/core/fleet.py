@@ -405,8 +405,13 @@ class Fleet:
 
     def is_set_aside_for_other(self, uuid: DeviceUuid, stateful_set: SetId | None) -> bool:
         """Whether the GPU is set aside for the map of another StatefulSet."""
+        owner = self.set_aside_for(uuid)
+        return owner is not None and owner != stateful_set
+
+    def set_aside_for(self, uuid: DeviceUuid) -> SetId | None:
+        """The StatefulSet whose map has set the GPU aside."""
         owner = self._set_aside.get(uuid)
-        return owner is not None and owner.set != stateful_set
+        return None if owner is None else owner.set
 
     @property
     def set_aside_devices(self) -> KeysView[DeviceUuid]:

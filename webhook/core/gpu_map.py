@@ -1,5 +1,6 @@
 """The placement map: the node and GPUs for each ordinal of a StatefulSet, one line each."""
 
+import hashlib
 import re
 from collections.abc import Container, Mapping
 from functools import lru_cache
@@ -25,6 +26,11 @@ class SetId:
 
     uid: str
     namespace: str
+
+    @property
+    def digest(self) -> str:
+        """Identifies it where a name has few characters."""
+        return hashlib.sha256(f"{self.namespace}/{self.uid}".encode()).hexdigest()[:32]
 
 
 @frozen(order=True)

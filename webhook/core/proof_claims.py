@@ -7,7 +7,7 @@ from typing import Final
 from attrs import frozen
 
 from webhook.core.device import is_mig
-from webhook.core.proof_devices import AT_BIND, DRIVER, ProofMode
+from webhook.core.proof_devices import AT_BIND, DRIVER, ProofMode, mapped_mode
 from webhook.core.raw import Raw
 
 # A claim has at most 32 requests, and each GPU takes two.
@@ -46,6 +46,8 @@ class GpuDemand:
     attributes: tuple[tuple[str, str], ...] = ()
     # One for each GPU; empty: any.
     uuids: tuple[str, ...] = ()
+    # The digest of the pod's StatefulSet, whose map may keep the named GPUs.
+    kept_for: str = ""
 
 
 def claim_spec(
@@ -114,7 +116,9 @@ def proof_selector(k: int, demand: GpuDemand, uuid: str | None, gpu_driver: str,
     own = f"device.attributes['{DRIVER}']"
     places = f"{own}.index >= {k} && {own}.index <= {k - demand.count} + {own}.count"
     place = places if uuid is None else f"device.attributes['{gpu_driver}'].uuid == '{uuid}'"
-    has_mode = f"{own}.mode == '{mode}'" if uuid is None else f"{own}.mode in ['{mode}', '{ProofMode.MAPPED}']"
+    has_mode = f"{own}.mode == '{mode}'"
+    if uuid is not None and demand.kept_for:
+        has_mode = f"{own}.mode in ['{mode}', '{mapped_mode(demand.kept_for)}']"
     return " && ".join([*hash_terms(demand.hashes), has_mode, place])
 
 

@@ -26,6 +26,8 @@ KEPT_AFTER_END: Final = timedelta(seconds=30)
 LATEST_END: Final = datetime(2999, 1, 1, tzinfo=UTC)
 # In the names of devices and templates for claims with a fresh challenge.
 AT_BIND: Final = "-bind"
+# Begins the mode of devices whose GPUs are kept for a StatefulSet.
+MAPPED: Final = "mapped-"
 
 
 class ProofMode(StrEnum):
@@ -33,8 +35,6 @@ class ProofMode(StrEnum):
 
     DRA = "dra"
     NATIVE = "native"
-    # The same, of GPUs that are set aside for placement maps: only claims that name the GPU take them.
-    MAPPED = "mapped"
     # Those that the scheduler chooses for, with a fresh challenge before the pod is bound.
     CHALLENGED = "challenged"
 
@@ -51,8 +51,8 @@ class ProofDevice:
     is_closed: bool = False
     # For claims with a fresh challenge: a pod is bound after the node has answered one (decision 37).
     is_challenged: bool = False
-    # Its GPU is set aside for a placement map.
-    is_mapped: bool = False
+    # The digest of the StatefulSet whose placement map keeps its GPU; empty if none does.
+    kept_for: str = ""
 
     @classmethod
     def of(cls, uuid: str, hash: str, end: datetime | None) -> "ProofDevice":
@@ -89,6 +89,11 @@ class ProofDevice:
 
     def has_ended(self, now: datetime) -> bool:
         return self.end is not None and self.end <= now
+
+
+def mapped_mode(kept_for: str) -> str:
+    """The mode of devices whose GPUs are kept for a StatefulSet. Only claims of its pods take them, by the UUID."""
+    return f"{MAPPED}{kept_for}"
 
 
 def hash_attribute(hash: str) -> str:
@@ -179,7 +184,7 @@ def is_write_due(wanted: Iterable[ProofDevice], written: Mapping[str, ProofDevic
     end is nearer than written, or at most half of the time that is left is written."""
     devices = {one.name: one for one in wanted}
     return devices.keys() != written.keys() or any(
-        (one.is_closed, one.is_mapped) != (written[name].is_closed, written[name].is_mapped)
+        (one.is_closed, one.kept_for) != (written[name].is_closed, written[name].kept_for)
         or is_end_due(one, written[name], now)
         for name, one in devices.items()
     )

@@ -5,7 +5,8 @@ after any step: the name is in the pod, and a claim that exists is recognized.
 
 The claim of a pod with a reservation takes exactly the reserved GPUs. It is made for the pod that has the reservation
 by its uid, and for no other pod that names the same claim. The claim of a pod without one takes any GPUs that the pod's
-record asks for and its namespace allows.
+record asks for and its namespace allows. Only the claim of a pod of a StatefulSet takes the GPUs that the set's map
+keeps.
 """
 
 import asyncio
@@ -17,13 +18,12 @@ from typing import Final, Protocol
 
 import msgspec
 import structlog
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 from msgspec import structs
 
 from webhook.core import keys
 from webhook.core.claim import stateful_set_of
 from webhook.core.claim_keys import ClaimRecord
-from webhook.core.device import DeviceUuid
 from webhook.core.errors import InvalidPodError
 from webhook.core.fleet import Fleet
 from webhook.core.gpu_demand import demand_of
@@ -194,7 +194,7 @@ class ReservedClaims:
         try:
             if one.record.is_left_to_scheduler:
                 spec = self._demanded(one)
-                await self._make(one, spec, partial(eq, spec))
+                await (self._withdraw(one) if spec is None else self._make(one, spec, partial(eq, spec)))
             elif held is None or not is_live(held) or not one.has(held):
                 await self._withdraw(one)
             else:
@@ -204,7 +204,8 @@ class ReservedClaims:
             log.warning("claim not written", namespace=one.pod.namespace, claim=one.claim_name, problem=str(exc))
 
     async def _withdraw(self, one: ClaimingPod) -> None:
-        """The pod has no reservation any more: its claim must not keep GPUs that others can reserve."""
+        """The pod has no reservation any more, or its namespace does not allow its hashes. Its claim must not keep GPUs
+        that others can have."""
         uid = self._made.get(one.pod.uid) or await self._left_over(one)
         if uid:
             await self._objects.delete(one.pod.namespace, one.claim_name, uid)
@@ -213,7 +214,7 @@ class ReservedClaims:
 
     async def _left_over(self, one: ClaimingPod) -> str:
         """The uid of the claim that an earlier leader made for the pod; empty if there is none, or if it is not looked
-        up yet: the reservation of a new pod may not be known yet."""
+        up yet: the reservation of a new pod may not be known yet, or the label of its namespace."""
         now = self._clock()
         if now < self._unreserved.setdefault(one.pod.uid, now) + CHECKED_EVERY:
             return ""
@@ -242,9 +243,9 @@ class ReservedClaims:
 
     def _demanded(self, one: ClaimingPod) -> Raw | None:
         """The spec of the claim by the pod's record. None if the namespace has not opted in or allows none of the
-        hashes: the pod may be older than its rules. None also while a GPU is set aside for another StatefulSet."""
+        hashes: the pod may be older than its rules."""
         policy = self._policy_of(one.pod.namespace)
-        if policy is None or policy.mistakes or self._wants_gpus_of_others(one):
+        if policy is None or policy.mistakes:
             return None
         hashes = policy.restrict(one.record.hashes)
         if one.record.hashes and not hashes:
@@ -253,14 +254,9 @@ class ReservedClaims:
             demand = demand_of(structs.replace(one.record, hashes=hashes))
         except InvalidPodError:
             return None
-        form = self._form
+        form, owner = self._form, one.stateful_set
+        demand = evolve(demand, kept_for="" if owner is None else owner.digest)
         return demanded_spec(demand, gpu_driver=form.gpu_driver, gpu_class=form.gpu_class, evicts=form.evicts)
-
-    def _wants_gpus_of_others(self, one: ClaimingPod) -> bool:
-        """Whether the pod's map names a GPU that is set aside for another StatefulSet."""
-        return any(
-            self._fleet.is_set_aside_for_other(DeviceUuid(uuid), one.stateful_set) for uuid in one.record.devices
-        )
 
     def _reserved(self, one: ClaimingPod, held: Reservation) -> Raw | None:
         """The spec of the claim for the reserved GPUs. None while their node is not proven."""

@@ -242,9 +242,10 @@ class ProofSlices:
         # These replace the same devices above.
         for device in self._fleet.indexed_nodes[node].node.devices:
             one = ProofDevice.of(device.uuid, evidence.hash, evidence.until)
-            if self._mode(node) is ProofMode.NATIVE and device.uuid in self._fleet.set_aside_devices:
-                one = evolve(one, is_mapped=True)
-            may_wait = not one.is_mapped and self._can_be_challenged(node, evidence)
+            owner = self._fleet.set_aside_for(device.uuid)
+            if self._mode(node) is ProofMode.NATIVE and owner is not None:
+                one = evolve(one, kept_for=owner.digest)
+            may_wait = not one.kept_for and self._can_be_challenged(node, evidence)
             for each in (one, one.with_challenge) if may_wait else (one,):
                 if self._is_offered(node, device) or each.name in claimed:
                     yield each

@@ -11,7 +11,7 @@ from webhook.core.errors import GpuwardenError
 from webhook.core.keys import MANAGED_BY, OURS
 from webhook.core.names import MAX_SUBDOMAIN
 from webhook.core.proof_claims import EVIDENCE_ENDED, EVIDENCE_ENDS
-from webhook.core.proof_devices import DRIVER, ProofDevice, ProofMode, digits_of_device
+from webhook.core.proof_devices import DRIVER, MAPPED, ProofDevice, ProofMode, digits_of_device, mapped_mode
 from webhook.core.raw import Raw
 from webhook.runtime.clock import LONG_AGO, is_plausible
 
@@ -148,8 +148,9 @@ def proof_device(wire: ProofDeviceWire) -> ProofDevice:
     uuid = next((one.string for name, one in wire.attributes.items() if name.endswith("/uuid")), "")
     hash = wire.attributes.get(HASH, AttributeWire()).string
     is_closed = any(one.key == EVIDENCE_ENDED for one in wire.taints)
-    is_mapped = wire.attributes.get(MODE, AttributeWire()).string == ProofMode.MAPPED
-    return ProofDevice(wire.name, uuid, hash, end_of(wire), is_closed, CHALLENGED in wire.binding_conditions, is_mapped)
+    mode = wire.attributes.get(MODE, AttributeWire()).string
+    kept_for = mode.removeprefix(MAPPED) if mode.startswith(MAPPED) else ""
+    return ProofDevice(wire.name, uuid, hash, end_of(wire), is_closed, CHALLENGED in wire.binding_conditions, kept_for)
 
 
 def end_of(wire: ProofDeviceWire) -> datetime | None:
@@ -186,16 +187,16 @@ def slices_of(
     ]
 
 
-def mode_of(one: ProofDevice, mode: ProofMode) -> ProofMode:
+def mode_of(one: ProofDevice, mode: ProofMode) -> str:
     """The mode of a device on a node of this mode."""
     if one.is_challenged:
         return ProofMode.CHALLENGED
-    return ProofMode.MAPPED if one.is_mapped and mode is ProofMode.NATIVE else mode
+    return mapped_mode(one.kept_for) if one.kept_for and mode is ProofMode.NATIVE else mode
 
 
-def places_of(modes: Mapping[str, ProofMode], mode: ProofMode) -> list[tuple[str, tuple[int, int]]]:
+def places_of(modes: Mapping[str, str], mode: str) -> list[tuple[str, tuple[int, int]]]:
     """The place of each device of the mode, and their number."""
-    names = [name for name, own in modes.items() if own is mode]
+    names = [name for name, own in modes.items() if own == mode]
     return [(name, (place, len(names))) for place, name in enumerate(names)]
 
 
@@ -205,13 +206,13 @@ def on_node(node: str) -> Raw:
     return {"nodeSelectorTerms": [{"matchFields": [field]}]}
 
 
-def raw_device(one: ProofDevice, place: int, count: int, gpu_driver: str, mode: ProofMode) -> Raw:
+def raw_device(one: ProofDevice, place: int, count: int, gpu_driver: str, mode: str) -> Raw:
     attributes: Raw = {
         f"{gpu_driver}/uuid": {"string": one.uuid},
         HASH: {"string": one.hash},
         INDEX: {"int": place},
         COUNT: {"int": count},
-        MODE: {"string": mode.value},
+        MODE: {"string": str(mode)},
     }
     raw: Raw = {"name": one.name, "attributes": attributes}
     if one.is_challenged:

@@ -24,8 +24,10 @@ from tests.e2e.dra.gpus import (
     bound,
     claim_of_pod,
     claiming_pod,
+    ended,
     marked_for_deletion,
     pairs_of,
+    proof_devices,
     refused_by_scheduler,
 )
 from tests.e2e.dra.test_reserved_claims import HASH, LEASES, A, B, Claims, claims_site
@@ -43,11 +45,12 @@ from tests.e2e.kube import (
     wait_until,
 )
 from tests.e2e.measurements import report_figures
-from tests.e2e.processes import bindings_refused, reconciler_account
+from tests.e2e.processes import OPT_IN, bindings_refused, reconciler_account
 from tests.e2e.test_ledger import GPU_NODES
 from webhook.core.device import CLAIMED
 from webhook.core.pod_claims import own_claim_of
 from webhook.core.proof_claims import CLAIM_LABELS
+from webhook.core.proof_devices import MAPPED
 from webhook.kube.install.policies import Installation, dra, policies
 from webhook.runtime.clock import utc_now
 
@@ -125,11 +128,36 @@ async def test_all_demands_get_proven_gpus_and_nothing_is_reserved(claims: Claim
     assert await claims.here.held() == {}
 
 
-async def test_gpu_of_a_map_is_kept_for_its_stateful_set(claims: Claims, kube: Kube) -> None:
+@pytest.fixture
+async def elsewhere(kube: Kube) -> AsyncIterator[str]:
+    """Another opted-in namespace."""
+    async with emptied_namespace(kube, OPT_IN) as namespace:
+        yield namespace
+
+
+def naming(name: str, annotations: Raw) -> Raw:
+    """A pod with the annotations of a map, without a StatefulSet."""
+    made = pod(name, 1, annotations)
+    made["metadata"]["labels"] = {"apps.kubernetes.io/pod-index": "0"}
+    return made
+
+
+async def mode_of_proof(kube: Kube, node: str, gpu: str) -> str:
+    return str((await proof_devices(kube, node))[gpu]["attributes"]["mode"]["string"])
+
+
+async def test_gpu_of_a_map_is_kept_for_its_stateful_set(claims: Claims, kube: Kube, elsewhere: str) -> None:
     where, gpu = claims.namespace, f"GPU-{B}-1"
     await kube.patch(NAMESPACES, where, {"metadata": {"labels": {"gpuwarden.io/maps": "true"}}})
     mapped = {"gpuwarden.io/gpu-map": f"0={B}:{gpu}", "gpuwarden.io/required-hash": HASH}
+    # Pods whose maps name the GPU before the set keeps it: one has it, another waits for it.
+    await kube.create(PODS, naming("holder", mapped), where)
+    assert [one.gpu for one in await pairs(claims, "holder")] == [gpu]
+    await kube.create(PODS, naming("thief", mapped), elsewhere)
+    await refused_by_scheduler(kube, elsewhere, "thief")
     await kube.create(STATEFUL_SETS, stateful_set("web", 1, 1, mapped), where)
+    await wait_until(lambda: mode_of_proof(kube, B, gpu), lambda mode: mode.startswith(MAPPED))
+    await claims.gone("holder")
     for name in ("one", "two", "three"):
         await kube.create(PODS, asking(name), where)
     assert [one.gpu for one in await pairs(claims, "web-0")] == [gpu]
@@ -145,6 +173,8 @@ async def test_gpu_of_a_map_is_kept_for_its_stateful_set(claims: Claims, kube: K
     )
     assert [one.gpu for one in await pairs(claims, "web-0")] == [gpu]
     assert not (await claims.get("fourth"))["spec"].get("nodeName")
+    assert not (await kube.get(PODS, "thief", elsewhere))["spec"].get("nodeName")
+    await ended(kube, elsewhere, "thief")
     # Without the set the GPU is for all.
     await kube.delete(STATEFUL_SETS, "web", where)
     assert [one.gpu for one in await pairs(claims, "fourth")] == [gpu]
