@@ -199,3 +199,26 @@ def test_fleet_knows_what_the_device_plugin_of_a_node_offers(allocatable: Any, g
     assert seen(is_strict=True).plugin_gpus is None
     uses_plugin = seen(is_strict=True, labels={"gpuwarden.io/injection": "plugin"})
     assert (uses_plugin.plugin_gpus, uses_plugin.is_refused_for_plugin) == (gpus, False)
+
+
+@pytest.mark.parametrize("nodes_first", [True, False], ids=["node first", "GPUNode first"])
+def test_injection_of_the_gpu_node_counts_instead_of_the_label(scene: Scene, *, nodes_first: bool) -> None:
+    raw, gpus = raw_node(), raw_gpu_node("node-a", "GPU-1")
+    raw["metadata"]["labels"] = {"gpuwarden.io/injection": "nvidia"}
+    raw["status"]["allocatable"] = {"nvidia.com/gpu": "4"}
+    gpus["spec"]["injection"] = "plugin"
+    for listen, one in sorted(
+        [(scene.nodes, raw), (scene.gpu_nodes, gpus)], key=lambda pair: pair[1] is raw, reverse=nodes_first
+    ):
+        listen.changed(one)
+    found = scene.node()
+    assert found is not None
+    assert (found.injection, found.plugin_gpus) == ("plugin", 4)
+    scene.gpu_nodes.changed({**gpus, "spec": {**gpus["spec"], "injection": "native"}})
+    found = scene.node()
+    assert found is not None
+    assert (found.injection, found.plugin_gpus) == ("native", None)
+    scene.gpu_nodes.changed(raw_gpu_node("node-a", "GPU-1"))
+    found = scene.node()
+    assert found is not None
+    assert found.injection is None

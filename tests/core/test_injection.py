@@ -1,14 +1,24 @@
 """The injection of nodes and pods: what is recorded, and what a record means where the default has changed."""
 
 import pytest
+from attrs import evolve
 
 from tests.builders import HASH, NOW, claim, device, evidence, fleet, node, raw_container, raw_pod
 from webhook.core.claim import ClaimRules, claim_of
 from webhook.core.decide import EvidencePolicy, decide, explain
+from webhook.core.device import Node
 from webhook.core.errors import InvalidPodError
 from webhook.core.fleet import Fleet
 from webhook.core.hashes import NO_HASH_POLICY, HashPolicy
-from webhook.core.injection import Injection, default_of_nodes, injection_of, injection_of_node, recorded_injection
+from webhook.core.injection import (
+    Injection,
+    default_of_nodes,
+    injection_in_force,
+    injection_of,
+    injection_of_node,
+    recorded_injection,
+    takes_native,
+)
 from webhook.core.pod import Pod
 from webhook.core.reasons import Reason
 from webhook.core.reserve import Reserve
@@ -218,3 +228,38 @@ def test_gpus_are_chosen_at_creation_where_nothing_could_hold_them_later(
 ) -> None:
     policy = HashPolicy("ml", injection=own)
     assert ClaimRules(hash_policy=policy, default_injection=default, default_reserve=BIND).reserve == found
+
+
+@pytest.mark.parametrize(
+    ("label", "stored", "default", "found", "native"),
+    [
+        (None, None, NVIDIA, NVIDIA, True),
+        (None, None, None, None, True),
+        ("nvidia", None, None, NVIDIA, False),
+        ("plugin", None, NVIDIA, PLUGIN, False),
+        ("dra", None, NVIDIA, DRA, False),
+        # Reservations have not begun, and kube-scheduler allocates no more.
+        ("nvidia", "native", None, None, False),
+        (None, "native", NVIDIA, None, False),
+        # Reservations have not ended.
+        ("native", "dra", NVIDIA, DRA, False),
+        (None, "nvidia", None, NVIDIA, False),
+        ("native", "plugin", NVIDIA, PLUGIN, False),
+        (None, "native", None, None, True),
+        ("native", "native", NVIDIA, None, True),
+        ("nvidia", "of a newer version", NVIDIA, None, False),
+    ],
+)
+def test_injection_in_force_is_the_one_of_the_gpu_node(
+    label: str | None, stored: str | None, default: Injection | None, found: Injection | None, *, native: bool
+) -> None:
+    one = Node("node-a", {} if label is None else {LABEL: label}, injection=stored)
+    assert injection_in_force(one, default) is found
+    assert takes_native(one, default) is native
+
+
+@pytest.mark.parametrize(("stored", "is_denied"), [("native", True), ("dra", True), ("nvidia", False), (None, False)])
+def test_node_takes_reservations_by_its_gpu_node_and_not_by_its_label(stored: str | None, *, is_denied: bool) -> None:
+    one = evolve(node("node-a", device("GPU-1"), labels={LABEL: "nvidia"}), injection=stored)
+    found = decide(claim(raw_pod(raw_container(gpus=1))), fleet(one), LAX)
+    assert isinstance(found, Deny) is is_denied

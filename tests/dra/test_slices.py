@@ -17,6 +17,7 @@ from webhook.core.device import CLAIMED, Device, DeviceUuid, Node
 from webhook.core.evidence import Evidence
 from webhook.core.fleet import Fleet
 from webhook.core.gpu_map import MapOwner, SetId
+from webhook.core.injection import Injection
 from webhook.core.proof_devices import KEPT_AFTER_END, ProofDevice
 from webhook.core.reservation import GpuDelivery
 from webhook.dra.claims import AllocatedClaims
@@ -820,3 +821,46 @@ async def test_devices_change_with_the_injection_of_their_node(scene: Scene) -> 
     assert modes(scene) == {"gpu-1-aa11": "dra"}
     assert scene.raw["spec"]["pool"]["generation"] > generation
     assert await scene.step() == []
+
+
+def relabelled(scene: Scene, label: str | None, stored: str) -> None:
+    labels = {} if label is None else {"gpuwarden.io/injection": label}
+    devices = (Device(DeviceUuid("GPU-1")), Device(DeviceUuid("GPU-2")))
+    scene.fleet.put(Node(A, labels, devices, injection=stored), scene.now)
+
+
+@pytest.mark.parametrize("default", [None, Injection.NVIDIA])
+@pytest.mark.parametrize("end", [END, None])
+async def test_node_that_is_to_take_reservations_gets_no_more_claims_of_others(
+    scene: Scene, default: Injection | None, end: datetime | None
+) -> None:
+    """Free devices end at once. One in use goes on, and is closed: when its claim ends, no other claim gets it."""
+    scene.fleet.injection = default
+    relabelled(scene, "native", "native")
+    scene.proves(until=end)
+    await scene.step()
+    scene.use(device="gpu-1-aa11")
+    assert await scene.step() == []
+    relabelled(scene, "nvidia", "native")
+    assert await scene.step() == ["replace gpuwarden-node-a-0"]
+    assert scene.are_closed()
+    assert scene.devices()["gpu-1-aa11"] == end
+    assert (scene.devices()["gpu-2-aa11"] or END) <= scene.now
+    assert await scene.step() == []
+    scene.unuse()
+    await scene.step()
+    assert scene.are_closed()
+    relabelled(scene, "native", "native")
+    await scene.step()
+    assert not scene.are_closed()
+
+
+async def test_node_gets_no_claims_of_others_before_reservations_have_ended(scene: Scene) -> None:
+    scene.fleet.injection = None
+    relabelled(scene, "native", "nvidia")
+    scene.proves()
+    assert await scene.step() == []
+    scene.fleet.hold(reservation(slot("GPU-1"), node=A))
+    relabelled(scene, "native", "native")
+    await scene.step()
+    assert modes(scene) == {"gpu-2-aa11": "native"}

@@ -50,6 +50,24 @@ class SettableMarks:
         self.changes = ["node-a"]
 
 
+class SettableInjections:
+    """The injection that every GPUNode should say."""
+
+    def __init__(self) -> None:
+        self.value: str | None = None
+        self.changes: list[str] = []
+
+    def to_write(self, node: str, stored: str | None) -> str | None:
+        return self.value
+
+    def take_changes(self) -> list[str]:
+        changes, self.changes = self.changes, []
+        return changes
+
+    def put(self, value: str) -> None:
+        self.value, self.changes = value, ["node-a"]
+
+
 class Scene:
     """Nodes and GPUNodes, one step at a time; the watches catch up before each step."""
 
@@ -72,8 +90,16 @@ class Scene:
         published = PublishedGpus(lambda: self.now)
         self.slices = FakeObjects(published)
         self.marks = SettableMarks()
+        self.injections = SettableInjections()
         self.discovery = Discovery(
-            self.gpu_nodes, RecordingNodes(), written, self.events, lambda: self.is_current, published, self.marks
+            self.gpu_nodes,
+            RecordingNodes(),
+            written,
+            self.events,
+            lambda: self.is_current,
+            published,
+            self.marks,
+            self.injections,
         )
         self.nodes.listener, self.gpu_nodes.listener = self.discovery.nodes, self.discovery.gpu_nodes
 
@@ -197,6 +223,37 @@ async def test_marks_stay_while_they_are_not_known(scene: Scene) -> None:
     scene.node(said=annotation("GPU-1", "GPU-2"))
     assert await scene.step() == ["replace node-a"]
     assert marked(scene) == {"GPU-1": "in use"}
+
+
+async def test_new_gpu_node_has_an_injection(scene: Scene) -> None:
+    scene.injections.put("native")
+    scene.node(said=annotation("GPU-1"))
+    assert await scene.step() == ["create node-a"]
+    assert scene.gpu_nodes.objects["node-a"]["spec"] == {"injection": "native", "devices": [{"uuid": "GPU-1"}]}
+    assert await scene.step() == []
+
+
+async def test_changed_injection_is_written_with_the_marks_of_that_moment(scene: Scene) -> None:
+    scene.injections.put("native")
+    await scene.with_node("GPU-1")
+    scene.marks.put(GPU_1="in use")
+    scene.marks.changes = []
+    scene.injections.put("nvidia")
+    assert await scene.step() == ["replace node-a"]
+    assert scene.gpu_nodes.objects["node-a"]["spec"]["injection"] == "nvidia"
+    assert marked(scene) == {"GPU-1": "in use"}
+    assert await scene.step() == []
+
+
+async def test_injection_does_not_change_while_marks_are_not_known(scene: Scene) -> None:
+    scene.injections.put("native")
+    scene.marks.put()
+    await scene.with_node("GPU-1")
+    scene.marks.marks = None
+    scene.injections.put("nvidia")
+    assert await scene.step() == []
+    scene.marks.put()
+    assert await scene.step() == ["replace node-a"]
 
 
 async def test_mark_of_a_gpu_node_without_a_source_of_devices_changes_nothing_else(scene: Scene) -> None:

@@ -28,6 +28,7 @@ from webhook.core.errors import (
 from webhook.core.fleet import Fleet
 from webhook.core.reasons import Reason
 from webhook.core.reservation import (
+    GpuDelivery,
     Phase,
     Placement,
     PodIdentity,
@@ -243,6 +244,45 @@ async def test_failed_reservation_restores_actual_holders_in_the_fleet(bench: Cl
     with pytest.raises(SlotsTakenError):
         await bench.reserve(ask(2), slots)
     assert [builders.is_slot_free(bench.fleet, slot) for slot in slots.slots] == [False, True]
+
+
+def now_with(bench: ClusterBench, injection: str) -> None:
+    """Somebody writes the injection. The replica has not seen it."""
+    raw = bench.store.objects["node-a"]
+    bench.store.apply({**raw, "spec": {**raw["spec"], "injection": injection}})
+
+
+@pytest.mark.parametrize(
+    ("injection", "delivery", "is_taken"),
+    [
+        ("native", None, False),
+        ("native", GpuDelivery.AWAITED, False),
+        ("of a newer version", None, False),
+        ("plugin", None, False),
+        ("plugin", GpuDelivery.AWAITED, True),
+        ("nvidia", GpuDelivery.AWAITED, False),
+        ("nvidia", None, True),
+        ("dra", None, True),
+    ],
+)
+async def test_decision_on_an_older_injection_reserves_nothing(
+    bench: ClusterBench, injection: str, delivery: GpuDelivery | None, *, is_taken: bool
+) -> None:
+    now_with(bench, injection)
+    taking = bench.reserve(evolve(ask(1), delivery=delivery), on("node-a", "GPU-a0"))
+    if is_taken:
+        await taking
+    else:
+        with pytest.raises(SlotsTakenError):
+            await taking
+    assert bool(bench.held()) is is_taken
+
+
+async def test_reservation_of_before_the_injection_changed_is_found_again(bench: ClusterBench) -> None:
+    await bench.reserve(ask(1), on("node-a", "GPU-a0"))
+    now_with(bench, "native")
+    bench.replica.watch.catch_up()
+    assert (await bench.reserve(ask(1), on("node-a", "GPU-a1"))).uuids == ("GPU-a0",)
 
 
 async def test_one_of_four_replicas_wins_each_device_without_watches(bench: ClusterBench) -> None:

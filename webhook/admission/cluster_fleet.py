@@ -10,7 +10,7 @@ from attrs import evolve
 from webhook.core.device import Device, Node
 from webhook.core.evidence import Evidence, predates_node
 from webhook.core.fleet import Fleet
-from webhook.core.injection import Injection, injection_of_node
+from webhook.core.injection import Injection, injection_in_force
 from webhook.core.raw import Raw
 from webhook.kube.gpu_node import GpuNode, UnreadableGpuNodeError
 from webhook.kube.node import creation_time_of, node_of, plugin_gpus
@@ -42,7 +42,9 @@ class ClusterFleet:
         self._clock = clock
         self._proven = proven
         self._nodes: dict[str, Node] = {}
+        self._plugin_gpus: dict[str, int] = {}
         self._devices: dict[str, tuple[Device, ...]] = {}
+        self._injections: dict[str, str | None] = {}
         self._born: dict[str, datetime | None] = {}
 
     def put_node(self, raw: Raw) -> None:
@@ -51,21 +53,18 @@ class ClusterFleet:
         except msgspec.ValidationError as exc:
             log.warning("Node cannot be read, its last state is kept", exc_info=exc)
             return
-        offered = plugin_gpus(raw, self._gpu_resource)
-        if injection_of_node(node.labels, self._fleet.injection) is Injection.PLUGIN:
-            node = evolve(node, plugin_gpus=offered)
-        elif self._is_strict:
-            node = evolve(node, is_refused_for_plugin=offered > 0)
+        self._plugin_gpus[node.name] = plugin_gpus(raw, self._gpu_resource)
         self._nodes[node.name], self._born[node.name] = node, born
         self._update(node.name)
 
     def remove_node(self, name: str) -> None:
         self._nodes.pop(name, None)
         self._born.pop(name, None)
+        self._plugin_gpus.pop(name, None)
         self._update(name)
 
-    def put_devices(self, name: str, devices: tuple[Device, ...]) -> None:
-        self._devices[name] = devices
+    def put_devices(self, name: str, devices: tuple[Device, ...], injection: str | None = None) -> None:
+        self._devices[name], self._injections[name] = devices, injection
         self._update(name)
 
     def quarantine(self, name: str) -> None:
@@ -75,6 +74,7 @@ class ClusterFleet:
 
     def remove_devices(self, name: str) -> None:
         self._devices.pop(name, None)
+        self._injections.pop(name, None)
         self._update(name)
 
     def prove(self, name: str) -> None:
@@ -88,8 +88,15 @@ class ClusterFleet:
         if node is None:
             self._fleet.remove(name)
         else:
-            self._fleet.put(evolve(node, devices=self._devices.get(name, ())), self._clock())
+            self._fleet.put(self._with_gpus(node), self._clock())
             self.prove(name)
+
+    def _with_gpus(self, node: Node) -> Node:
+        offered = self._plugin_gpus[node.name]
+        node = evolve(node, devices=self._devices.get(node.name, ()), injection=self._injections.get(node.name))
+        if injection_in_force(node, self._fleet.injection) is Injection.PLUGIN:
+            return evolve(node, plugin_gpus=offered)
+        return evolve(node, is_refused_for_plugin=self._is_strict and offered > 0)
 
     @property
     def node_names(self) -> set[str]:
@@ -144,7 +151,7 @@ class GpuNodesListener:
             self._forget(raw["metadata"]["name"])
             return
         self._learn(raw)  # the reservations must be known before the devices are offered
-        self._inventory.put_devices(node.name, node.devices)
+        self._inventory.put_devices(node.name, node.devices, node.injection)
 
     def deleted(self, raw: Raw) -> None:
         self._gone(raw["metadata"]["name"])

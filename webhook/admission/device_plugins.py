@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from webhook.core.fleet import Fleet
-from webhook.core.injection import Injection, injection_of_node
+from webhook.core.injection import Injection, injection_in_force
 from webhook.core.raw import Raw
 from webhook.core.reasons import Reason
 from webhook.kube.events import Events, Subject
@@ -44,7 +44,7 @@ class DevicePlugins:
 
     def _is_reserved_beside(self, name: str) -> bool:
         node = self._fleet.indexed_nodes[name].node
-        return bool(node.devices) and injection_of_node(node.labels, self._fleet.injection) is not Injection.PLUGIN
+        return bool(node.devices) and injection_in_force(node, self._fleet.injection) is not Injection.PLUGIN
 
     async def step(self) -> None:
         """One pass: reports a node again if its plugin was gone in the meantime."""

@@ -28,7 +28,7 @@ from webhook.evidence.jwt.node_reports import NodeReports
 from webhook.evidence.jwt.nonce import LIFE as CHALLENGE_LIFE
 from webhook.evidence.providers import providers_of, pushed_of, retired_of
 from webhook.evidence.static import StaticEvidence, written_by_hand
-from webhook.inventory.discovery import DeviceMarks, Discovery, FileInventory
+from webhook.inventory.discovery import DeviceMarks, Discovery, FileInventory, WrittenInjections
 from webhook.inventory.file import InventoryFile
 from webhook.inventory.published_gpus import PublishedGpus
 from webhook.kube.api_gpu_nodes import ApiGpuNodes
@@ -253,6 +253,7 @@ class ClusterWriters:
         also_evidences: Sequence[WatchListener] = (),
         count_error: Callable[[str], None] = lambda _: None,
         marks: DeviceMarks,
+        injections: WrittenInjections,
         published: PublishedGpus | None = None,
     ) -> None:
         static = StaticEvidence(settings.node_hash_map)
@@ -267,6 +268,7 @@ class ClusterWriters:
             is_current=inventory_watches.are_current,
             published=published,
             marks=marks,
+            injections=injections,
         )
         self._evidence = EvidenceWriter(
             ApiObjects(api, NODE_EVIDENCES),

@@ -19,9 +19,11 @@ from webhook.core.proof_devices import DRIVER
 from webhook.core.raw import Raw
 from webhook.dra.bind_challenges import BindChallenges
 from webhook.dra.claims import AllocatedClaims
+from webhook.dra.injections import NodeInjections
 from webhook.dra.slices import ProofSlices
 from webhook.dra.templates import ClaimTemplates
 from webhook.dra.unused_allocations import UnusedAllocations
+from webhook.dra.written_slices import WrittenSlices
 from webhook.inventory.published_gpus import PublishedGpus
 from webhook.kube.api_objects import ApiObjects
 from webhook.kube.claim_templates import TEMPLATES_PATH, ApiClaimTemplates
@@ -48,15 +50,19 @@ def rate_limited(api: ApiClient, longest: float = REQUEST_TIMEOUT) -> RateLimite
 
 @frozen
 class ClaimedParts:
-    """What knows the GPUs of claims. Its watch is apart: other parts do not wait for it."""
+    """What knows the GPUs of claims and the written proof devices. Its watches are apart: other parts do not wait for
+    them."""
 
     claims: AllocatedClaims
     published: PublishedGpus
     gpus: ClaimedGpus
     unused: UnusedAllocations
+    slices: WrittenSlices
+    injections: NodeInjections
     # None if claims with a fresh challenge are not served.
     challenges: BindChallenges | None
     watches: WatchGroup
+    of_slices: WatchGroup
 
 
 def claimed_parts(
@@ -71,17 +77,20 @@ def claimed_parts(
     if not settings.proof_devices:
         return None
     claims, published, of_claims = AllocatedClaims(), PublishedGpus(utc_now), WatchGroup()
+    slices, of_slices = WrittenSlices(), WatchGroup()
+    of_slices.add(slices_of_driver(api, DRIVER, slices))
 
     def is_current() -> bool:
         return watches.are_current() and of_claims.are_current()
 
     gpus = ClaimedGpus(fleet, claims, published, settings.gpu_driver, utc_now, is_current)
+    injections = NodeInjections(fleet, utc_now, slices, lambda: is_current() and of_slices.are_current())
     objects = ResourceClaims(rate_limited(api))
     unused = UnusedAllocations(objects, fleet, events, utc_now, is_current, policy_of)
     challenges = BindChallenges(objects, fleet, utc_now, is_current) if settings.challenge_at_bind else None
     listeners = (claims, unused) if challenges is None else (claims, unused, challenges)
     of_claims.add(Watch(api, RESOURCE_CLAIMS_PATH, ListenerGroup(*listeners), trimmed=whole))
-    return ClaimedParts(claims, published, gpus, unused, challenges, of_claims)
+    return ClaimedParts(claims, published, gpus, unused, slices, injections, challenges, of_claims, of_slices)
 
 
 @frozen
@@ -103,23 +112,22 @@ def proof_parts(
     writers: ClusterWriters,
     claimed: ClaimedParts,
 ) -> ProofParts:
-    of_slices = WatchGroup()
     slices = ProofSlices(
         ApiObjects(api, RESOURCE_SLICES),
         fleet,
         claimed.claims,
         utc_now,
-        is_current=lambda: watches.are_current() and of_slices.have_listed(),
+        is_current=lambda: watches.are_current() and claimed.of_slices.have_listed(),
         are_claims_current=claimed.watches.are_current,
         gpu_driver=settings.gpu_driver,
         skew=settings.clock_skew,
         count_write=metrics.count_proof_write,
         awaits=writers.awaits,
         challenges=claimed.challenges,
+        view=claimed.slices,
     )
     metrics.watch_proofs(slices.counts)
-    of_slices.add(slices_of_driver(api, DRIVER, slices.view))
-    return ProofParts(slices, asyncio.Event(), (*claimed.watches, *of_slices))
+    return ProofParts(slices, asyncio.Event(), (*claimed.watches, *claimed.of_slices))
 
 
 def tell_loss(slices: ProofSlices, loss: asyncio.Event, node: str) -> None:

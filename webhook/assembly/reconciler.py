@@ -38,6 +38,7 @@ from webhook.assembly.parts import injection_of_nodes, policy_of, rules_of, time
 from webhook.core import keys
 from webhook.core.fleet import Fleet
 from webhook.core.hashes import HashPolicy
+from webhook.dra.injections import NodeInjections
 from webhook.dra.reserved_claims import ClaimForm, OnEveryChange, ReservedClaims
 from webhook.dra.unplaced_pods import UnplacedPods
 from webhook.evidence.cluster import EvidenceView
@@ -161,6 +162,7 @@ def reconciler_parts(settings: Settings, api: ApiClient, metrics: Metrics) -> Re
     )
     unplaced = UnplacedPods(fleet, policy, events, utc_now)
     claimed = claimed_parts(settings, api, fleet, watches, events, policy_within)
+    injections = NodeInjections(fleet, utc_now) if claimed is None else claimed.injections
     writers = ClusterWriters(
         settings,
         api,
@@ -175,6 +177,7 @@ def reconciler_parts(settings: Settings, api: ApiClient, metrics: Metrics) -> Re
         also_evidences=[evidence],
         count_error=metrics.count_provider_error,
         marks=deliveries if claimed is None else CombinedMarks(deliveries, claimed.gpus),
+        injections=injections,
         published=None if claimed is None else claimed.published,
     )
 
@@ -254,7 +257,8 @@ def reconciler_parts(settings: Settings, api: ApiClient, metrics: Metrics) -> Re
         *(reconciler, claims, unplaced, wakeups, nominations, evidence_loss, waiting_pods, audit.pods, ends, deliveries)
     ]
     begin = [
-        *(claims.begin, queue.begin, evidence_loss.begin, offers.begin, writers.begin, ends.begin, deliveries.begin)
+        *(claims.begin, queue.begin, evidence_loss.begin, offers.begin, writers.begin, ends.begin, deliveries.begin),
+        injections.begin,
     ]
     first: list[Elected] = [reconciler, queue, deliveries]
     then: list[Elected] = [writers, wakeups, nominations, evidence_loss, node_names, plugins, offers, unplaced]

@@ -120,6 +120,8 @@ class Node:
     is_refused_for_plugin: bool = False
     # How many GPUs its device plugin offers, if the kubelet chooses the GPUs of claims; None if that is not known.
     plugin_gpus: int | None = None
+    # The injection in force by its GPUNode: one of these, or `native`. Without it, the label of the Node counts.
+    injection: str | None = None
 
 
 Inventory = Mapping[str, Node]

@@ -29,7 +29,7 @@ from webhook.core.fleet_index import (
     spare_devices,
 )
 from webhook.core.gpu_map import MapOwner, Mapped, SetId
-from webhook.core.injection import Injection, injection_of_node
+from webhook.core.injection import Injection, injection_in_force
 from webhook.core.keys import GPU_TYPE_LABELS, HOSTNAME_LABEL, LOGICAL_NODE_LABEL
 from webhook.core.nodes_asked import Labels, NodesAsked
 from webhook.core.reservation import Reservation, ReservationId
@@ -351,7 +351,7 @@ class Fleet:
 
     def _class_of(self, node: Node) -> int:
         labels = tuple((key, node.labels[key]) for key in self._class_keys if key in node.labels)
-        injection = injection_of_node(node.labels, self.injection)
+        injection = injection_in_force(node, self.injection)
         has_plugin = injection is Injection.PLUGIN
         return self._classes.number(
             NodeClass(

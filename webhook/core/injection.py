@@ -1,13 +1,15 @@
 """The injection: what gives containers their GPUs. Each node and each pod with GPUs has one.
 
 A node has the one in its label, a pod the one in its namespace's annotation when it was created; without these, both
-have the installation's. A pod with GPUs goes to nodes of its own injection only.
+have the installation's. A pod with GPUs goes to nodes of its own injection only. The one of a node is in force when
+`reconcile` has written it into the GPUNode.
 """
 
 from collections.abc import Mapping
 from enum import StrEnum
 from typing import Final
 
+from webhook.core.device import Node
 from webhook.core.errors import InvalidPodError
 from webhook.core.keys import INJECTION
 from webhook.core.reserve import Reserve
@@ -24,6 +26,8 @@ class Injection(StrEnum):
 
 
 ALLOWED: Final = ", ".join(Injection)
+# Of nodes on which nothing is reserved.
+NATIVE: Final = "native"
 # Versions that do not record the default do not know these.
 ALWAYS_RECORDED: Final = frozenset({Injection.PLUGIN, Injection.DRA})
 
@@ -63,9 +67,23 @@ def injection_of(recorded: str | None, default: Injection) -> Injection:
 
 
 def injection_of_node(labels: Mapping[str, str], default: Injection | None) -> Injection | None:
-    """None if the label has another value, such as `native`: nothing is reserved on the node."""
+    """By the label. None if it has another value, such as `native`: nothing is to be reserved on the node."""
     value = labels.get(INJECTION)
     return default if value is None else known_injection(value)
+
+
+def injection_in_force(node: Node, default: Injection | None) -> Injection | None:
+    """None if nothing is reserved on the node."""
+    return injection_of_node(node.labels, default) if node.injection is None else known_injection(node.injection)
+
+
+def takes_native(node: Node, default: Injection | None) -> bool:
+    """Whether kube-scheduler may allocate GPUs of the node that no reservation has. Where it has all GPUs of the node,
+    this ends with the label: reservations begin later. Beside reservations, only if they are the default."""
+    injection = injection_in_force(node, default)
+    if injection is None:
+        return injection_of_node(node.labels, default) is None
+    return injection in (Injection.NVIDIA, Injection.CUDA) and default is not None
 
 
 def known_injection(value: str) -> Injection | None:

@@ -12,10 +12,10 @@ from typing import Final, Protocol
 import structlog
 from attrs import define, evolve, field, frozen
 
-from webhook.core.device import Device, DeviceUuid
+from webhook.core.device import Device, DeviceUuid, Node
 from webhook.core.evidence import Evidence, EvidenceState, state_of
 from webhook.core.fleet import Fleet
-from webhook.core.injection import Injection, injection_of_node
+from webhook.core.injection import Injection, injection_in_force, takes_native
 from webhook.core.proof_devices import (
     ProofDevice,
     ProofMode,
@@ -95,7 +95,7 @@ class ProofSlices:
     _skew: timedelta = timedelta()
     # Claims with a fresh challenge, if they are served.
     _challenges: NodeChallenges | None = None
-    view: WrittenSlices = field(factory=WrittenSlices, init=False)
+    view: WrittenSlices = field(factory=WrittenSlices)
     _changed: set[str] = field(init=False)
     # Nodes to compare because something has changed, and nodes with writes that are not urgent.
     _todo: dict[str, None] = field(factory=dict, init=False)
@@ -192,7 +192,7 @@ class ProofSlices:
         slices, written = self.view.of(node), self.view.devices(node)
         used = {*self._claims.proofs_in_use(node), *(() if self._are_claims_current() else written)}
         wanted = published(self._proven(node, written, used, now), written.values(), used, now, self._skew)
-        wanted = self._closed_if_silent(node, wanted)
+        wanted = self._closed(node, wanted)
         question = self._question(node)
         is_sound = self._is_sound(node, slices, written) and is_asked(slices, question)
         if is_sound and not is_write_due(wanted, written, now):
@@ -254,8 +254,12 @@ class ProofSlices:
         has_answered = evidence.challenged is not None and evidence.until is not None
         return self._challenges is not None and has_answered and self._mode(node) is ProofMode.NATIVE
 
-    def _closed_if_silent(self, node: str, devices: tuple[ProofDevice, ...]) -> tuple[ProofDevice, ...]:
-        """A node that does not answer gets no more claims with a fresh challenge."""
+    def _closed(self, node: str, devices: tuple[ProofDevice, ...]) -> tuple[ProofDevice, ...]:
+        """A node for reservations gets no more claims that the scheduler chooses for, also when those of now have
+        ended. A node that does not answer gets no more claims with a fresh challenge."""
+        indexed = self._fleet.indexed_nodes.get(node)
+        if indexed is not None and self._mode(node) is ProofMode.NATIVE and not self._takes_native(indexed.node):
+            return tuple(evolve(one, is_closed=True) for one in devices)
         if self._challenges is None or not self._challenges.is_silent(node):
             return devices
         return tuple(evolve(one, is_closed=one.is_closed or one.is_challenged) for one in devices)
@@ -287,7 +291,7 @@ class ProofSlices:
         if injection is Injection.DRA:
             return self._fleet.may_be_proven(device.uuid)
         # A claim would take a GPU that the device plugin can give away, or that is for reservations.
-        if injection is Injection.PLUGIN or (injection is not None and self._fleet.injection is None):
+        if not self._takes_native(self._fleet.indexed_nodes[node].node):
             return False
         if self._awaits_kubelet(node):
             return False  # pods with the injection `plugin` may get any GPU until the kubelet has chosen
@@ -303,7 +307,10 @@ class ProofSlices:
 
     def _injection(self, node: str) -> Injection | None:
         indexed = self._fleet.indexed_nodes.get(node)
-        return None if indexed is None else injection_of_node(indexed.labels, self._fleet.injection)
+        return None if indexed is None else injection_in_force(indexed.node, self._fleet.injection)
+
+    def _takes_native(self, node: Node) -> bool:
+        return takes_native(node, self._fleet.injection)
 
     def _compare_at(self, node: str, moment: datetime | None) -> None:
         if moment is None:

@@ -44,11 +44,12 @@ MAX_NAMED = 5
 
 @frozen
 class WantedDevices:
-    """The devices that a GPUNode should list."""
+    """The devices that a GPUNode should list, and the injection of its node."""
 
     devices: Mapping[DeviceUuid, Device]
     # Reserved devices that have just stopped being reported.
     vanished: tuple[DeviceUuid, ...] = ()
+    injection: str | None = None
 
 
 def desired_devices(reported: Iterable[Device], known: GpuNode | None) -> WantedDevices:
@@ -66,17 +67,19 @@ def desired_devices(reported: Iterable[Device], known: GpuNode | None) -> Wanted
     return WantedDevices(devices, tuple(vanished))
 
 
-def new_gpu_node(name: str, devices: Iterable[Device]) -> Raw:
-    return {
+def new_gpu_node(name: str, wanted: WantedDevices) -> Raw:
+    raw = {
         "apiVersion": API_VERSION,
         "kind": "GPUNode",
         "metadata": {"name": name, "labels": {keys.MANAGED_BY: keys.OURS}, "finalizers": [FINALIZER]},
-        "spec": {"devices": [raw_device(one) for one in devices]},
     }
+    return with_devices(raw, wanted)
 
 
-def with_devices(raw: Raw, devices: Iterable[Device]) -> Raw:
-    return {**raw, "spec": {**(raw.get("spec") or {}), "devices": [raw_device(one) for one in devices]}}
+def with_devices(raw: Raw, wanted: WantedDevices) -> Raw:
+    injection = {} if wanted.injection is None else {"injection": wanted.injection}
+    devices = [raw_device(one) for one in wanted.devices.values()]
+    return {**raw, "spec": {**(raw.get("spec") or {}), **injection, "devices": devices}}
 
 
 @frozen
@@ -136,6 +139,26 @@ class UnknownMarks:
 
     def marks_on(self, node: str) -> Mapping[DeviceUuid, str] | None:
         return None
+
+    def take_changes(self) -> Collection[str]:
+        return ()
+
+
+class WrittenInjections(Protocol):
+    """Knows which injection each GPUNode should say."""
+
+    def to_write(self, node: str, stored: str | None) -> str | None:
+        """The injection, given the stored one; None for none."""
+
+    def take_changes(self) -> Collection[str]:
+        """The nodes for which this may have changed since the last call."""
+
+
+class SameInjections:
+    """Leaves the injections as they are."""
+
+    def to_write(self, node: str, stored: str | None) -> str | None:
+        return stored
 
     def take_changes(self) -> Collection[str]:
         return ()
@@ -227,6 +250,7 @@ class Discovery:
     # None if the slices of DRA drivers are not watched.
     _published: PublishedGpus | None = None
     _marks: DeviceMarks = field(factory=UnknownMarks)
+    _injections: WrittenInjections = field(factory=SameInjections)
     nodes: ObjectView[NodeAnnotations] = field(factory=lambda: ObjectView(annotations_of), init=False)
     gpu_nodes: ObjectView[Raw] = field(factory=lambda: ObjectView(lambda raw: raw), init=False)
     _todo: dict[str, None] = field(factory=dict, init=False)
@@ -243,7 +267,7 @@ class Discovery:
         if self._published is not None:
             self._todo.update(dict.fromkeys(self._published.take_changes()))
         changes = [*self.nodes.take_changes(), *self.gpu_nodes.take_changes(), *self._marks.take_changes()]
-        self._todo.update(dict.fromkeys(changes))
+        self._todo.update(dict.fromkeys((*changes, *self._injections.take_changes())))
         batch, self._failures = list(self._todo)[:BATCH_SIZE], 0
         done = await asyncio.gather(*map(self._attempt, batch), return_exceptions=True)
         left = done.count(False)
@@ -313,25 +337,29 @@ class Discovery:
         desired = self._marked(name, desired, known)
         if raw is None:
             if desired.devices:
-                self.gpu_nodes.changed(await self._objects.create(new_gpu_node(name, desired.devices.values())))
+                self.gpu_nodes.changed(await self._objects.create(new_gpu_node(name, desired)))
                 log.info("GPUNode created", node=name, devices=len(desired.devices))
         # An object that is being deleted is not written. It is created again when it is gone.
         elif known is not None and not known.is_being_deleted:
             await self._write(raw, known, desired)
 
     def _marked(self, name: str, desired: WantedDevices, known: GpuNode | None) -> WantedDevices:
-        marks = self._marks.marks_on(name)
+        """With the marks and the injection: both in one write, because a GPU with a claim must be marked before
+        reservations begin."""
+        marks, stored = self._marks.marks_on(name), known.injection if known else None
+        injection = stored if marks is None and stored is not None else self._injections.to_write(name, stored)
         if marks is None:
             marks = {one.uuid: one.mismatch for one in known.devices} if known else {}
-        return evolve(desired, devices={one.uuid: one for one in with_marks(desired.devices.values(), marks)})
+        devices = {one.uuid: one for one in with_marks(desired.devices.values(), marks)}
+        return evolve(desired, devices=devices, injection=injection)
 
     async def _write(self, raw: Raw, known: GpuNode, desired: WantedDevices) -> None:
-        if {one.uuid: one for one in known.devices} == desired.devices:
+        if {one.uuid: one for one in known.devices} == desired.devices and known.injection == desired.injection:
             return
         if desired.vanished:
             text = f"{named(desired.vanished)} reserved and no longer reported: quarantined until the reservation ends"
             self._events.record(Subject.of_node(known.name), Reason.DEVICE_VANISHED, text)
-        self.gpu_nodes.changed(await self._objects.replace(with_devices(raw, desired.devices.values())))
+        self.gpu_nodes.changed(await self._objects.replace(with_devices(raw, desired)))
         log.info("devices written", node=known.name, devices=len(desired.devices))
 
     def _reported(self, name: str, *, is_ours: bool) -> tuple[Device, ...] | None:

@@ -68,6 +68,7 @@ class HeldSlotWire(msgspec.Struct, frozen=True, omit_defaults=True):
 
 class GpuNodeSpecWire(msgspec.Struct, frozen=True):
     devices: list[DeviceWire] | None = None
+    injection: str | None = None
 
 
 class GpuNodeStatusWire(msgspec.Struct, frozen=True):
@@ -108,6 +109,8 @@ class GpuNode:
     has_finalizer: bool = False
     # Whether the counts shown by `kubectl get gn` are correct, if there are any.
     has_correct_counts: bool = True
+    # The injection in force, or `native`. None in objects of older versions.
+    injection: str | None = None
 
     @classmethod
     def parse(cls, raw: Raw) -> "GpuNode":
@@ -137,6 +140,7 @@ class GpuNode:
             is_being_deleted=is_being_deleted,
             has_finalizer=FINALIZER in (wire.metadata.finalizers or ()),
             has_correct_counts=has_correct_counts(wire.status, devices, most_advanced.values()),
+            injection=wire.spec.injection if wire.spec is not None else None,
         )
 
 

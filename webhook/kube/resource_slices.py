@@ -11,7 +11,7 @@ from webhook.core.errors import GpuwardenError
 from webhook.core.keys import MANAGED_BY, OURS
 from webhook.core.names import MAX_SUBDOMAIN
 from webhook.core.proof_claims import EVIDENCE_ENDED, EVIDENCE_ENDS
-from webhook.core.proof_devices import DRIVER, MAPPED, ProofDevice, ProofMode, digits_of_device, mapped_mode
+from webhook.core.proof_devices import DRIVER, LATEST_END, MAPPED, ProofDevice, ProofMode, digits_of_device, mapped_mode
 from webhook.core.raw import Raw
 from webhook.runtime.clock import LONG_AGO, is_plausible
 
@@ -217,11 +217,12 @@ def raw_device(one: ProofDevice, place: int, count: int, gpu_driver: str, mode: 
     raw: Raw = {"name": one.name, "attributes": attributes}
     if one.is_challenged:
         raw |= {"bindingConditions": [CHALLENGED], "bindingFailureConditions": [CHALLENGE_FAILED]}
+    taints = []
     if one.end is not None:
-        raw["taints"] = [{"key": EVIDENCE_ENDS, "effect": "NoExecute", "timeAdded": stamp(one.end)}]
-        if one.is_closed:
-            raw["taints"].append(closing_taint(stamp(one.end)))
-    return raw
+        taints.append({"key": EVIDENCE_ENDS, "effect": "NoExecute", "timeAdded": stamp(one.end)})
+    if one.is_closed:
+        taints.append(closing_taint(stamp(one.end or LATEST_END)))
+    return raw | ({"taints": taints} if taints else {})
 
 
 def closing_taint(end: str | None) -> Raw:

@@ -24,6 +24,7 @@ from webhook.core.errors import (
     SlotsTakenError,
 )
 from webhook.core.fleet import Fleet
+from webhook.core.injection import Injection, known_injection
 from webhook.core.raw import Raw
 from webhook.core.reservation import (
     Orphan,
@@ -512,6 +513,7 @@ class ClusterLedger(Ledger):
                 write.fail(SlotsTakenError(f"GPUNode {node.name} does not offer all of these devices"))
                 continue
             try:
+                check_injection(node, write.move, held)
                 write.result = write.move.apply(node.stored, held, now, self._times)
                 applied.append(write)
             except WriteAgainError:
@@ -603,6 +605,16 @@ def pod_of(held: Reservation) -> PodIdentity:
 def includes_refresh(writes: Sequence[PendingWrite]) -> bool:
     """Whether a settling pass waits for this write: then the object's own state is corrected as well."""
     return any(isinstance(write.move, Refresh) for write in writes)
+
+
+def check_injection(node: GpuNode, move: Move, held: Held) -> None:
+    """Raises SlotsTakenError if the node takes no such reservation any more. The decision may have seen an older state:
+    kube-scheduler or the kubelet may give the GPUs away by now."""
+    if not isinstance(move, HoldSlots) or move.ask.id in held or node.injection is None:
+        return
+    injection = known_injection(node.injection)
+    if injection is None or (injection is Injection.PLUGIN) != (move.ask.delivery is not None):
+        raise SlotsTakenError(f"{node.name} has the injection {node.injection}")
 
 
 def is_settled(node: GpuNode) -> bool:
