@@ -207,10 +207,11 @@ def test_injection_of_the_gpu_node_counts_instead_of_the_label(scene: Scene, *, 
     raw["metadata"]["labels"] = {"gpuwarden.io/injection": "nvidia"}
     raw["status"]["allocatable"] = {"nvidia.com/gpu": "4"}
     gpus["spec"]["injection"] = "plugin"
-    for listen, one in sorted(
-        [(scene.nodes, raw), (scene.gpu_nodes, gpus)], key=lambda pair: pair[1] is raw, reverse=nodes_first
-    ):
-        listen.changed(one)
+    if nodes_first:
+        scene.nodes.changed(raw)
+    scene.gpu_nodes.changed(gpus)
+    if not nodes_first:
+        scene.nodes.changed(raw)
     found = scene.node()
     assert found is not None
     assert (found.injection, found.plugin_gpus) == ("plugin", 4)
