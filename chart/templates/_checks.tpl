@@ -43,7 +43,7 @@
   {{- range (lookup "resource.k8s.io/v1" "ResourceClaim" "" "").items }}
     {{- $annotations := default dict .metadata.annotations }}
     {{- $labels := default dict .metadata.labels }}
-    {{- $isChosen := or (eq (get $annotations "resource.kubernetes.io/pod-claim-name") "gpuwarden") (contains ".mode == 'native'" (toJson .spec)) }}
+    {{- $isChosen := or (eq (get $annotations "resource.kubernetes.io/pod-claim-name") "gpuwarden") (contains "'native'" (toJson .spec)) }}
     {{- if and $isChosen (dig "status" "allocation" "" .) (eq (get $labels "gpuwarden.io/gpu-claim") "true") }}
       {{- fail (printf "\n\nkube-scheduler has chosen the GPUs of pods, such as the pod of ResourceClaim %s/%s: webhooks would give the same GPUs to other pods. Delete these pods first, or set native=true, or settings.injection=dra and settings.reserve=bind, as before." .metadata.namespace .metadata.name) }}
     {{- end }}

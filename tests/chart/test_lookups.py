@@ -19,6 +19,7 @@ from webhook.kube.claim_templates import API_VERSION
 NAMES: dict[str, Any] = {"gpu_driver": "gpu.nvidia.com", "gpu_class": "gpu.nvidia.com", "evicts": True}
 OF_RESERVATION = reserved_claim_spec(["GPU-1"], "aa11", mig_class="mig.nvidia.com", **NAMES)
 FROM_TEMPLATE, FROM_RECORD = claim_spec(1, "aa11", **NAMES), demanded_spec(GpuDemand(1), **NAMES)
+FROM_MAP = demanded_spec(GpuDemand(1, uuids=("GPU-1",), kept_for="5e7"), **NAMES)
 
 
 def discovery(claims: list[Raw]) -> Mapping[str, Raw]:
@@ -90,7 +91,7 @@ RESERVING = {"nvidia": {}, "dra": {"settings.injection": "dra"}}
 
 @pytest.mark.parametrize("values", RESERVING.values(), ids=RESERVING)
 def test_gpus_that_kube_scheduler_has_chosen_are_not_reserved_for_others(values: Raw) -> None:
-    for one in (claim(FROM_TEMPLATE, **MADE), claim(FROM_RECORD)):
+    for one in (claim(FROM_TEMPLATE, **MADE), claim(FROM_RECORD), claim(FROM_MAP)):
         assert "such as the pod of ResourceClaim ml/one" in problem([one], values)
         assert problem([{**one, "status": {}}], values) == "", "it has no GPU"
         for chosen in ({"settings.injection": "dra", "settings.reserve": "bind"}, {"native": True}):
