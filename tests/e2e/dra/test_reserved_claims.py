@@ -139,10 +139,11 @@ async def claims_site(
     said = ("--injection", injection, "--proof-devices", "true", "--node-hash-map", proven, *flags)
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(device_classes(kube, GPU_DRIVER, DRIVER))
+        # After the processes of the site have ended: they would write it again.
+        stack.push_async_callback(cleared, kube)
         here = await stack.enter_async_context(
             site(cluster, kube, directory, nodes=2, gpus=2, name="claims", replicas=1, flags=said)
         )
-        stack.push_async_callback(cleared, kube)
         for manifest in (one for one in dra(Installation()) if one["kind"] != "DeviceClass"):
             await kube.create(resource_of(manifest), manifest)
             stack.push_async_callback(kube.delete, resource_of(manifest), manifest["metadata"]["name"])
