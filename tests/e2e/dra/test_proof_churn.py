@@ -37,7 +37,7 @@ class Size:
 
 PODS_AT_LENGTH = int(os.environ.get("PROOF_CHURN_PODS", "10000"))  # noqa: TID251 - the size of a test
 SHORT = Size(nodes=4, gpus=4, pods=100, pace=4, patience=240)
-LONG = Size(nodes=50, gpus=8, pods=PODS_AT_LENGTH, pace=60, patience=7200)
+LONG = Size(nodes=50, gpus=8, pods=PODS_AT_LENGTH, pace=45, patience=7200)
 # The limit for pods that are bound or marked late, and how long a write to the API server may take on a quiet machine.
 # On a busy one the limit grows with these writes.
 LATE, WRITE = 1.0, 0.1
