@@ -509,11 +509,8 @@ class ClusterLedger(Ledger):
         stale: list[PendingWrite] = []
         now = self._clock()
         for write in writes:
-            if isinstance(write.move, HoldSlots) and write.move.ask.id not in held and not offers(node, write.move):
-                write.fail(SlotsTakenError(f"GPUNode {node.name} does not offer all of these devices"))
-                continue
             try:
-                check_injection(node, write.move, held)
+                check_offered(node, write.move, held)
                 write.result = write.move.apply(node.stored, held, now, self._times)
                 applied.append(write)
             except WriteAgainError:
@@ -607,10 +604,14 @@ def includes_refresh(writes: Sequence[PendingWrite]) -> bool:
     return any(isinstance(write.move, Refresh) for write in writes)
 
 
-def check_injection(node: GpuNode, move: Move, held: Held) -> None:
-    """Raises SlotsTakenError if the node takes no such reservation any more. The decision may have seen an older state:
-    kube-scheduler or the kubelet may give the GPUs away by now."""
-    if not isinstance(move, HoldSlots) or move.ask.id in held or node.injection is None:
+def check_offered(node: GpuNode, move: Move, held: Held) -> None:
+    """Raises SlotsTakenError for a new reservation that the GPUNode does not take any more. The decision may have seen
+    an older state: a device may be marked or gone, and kube-scheduler or the kubelet may give the GPUs away by now."""
+    if not isinstance(move, HoldSlots) or move.ask.id in held:
+        return
+    if not {slot.uuid for slot in move.placement.slots} <= {one.uuid for one in node.devices if one.is_usable}:
+        raise SlotsTakenError(f"GPUNode {node.name} does not offer all of these devices")
+    if node.injection is None:
         return
     injection = known_injection(node.injection)
     if injection is None or (injection is Injection.PLUGIN) != (move.ask.delivery is not None):
@@ -621,11 +622,6 @@ def is_settled(node: GpuNode) -> bool:
     """Whether the object lists its reservations and their count, and has a finalizer exactly as long as it needs
     one."""
     return node.is_rebuilt and node.has_correct_counts and has_correct_finalizer(node)
-
-
-def offers(node: GpuNode, move: HoldSlots) -> bool:
-    """Whether the object has all of these devices, usable. The decision may have seen an older state."""
-    return {slot.uuid for slot in move.placement.slots} <= {one.uuid for one in node.devices if one.is_usable}
 
 
 def has_correct_finalizer(node: GpuNode) -> bool:
