@@ -42,7 +42,6 @@ class ClusterFleet:
         self._clock = clock
         self._proven = proven
         self._nodes: dict[str, Node] = {}
-        self._plugin_gpus: dict[str, int] = {}
         self._devices: dict[str, tuple[Device, ...]] = {}
         self._injections: dict[str, str | None] = {}
         self._born: dict[str, datetime | None] = {}
@@ -53,14 +52,13 @@ class ClusterFleet:
         except msgspec.ValidationError as exc:
             log.warning("Node cannot be read, its last state is kept", exc_info=exc)
             return
-        self._plugin_gpus[node.name] = plugin_gpus(raw, self._gpu_resource)
+        node = evolve(node, plugin_gpus=plugin_gpus(raw, self._gpu_resource))
         self._nodes[node.name], self._born[node.name] = node, born
         self._update(node.name)
 
     def remove_node(self, name: str) -> None:
         self._nodes.pop(name, None)
         self._born.pop(name, None)
-        self._plugin_gpus.pop(name, None)
         self._update(name)
 
     def put_devices(self, name: str, devices: tuple[Device, ...], injection: str | None = None) -> None:
@@ -92,11 +90,10 @@ class ClusterFleet:
             self.prove(name)
 
     def _with_gpus(self, node: Node) -> Node:
-        offered = self._plugin_gpus[node.name]
         node = evolve(node, devices=self._devices.get(node.name, ()), injection=self._injections.get(node.name))
         if injection_in_force(node, self._fleet.injection) is Injection.PLUGIN:
-            return evolve(node, plugin_gpus=offered)
-        return evolve(node, is_refused_for_plugin=self._is_strict and offered > 0)
+            return node
+        return evolve(node, plugin_gpus=None, is_refused_for_plugin=self._is_strict and bool(node.plugin_gpus))
 
     @property
     def node_names(self) -> set[str]:
