@@ -11,7 +11,7 @@ from attrs import frozen
 from webhook.core import keys
 from webhook.core.raw import Raw
 from webhook.export.labels import label_patch
-from webhook.kube.requests import ApiRefusesError, ApiUnavailableError, RateLimitedClient
+from webhook.kube.requests import NODE_PATH, POD_PATH, ApiRefusesError, ApiUnavailableError, RateLimitedClient
 from webhook.runtime.backoff import Backoff
 
 # gpuid's retries and pauses, within the timeout of one reading.
@@ -86,12 +86,11 @@ class ApiNode:
         self._call = calls.call
 
     async def get(self, name: str) -> ExportedNode | None:
-        raw = await self._call("GET", "/api/v1/nodes/{name}", {"name": name})
+        raw = await self._call("GET", NODE_PATH, {"name": name})
         return None if raw is None else parse_node(raw)
 
     async def pod(self, namespace: str, name: str) -> Raw | None:
-        path = "/api/v1/namespaces/{namespace}/pods/{name}"
-        return await self._call("GET", path, {"namespace": namespace, "name": name})
+        return await self._call("GET", POD_PATH, {"namespace": namespace, "name": name})
 
     async def is_served(self, path: str) -> bool:
         """Whether the API server serves this kind of object. Raises ApiUnavailableError, ApiRefusesError."""
@@ -120,6 +119,6 @@ class ApiNode:
             metadata["annotations"] = {keys.NODE_GPUS: gpus}
         if len(metadata) == 1:
             return False
-        if await self._call("PATCH", "/api/v1/nodes/{name}", {"name": name}, {"metadata": metadata}) is None:
+        if await self._call("PATCH", NODE_PATH, {"name": name}, {"metadata": metadata}) is None:
             raise ApiRefusesError(404, "the node is gone")
         return True

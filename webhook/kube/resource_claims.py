@@ -13,13 +13,12 @@ from webhook.core.proof_devices import DRIVER
 from webhook.core.raw import Raw
 from webhook.core.reservation import PodIdentity
 from webhook.kube.pods import path_names
-from webhook.kube.requests import ApiRefusesError, RateLimitedClient
+from webhook.kube.requests import POD_PATH, ApiRefusesError, RateLimitedClient
 from webhook.kube.resource_slices import CHALLENGE_FAILED, CHALLENGED, Timestamp
 
 IN_NAMESPACE: Final = "/apis/resource.k8s.io/v1/namespaces/{namespace}/resourceclaims"
 NAMED: Final = IN_NAMESPACE + "/{name}"
 STATUS: Final = NAMED + "/status"
-POD: Final = "/api/v1/namespaces/{namespace}/pods/{name}"
 NOT_FOUND, CONFLICT = 404, 409
 
 
@@ -294,7 +293,7 @@ class ResourceClaims:
 
     async def pod_of(self, pod: PodIdentity) -> Raw | None:
         """The pod as it is now. None if there is none of this uid."""
-        found = await self._client.call("GET", POD, path_names(pod))
+        found = await self._client.call("GET", POD_PATH, path_names(pod))
         return found if found is not None and found["metadata"]["uid"] == pod.uid else None
 
     async def clear_allocation(self, raw: Raw) -> None:
