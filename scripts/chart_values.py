@@ -342,11 +342,11 @@ WEBHOOKS: Final = [
         "policies.blind",
         "auto",
         one_of("auto", "policy", "webhook", "nobody"),
-        "What hides GPUs from the containers of pods without a claim in opted-in namespaces. With policy, policies in "
-        "the API server do, and about halve the rate of pod creation there. With webhook, gpuwarden does, and reviews "
-        "every pod and debug container there. With `nobody`, gpuwarden refuses or changes only pods whose manifest "
-        "exposes GPUs. auto is policy with Kubernetes 1.36 or newer and settings.injection other than cuda, else "
-        "`nobody`.",
+        "What hides GPUs from the containers of pods without a claim in opted-in namespaces. policy: policies in the "
+        "API server; pods are created there at about half the rate. webhook: gpuwarden's webhooks; they review every "
+        "pod and debug container there. `nobody`: GPUs are not hidden; the webhooks still refuse or change pods whose "
+        "manifest exposes GPUs. auto: policy with Kubernetes 1.36 or newer and settings.injection other than cuda, "
+        "else `nobody`.",
     ),
     Value(
         "dra.guard",

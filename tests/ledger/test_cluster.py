@@ -247,7 +247,7 @@ async def test_failed_reservation_restores_actual_holders_in_the_fleet(bench: Cl
 
 
 def now_with(bench: ClusterBench, injection: str) -> None:
-    """Somebody writes the injection. The replica has not seen it."""
+    """`reconcile` writes the injection. The watch of the replica is late."""
     raw = bench.store.objects["node-a"]
     bench.store.apply({**raw, "spec": {**raw["spec"], "injection": injection}})
 

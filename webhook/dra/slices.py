@@ -285,8 +285,7 @@ class ProofSlices:
 
     def _is_offered(self, node: str, device: Device) -> bool:
         """Healthy, on this node only, and not held by a reservation. On a node whose GPUs come from the claims of
-        reservations, those are offered too: such a claim names the UUIDs of its reservation. If kube-scheduler and
-        reservations share the cluster, the label of a node says whose its GPUs are."""
+        reservations, those are offered too: such a claim names the UUIDs of its reservation."""
         injection = self._injection(node)
         if injection is Injection.DRA:
             return self._fleet.may_be_proven(device.uuid)

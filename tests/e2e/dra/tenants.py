@@ -148,7 +148,7 @@ def consumer(pod: Raw) -> Raw:
 
 @asynccontextmanager
 async def tenants_of(cluster: Cluster) -> AsyncIterator[Tenants]:
-    """Users, a node with four GPUs of which two are proven, and claims that were created before the guards."""
+    """Users, a node with four GPUs, two of them proven, and claims that were created before the policies."""
     async with AsyncExitStack() as stack:
         admin = await stack.enter_async_context(Kube(cluster.kubeconfig))
         await asyncio.to_thread(cluster.add_nodes, [gpu_node(NODE, 0)])

@@ -318,7 +318,7 @@ class Churn:
             yield PAGE
 
     async def reported(self) -> set[str]:
-        """The pods of which an Event says that the kubelet gave them a GPU of another one."""
+        """The pods with an Event that the kubelet has given them the GPU of another pod."""
         events = [one for namespace in self.namespaces.values() for one in await self.here.kube.list(EVENTS, namespace)]
         return {one["involvedObject"]["name"] for one in events if one["reason"] in REPORTS}
 

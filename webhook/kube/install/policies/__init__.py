@@ -5,10 +5,10 @@ that only refine one, and `INJECTING_ANNOTATIONS` for those by which runtimes in
 names, so the API server refuses a file as it is. All other names are those of an installation in the namespace
 `gpuwarden`.
 
-The API server converts the objects of a request once for the `matchConditions` of a policy, and three times for its
-validations, messages and audit annotations, of which it evaluates all, also for a request that it allows. So the
-conditions end most requests that the validations would allow. They may only end such requests. A condition that fails
-refuses the request.
+The API server converts the objects of a request once for the `matchConditions` of a policy, and three times more for
+its validations, messages and audit annotations. It evaluates all messages, even if it allows the request. Therefore the
+conditions leave out most requests that the validations allow, and no others. A condition that fails refuses the
+request.
 """
 
 import base64
