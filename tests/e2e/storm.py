@@ -106,7 +106,8 @@ class Storm:
                 await asyncio.sleep(0.05)
 
 
-# kwok runs no containers. A pod whose deletion no watch observes keeps its GPUs for this long, not for the API server's
+# The API server removes a pod at once if it is bound between two steps of its deletion, and kwok may write that a pod
+# runs after it has stopped. Such a pod may have run until it was gone, so it keeps its GPUs for this long, not for the
 # default of 30 s.
 GRACE = 1
 

@@ -13,7 +13,7 @@ from scripts.controlplane.cluster import Cluster
 from tests.e2e.kube import DEPLOYMENTS, EVENTS, JOBS, PODS, Kube, deployment, job, pod, wait_until
 from tests.e2e.measurements import percentile, report_figures
 from tests.e2e.processes import Site, site
-from tests.e2e.storm import SHORT_LIVED, Storm, mixed, plain
+from tests.e2e.storm import GRACE, SHORT_LIVED, Storm, mixed, plain
 
 REPLICAS = 4
 GPUS = 8
@@ -169,7 +169,8 @@ async def test_many_pods_on_full_nodes_are_denied_quickly_and_created_when_gpus_
         assert len(onto_full.tally.unclear) <= pods // 50, onto_full.tally.unclear[:5]
 
         waiting = Storm(here, clients=pods)
-        coming = asyncio.create_task(waiting.create(pods, lambda _: pod(None, gpus=1, annotations=SHORT_LIVED)))
+        short = pod(None, gpus=1, annotations=SHORT_LIVED, terminationGracePeriodSeconds=GRACE)
+        coming = asyncio.create_task(waiting.create(pods, lambda _: short))
         started = time.monotonic()
         await here.free_all()
         await coming

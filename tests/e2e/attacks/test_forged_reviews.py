@@ -14,6 +14,7 @@ from tests.e2e.conftest import new_namespace
 from tests.e2e.kube import PODS, RESOURCE_QUOTAS, ApiError, Kube, gone, pod, wait_until
 from tests.e2e.measurements import report_figures
 from tests.e2e.processes import OPT_IN, Site, site
+from tests.e2e.storm import GRACE
 from tests.e2e.test_ledger import GPU_NODES
 from tests.e2e.webhook_configurations import is_reviewed
 
@@ -28,7 +29,7 @@ async def creations(kube: Kube, namespace: str, until: float, answers: Counter[s
     """A tenant that repeatedly needs one GPU for a moment."""
     while time.monotonic() < until:
         try:
-            made = await kube.create(PODS, pod(None, gpus=1), namespace)
+            made = await kube.create(PODS, pod(None, gpus=1, terminationGracePeriodSeconds=GRACE), namespace)
         except ApiError as exc:
             answers[exc.reason] += 1
             await asyncio.sleep(0.05)
