@@ -3,7 +3,7 @@
 import asyncio
 import gc
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,17 @@ def pytest_asyncio_loop_factories(item: pytest.Item) -> Mapping[str, Callable[[]
 def pytest_collection_finish() -> None:
     """Tests that collect garbage need not search the thousands of collected tests."""
     gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Collects no garbage while pytest parses a source file to show a failure. Python 3.11 cannot parse in a finalizer
+    meanwhile, and asyncio does so to log the exception of a task: the whole run would end (cpython#106905)."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 @pytest.fixture
