@@ -343,10 +343,10 @@ WEBHOOKS: Final = [
         "auto",
         one_of("auto", "policy", "webhook", "nobody"),
         "What hides GPUs from the containers of pods without a claim in opted-in namespaces. policy: policies in the "
-        "API server; pods are created there at about half the rate. webhook: gpuwarden's webhooks; they review every "
-        "pod and debug container there. `nobody`: GPUs are not hidden; the webhooks still refuse or change pods whose "
-        "manifest exposes GPUs. auto: policy with Kubernetes 1.36 or newer and settings.injection other than cuda, "
-        "else `nobody`.",
+        "API server hide them, and pods are created there at about half the rate. webhook: gpuwarden's webhooks hide "
+        "them, and review every pod and debug container there. `nobody`: gpuwarden's webhooks refuse or change a pod "
+        "only if its manifest exposes GPUs; a container may see all GPUs by the variables of its image. auto: policy "
+        "with Kubernetes 1.36 or newer and settings.injection other than cuda, else `nobody`.",
     ),
     Value(
         "dra.guard",
